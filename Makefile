@@ -113,8 +113,11 @@ gallery: $(VENV)/.dev
 dist: $(VENV)/.release
 	$(BIN)/python scripts/dist.py $(DIST)
 
-bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/checkpoint.py
+# All benchmarks of a device, and one table beside the last results; BENCH='--only checkpoint --keep' passes options on. With BIN=folder-of-a-python
+# it installs nothing and runs with the packages that are there.
+DEVICE ?= cpu
+bench: $(if $(filter command,$(firstword $(origin BIN))),,$(VENV)/.bench)
+	$(BIN)/python benchmarks/run.py --device $(DEVICE) $(BENCH)
 
 # The same work by other tools, which have packages of their own: 2 GB, and minutes.
 bench-rivals: .venv-rivals/.installed

@@ -1,6 +1,6 @@
 """Time and memory of scanning a checkpoint, against loading the model with TransformerLens, in one run.
 
-    make bench                      # writes benchmarks/results/checkpoint.json
+    python benchmarks/checkpoint.py         # writes benchmarks/results/checkpoint.json
 
 A random checkpoint of 1B shape (16 layers, width 2048, 32 query and 8 key heads of 64, bfloat16, 4 shards, gains away
 from 1) is written to a temporary folder. Each contender then runs in a process of its own, so that peak memory is its
@@ -18,77 +18,55 @@ file is in the page cache for all of them; --cold drops it before each run.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from common import bytes_read, command_line, in_process, in_turns, machine, median_run, memory, peak, place, write
 from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, WIDTH, write_checkpoint
-
-OUT = Path(__file__).parent / "results" / "checkpoint.json"
-
-
-def memory() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak() -> int:
-    """Peak memory of this process; that of getrusage survives exec, and would be the parent's."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def bytes_read() -> int:
-    return int(
-        next(line.split()[1] for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
-    )
 
 
 def run_locater(folder: Path) -> dict[str, Any]:
     import locater
-    from locater.families import effective
+    from locater.numerics import one_thread
+    from locater.verbs.layer_moments import _in_memory, _moments
 
     base, read_before = memory(), bytes_read()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     scan = locater.scan(folder, eigenvalues=True)
-    whole = time.perf_counter() - began
+    whole, worked = time.perf_counter() - began, time.process_time() - worked
     taken, top = bytes_read() - read_before, peak() - base
-    stages = {"reading": 0.0, "folding and moments": 0.0, "singular values": 0.0, "eigenvalues": 0.0}
-    for layer in locater.attention_layers(folder):
-        marks = [time.perf_counter()]
-        query, key = layer.query.weight(), layer.key.weight()
-        marks.append(time.perf_counter())
-        moments = effective(_in_memory(layer, query, key)).moments()
-        moments.trace, moments.trace_of_square, moments.frobenius_sq, moments.symmetric_cube  # noqa: B018
-        marks.append(time.perf_counter())
-        moments.singular_values()
-        marks.append(time.perf_counter())
-        moments.eigenvalues()
-        marks.append(time.perf_counter())
-        for stage, a, b in zip(stages, marks, marks[1:], strict=False):
-            stages[stage] += b - a
+    stages = dict.fromkeys(("reading", "folding and moments", "singular values", "eigenvalues"), 0.0)
+    with one_thread():
+        for layer in locater.attention_layers(folder):
+            marks = [time.perf_counter()]
+            read = _in_memory(layer)
+            marks.append(time.perf_counter())
+            moments, _ = _moments(read, False, None)
+            moments.trace, moments.trace_of_square, moments.frobenius_sq, moments.symmetric_cube  # noqa: B018
+            marks.append(time.perf_counter())
+            moments.singular_values()
+            marks.append(time.perf_counter())
+            moments.eigenvalues()
+            marks.append(time.perf_counter())
+            for stage, (a, b) in zip(stages, itertools.pairwise(marks), strict=True):
+                stages[stage] += b - a
     return {
         "heads": len(scan.rows),
         "seconds": whole,
+        "processor_seconds": worked,
         "bytes_read": taken,
         "peak_over_import": top,
         "stages": stages,
         "error": effective_error({(r.layer, r.head): r.eigenvalues for r in scan.rows}, folder),
     }
-
-
-def _in_memory(layer: Any, query: Any, key: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(layer, query=replace(layer.query, weight=lambda: query), key=replace(layer.key, weight=lambda: key))
 
 
 def run_moments(folder: Path) -> dict[str, Any]:
@@ -138,7 +116,7 @@ def run_transformer_lens(folder: Path, half: bool = False) -> dict[str, Any]:
 
     tokenizer = _tokenizer(folder)
     base, read_before = memory(), bytes_read()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     dtype = torch.bfloat16 if half else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     bridge = TransformerBridge.boot_transformers(
@@ -146,11 +124,12 @@ def run_transformer_lens(folder: Path, half: bool = False) -> dict[str, Any]:
     )
     loaded = time.perf_counter() - began
     values = bridge.QK.eigenvalues
-    whole = time.perf_counter() - began
+    whole, worked = time.perf_counter() - began, time.process_time() - worked
     taken, top = bytes_read() - read_before, peak() - base
     spectra = {(i, h): [(z.real, z.imag) for z in values[i, h].tolist()] for i in range(LAYERS) for h in range(HEADS)}
     return {
         "seconds": whole,
+        "processor_seconds": worked,
         "seconds_loading": loaded,
         "bytes_read": taken,
         "peak_over_import": top,
@@ -205,32 +184,6 @@ RUNS = {
 ROUNDS = 5
 
 
-def machine() -> dict[str, Any]:
-    import torch
-
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "memory_GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-    }
-
-
-def in_process(name: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--run", name, str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{name} did not run: {done.stderr.strip().splitlines()[-1]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def drop_cache(folder: Path) -> None:
     """Drop the files from the page cache, so that the next run reads the disk."""
     for path in folder.glob("*.safetensors"):
@@ -239,20 +192,20 @@ def drop_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def rounds(folder: Path, cold: bool) -> dict[str, Any]:
-    """Every contender ROUNDS times, in turns; of each the run with the median time."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in RUNS}
-    for _ in range(ROUNDS):
-        for name in RUNS:
-            if cold:
-                drop_cache(folder)
-            runs[name].append(in_process(name, folder))
-    medians: dict[str, Any] = {}
-    for name, of_name in runs.items():
-        key = "moments_over_floor" if name == "moments" else "seconds"
-        of_name.sort(key=lambda run: run[key])
-        medians[name] = {**of_name[len(of_name) // 2], f"all_{key}": [run[key] for run in of_name]}
-    return medians
+def rounds(folder: Path, cold: bool, count: int) -> dict[str, Any]:
+    """Every contender `count` times, in turns; of each the run with the median time."""
+
+    def contender(name: str) -> dict[str, Any]:
+        if cold:
+            drop_cache(folder)
+        return in_process(__file__, "--run", name, str(folder))
+
+    there = [name for name in RUNS if "lens" not in name or find_spec("transformer_lens")]  # make bench installs it
+    runs = in_turns({name: partial(contender, name) for name in there}, count)
+    return {
+        name: median_run(of_name, *(("moments_over_floor",) if name == "moments" else ("seconds", "processor_seconds")))
+        for name, of_name in runs.items()
+    }
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -265,9 +218,13 @@ def summary(results: dict[str, Any]) -> str:
         f"1/{moments['naive_over_moments']:.0f} of forming W",
     ]
     for name in ("transformer_lens", "transformer_lens_bfloat16"):
+        if name not in results:
+            lines.append(f"{name}: not installed")
+            continue
         theirs = results[name]
         lines.append(
-            f"{name} {theirs['version']}: {theirs['seconds']:.2f} s ({theirs['seconds'] / ours['seconds']:.1f} x), "
+            f"{name} {theirs['version']}: {theirs['seconds']:.2f} s ({theirs['seconds'] / ours['seconds']:.1f} x; of processor "
+            f"time {theirs['processor_seconds'] / ours['processor_seconds']:.1f} x), "
             f"{theirs['peak_over_import'] / 1e6:.0f} MB over the import "
             f"({theirs['peak_over_import'] / ours['peak_over_import']:.0f} x); error "
             f"of the trace on the effective map {theirs['error']['median']:.2g} of its norm (median), ours {ours['error']['median']:.2g}"
@@ -276,25 +233,23 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser = command_line(__doc__, "checkpoint")
     parser.add_argument("--cold", action="store_true", help="read the disk in every run")
     parser.add_argument("--run", nargs=2, metavar=("NAME", "FOLDER"), help="one contender, in this process")
     args = parser.parse_args()
     if args.run:
         print(json.dumps(RUNS[args.run[0]](Path(args.run[1]))))
         return
-    with tempfile.TemporaryDirectory() as place:
+    count = 1 if args.quick else ROUNDS
+    with tempfile.TemporaryDirectory() as folder:
         results: dict[str, Any] = {
             "machine": machine(),
             "shape": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "key_heads": KEY_HEADS},
         }
-        results["bytes_on_disk"] = write_checkpoint(Path(place))
-        results |= {"cold": args.cold, "rounds": ROUNDS} | rounds(Path(place), args.cold)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(summary(results))
-    print(f"written to {args.out}")
+        results["bytes_on_disk"] = write_checkpoint(Path(folder))
+        results |= {"cold": args.cold, "rounds": count} | rounds(Path(folder), args.cold, count)
+        results["load"] = os.getloadavg()[1]  # over five minutes; the machine may have other work
+    write(results, place(args), summary(results))
 
 
 if __name__ == "__main__":

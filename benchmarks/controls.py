@@ -6,22 +6,18 @@ python benchmarks/controls.py --gpu        on a GPU, bfloat16: 12 layers of widt
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import command_line, device_and_torch, place, write
 from torch import Tensor
 
 from locater.models.shape import Shape
 from locater.models.transformer import Transformer
 from locater.train.controls import attach
 
-RESULTS = Path(__file__).parent / "results"
 CONTROLS = {  # name in the table: text of the control
     "none": "",
     "LocAteR, effective": "locater(form=effective)",
@@ -69,19 +65,17 @@ class Steps:
             torch.cuda.synchronize()
 
 
-def measure(shape: Shape, device: str, sequences: int, count: int) -> dict[str, Any]:
-    """Ratios of step times, the median of TURNS and the least and largest; every arm has its turn in each round."""
+def measure(shape: Shape, device: str, sequences: int, count: int, turns: int = TURNS) -> dict[str, Any]:
+    """Ratios of step times, the median of `turns` and the least and largest; every arm has its turn in each round."""
     batch = torch.randint(0, shape.vocabulary, (sequences, shape.length + 1), device=device)
     arms = {name: Steps(shape, text, batch) for name, text in CONTROLS.items()}
     arms[QK_NORM] = Steps(Shape(**{**vars(shape), "qk_norm": True}), "", batch)
     for arm in arms.values():  # allocate
         arm.seconds(2)
-    rounds = [{name: arm.seconds(count) for name, arm in arms.items()} for _ in range(TURNS)]
+    rounds = [{name: arm.seconds(count) for name, arm in arms.items()} for _ in range(turns)]
     ratios = {name: sorted(turn[name] / turn["none"] for turn in rounds) for name in arms if name != "none"}
-    cuda = device == "cuda"
     return {
-        "machine": torch.cuda.get_device_name() if cuda else f"{platform.processor() or platform.machine()}, 1 thread",
-        "torch": torch.__version__,
+        **device_and_torch(device == "cuda"),
         "shape": {name: getattr(shape, name) for name in ("layers", "width", "heads", "length", "vocabulary")},
         "sequences": sequences,
         "step_seconds": statistics.median(turn["none"] for turn in rounds),
@@ -93,19 +87,16 @@ def measure(shape: Shape, device: str, sequences: int, count: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true")
-    gpu = parser.parse_args().gpu
-    if gpu:
+    args = command_line(__doc__, "controls", ("cpu", "gpu")).parse_args()
+    turns = 1 if args.quick else TURNS
+    if args.gpu:
         shape = Shape(vocabulary=32768, layers=12, width=768, heads=12, kv_heads=12, hidden=2048, length=1024)
-        results = measure(shape, "cuda", 16, 5)
+        results = measure(shape, "cuda", 16, 5, turns)
     else:
         torch.set_num_threads(1)
         shape = Shape(vocabulary=4096, layers=4, width=256, heads=4, kv_heads=4, hidden=688, length=256)
-        results = measure(shape, "cpu", 4, 1)
-    path = RESULTS / f"controls-{'gpu' if gpu else 'cpu'}.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+        results = measure(shape, "cpu", 4, 1, turns)
+    write(results, place(args))
 
 
 if __name__ == "__main__":

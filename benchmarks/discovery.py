@@ -14,19 +14,14 @@ Bytes are all that the process read while it scanned, the code of transformers t
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from checkpoint import bytes_read, machine, memory, peak
+from common import bytes_read, command_line, in_process, machine, memory, peak, place, write
 
-OUT = Path(__file__).parent / "results" / "discovery.json"
 SHAPE = {"num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
          "intermediate_size": 8192, "vocab_size": 128_256}  # fmt: skip
 MAPS = "model.layers.*.self_attn.{}_proj.weight"
@@ -76,19 +71,8 @@ def run_named(folder: Path) -> dict[str, Any]:
     return run_scan(folder, query=MAPS.format("q"), key=MAPS.format("k"), heads=SHAPE["num_attention_heads"])
 
 
-def in_process(name: str, folder: str) -> dict[str, Any]:
-    """What one run prints, in a process with a cache beside the checkpoint."""
-    command = [sys.executable, __file__, "--run", name, folder]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, "LOCATER_CACHE": f"{folder}.cache"}
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser = command_line(__doc__, "discovery")
     parser.add_argument("--run", nargs=2, metavar=("NAME", "FOLDER"), help="one of them, in this process")
     args = parser.parse_args()
     if args.run:
@@ -96,14 +80,12 @@ def main() -> None:
         runs = {"live": run_live, "named": lambda: run_named(folder), "save": lambda: save(folder)}
         print(json.dumps(runs.get(name, lambda: run_scan(folder))()))
         return
-    with tempfile.TemporaryDirectory() as place:
-        folder = f"{place}/model"
-        results: dict[str, Any] = {"machine": machine(), "shape": SHAPE, **in_process("save", folder)}
+    with tempfile.TemporaryDirectory() as parent:
+        saved, cache = f"{parent}/model", {"LOCATER_CACHE": f"{parent}/cache"}
+        results: dict[str, Any] = {"machine": machine(), "shape": SHAPE, **in_process(__file__, "--run", "save", saved)}
         for name in ("live", "first", "cached", "named"):
-            results[name] = in_process(name, folder)
-            print(name, json.dumps(results[name]))
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {args.out}")
+            results[name] = in_process(__file__, "--run", name, saved, environment=cache)
+    write(results, place(args))
 
 
 def save(folder: Path) -> dict[str, Any]:

@@ -1,18 +1,14 @@
 """What `locater.explain.operator` costs, relative to a forward pass of the same model; and how good its probes are.
 
-python benchmarks/explain.py            the GPU part: a Llama of 1B, 1,024 tokens -> benchmarks/results/explain-gpu.json
-python benchmarks/explain.py --cpu      the same on a tiny Llama -> benchmarks/results/explain-cpu.json
+python benchmarks/explain.py --gpu      a Llama of 1B, 1,024 tokens -> benchmarks/results/explain-gpu.json
+python benchmarks/explain.py            the same on a tiny Llama -> benchmarks/results/explain-cpu.json
 python benchmarks/explain.py --table    prints both
-
-A part that is already in the results is not measured again.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import RESULTS, command_line, device_and_torch, place, write
 
-RESULTS = Path(__file__).parent / "results"
 LLAMA_1B = dict(
     vocab_size=128_256,
     hidden_size=2048,
@@ -163,15 +159,10 @@ def _peak(device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
 
 
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def measured(device: str, out: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, one thread"
-    results |= {"machine": machine, "torch": torch.__version__}
+def measured(device: str, out: Path, again: bool) -> dict[str, Any]:
+    """All parts; those that `out` has already only where they are asked for again."""
+    results: dict[str, Any] = json.loads(out.read_text()) if out.exists() and not again else {}
+    results |= device_and_torch(device == "cuda")
     shape, tokens = (LLAMA_1B, 1024) if device == "cuda" else (TINY, 128)
     results["shape"] = {key: value for key, value in shape.items() if key != "max_position_embeddings"}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
@@ -182,8 +173,7 @@ def measured(device: str, out: Path) -> dict[str, Any]:
     for name, part in parts.items():
         if name not in results:
             results[name] = part()
-            out.write_text(json.dumps(results, indent=1) + "\n")  # after each: a part that fails loses no other
-            print(name, json.dumps(results[name], indent=1), flush=True)
+            write(results, out, f"{name} {json.dumps(results[name])}")  # after each: a part that fails loses no other
     return results
 
 
@@ -206,18 +196,16 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args()
-    if options.table:
+    parser = command_line(__doc__, "explain", ("cpu", "gpu"))
+    parser.add_argument("--table", action="store_true", help="print the table of docs/explain.md from the results")
+    parser.add_argument("--missing", action="store_true", help="measure only the parts that the results do not have")
+    args = parser.parse_args()
+    if args.table:
         print(table())
         return
-    device = "cpu" if options.cpu else "cuda"
-    if device == "cpu":
+    if not args.gpu:
         torch.set_num_threads(1)
-    measured(device, options.out or RESULTS / ("explain-cpu.json" if options.cpu else "explain-gpu.json"))
+    measured("cuda" if args.gpu else "cpu", place(args), again=not args.missing)
 
 
 if __name__ == "__main__":

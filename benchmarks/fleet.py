@@ -9,7 +9,6 @@ python benchmarks/fleet.py --table        the table of docs/fleet.md from that f
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -22,8 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from common import command_line, place, processor, write
+
 ROOT = Path(__file__).parents[1]
-RESULT = Path(__file__).parent / "results" / "fleet.json"
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4}
 CPUS = 2
 
@@ -124,10 +124,8 @@ def measure(count: int) -> dict[str, Any]:
         assert names[0] == names[1] == names[2]
         assert len(names[0]) == count
         stored = sum(path.stat().st_size for path in (folder / "one").glob("*.parquet"))
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
         return {
-            "machine": f"{processor}, {os.cpu_count()} processors, load {os.getloadavg()[1]:.1f} by other work as well",
+            "machine": f"{processor()}, {os.cpu_count()} processors, load {os.getloadavg()[1]:.1f} by other work as well",
             "torch": torch.__version__,
             "checkpoints": count,
             "bytes_of_a_checkpoint": size // count,
@@ -142,21 +140,26 @@ def measure(count: int) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def table() -> None:
+def table(results: dict[str, Any]) -> str:
     """The lines of docs/fleet.md."""
-    result = json.loads(RESULT.read_text())
-    print(f"| {result['checkpoints']:,} small checkpoints | seconds | checkpoints a second |\n|---|---|---|")
-    for way, seconds in result["seconds"].items():
-        print(f"| {way} | {seconds:.1f} | {result['checkpoints_per_second'][way]:.0f} |")
-    print(f"| a rerun with nothing to do | {result['rerun_with_nothing_to_do']:.1f} | - |")
+    lines = [f"| {results['checkpoints']:,} small checkpoints | seconds | checkpoints a second |", "|---|---|---|"]
+    for way, seconds in results["seconds"].items():
+        lines.append(f"| {way} | {seconds:.1f} | {results['checkpoints_per_second'][way]:.0f} |")
+    return "\n".join([*lines, f"| a rerun with nothing to do | {results['rerun_with_nothing_to_do']:.1f} | - |"])
+
+
+def main() -> None:
+    parser = command_line(__doc__, "fleet")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--table", action="store_true", help="print the table of docs/fleet.md from the results")
+    args = parser.parse_args()
+    path = place(args)
+    if not args.table:
+        results = measure(40 if args.quick else args.count)
+        write(results, path, table(results))
+        return
+    print(table(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
-    if not arguments.table:
-        found = measure(arguments.count)
-        RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    table()
+    main()

@@ -9,21 +9,17 @@ output maps are holes: a scan does not read them. Each file is then scanned in a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpoint import machine, memory, peak
+from common import command_line, in_process, machine, memory, peak, place, write
 
-OUT = Path(__file__).parent / "results" / "large.json"
 BLOCK = 128  # rows and columns of a block of FP8 weights
 LLAMA = {
     "model_type": "llama",
@@ -140,8 +136,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser = command_line(__doc__, "large")
     parser.add_argument("--run", metavar="FOLDER", type=Path, help="scan one folder, in this process")
     args = parser.parse_args()
     if args.run:
@@ -149,18 +144,13 @@ def main() -> None:
         return
     # other work on the machine changes the seconds, not the memory
     results: dict[str, Any] = {"machine": machine(), "load_average": os.getloadavg()}
-    for shape in SHAPES:
-        with tempfile.TemporaryDirectory() as place:
-            write_layer(Path(place), shape)
-            done = subprocess.run(
-                [sys.executable, __file__, "--run", place], capture_output=True, text=True, check=False
-            )
-        if done.returncode:
-            raise SystemExit(f"{shape} did not run: {done.stderr.strip().splitlines()[-1]}")
-        results[shape] = result = json.loads(done.stdout.splitlines()[-1])
-        print(f"{shape}: {result['heads']} heads in {result['seconds']} s, {result['peak_over_import'] / 1e6:.0f} MB")
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {args.out}")
+    lines = []
+    for shape in list(SHAPES)[:1] if args.quick else SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            write_layer(Path(folder), shape)
+            results[shape] = run = in_process(__file__, "--run", folder)
+        lines.append(f"{shape}: {run['heads']} heads in {run['seconds']} s, {run['peak_over_import'] / 1e6:.0f} MB")
+    write(results, place(args), "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -10,22 +10,18 @@ python benchmarks/penalty.py --gpu        on a GPU, bf16 autocast, compiled; wri
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from common import command_line, device_and_torch, place, write
 from torch import Tensor, nn
 
 from locater.control import LocAteR
 from locater.families import attention_layers, effective
 
-RESULTS = Path(__file__).parent / "results"
 WORDS = 50257
 FORMS: tuple[Literal["effective", "measured"], ...] = ("effective", "measured")
 
@@ -101,7 +97,7 @@ class Steps:
             self.penalty().backward()
 
 
-def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
+def measure(device: str, batch: int, length: int, steps: int, rounds: int) -> dict[str, Any]:
     cuda = device == "cuda"
     ids = torch.randint(0, WORDS, (batch, length), device=device)
     arms = {form: Steps(device, form, ids) for form in FORMS}
@@ -118,14 +114,13 @@ def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
         "training step": timed(lambda: plain.step(False), steps, cuda),
     }
     ratios: dict[str, list[float]] = {form: [] for form in FORMS}
-    for _ in range(7 if cuda else 3):
+    for _ in range(rounds):
         without = timed(lambda: plain.several(False), 1, cuda)
         for form, arm in arms.items():
             ratios[form].append(timed(partial(arm.several, True), 1, cuda) / without)
     medians = {form: sorted(each)[len(each) // 2] for form, each in ratios.items()}
     return {
-        "machine": torch.cuda.get_device_name() if cuda else f"{processor_name()}, 1 thread",
-        "torch": torch.__version__,
+        **device_and_torch(cuda),
         "shape": {"model": "GPT-2 small", "batch": batch, "length": length},
         "seconds": seconds,
         "step with / step without": medians["effective"],
@@ -138,22 +133,13 @@ def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
     }
 
 
-def processor_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true")
-    gpu = parser.parse_args().gpu
-    if not gpu:
+    args = command_line(__doc__, "penalty", ("cpu", "gpu")).parse_args()
+    if not args.gpu:
         torch.set_num_threads(1)
-    results = measure("cuda", 32, 1024, 10) if gpu else measure("cpu", 4, 256, 1)
-    path = RESULTS / f"penalty-{'gpu' if gpu else 'cpu'}.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+    rounds = 1 if args.quick else 7 if args.gpu else 3
+    results = measure("cuda", 32, 1024, 10, rounds) if args.gpu else measure("cpu", 4, 256, 1, rounds)
+    write(results, place(args))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Time and memory of the methods of locater.explain: `python benchmarks/relevance.py`, ratios against a forward pass.
+"""Time and memory of the methods of locater.explain, as ratios against a forward pass.
+
+    python benchmarks/relevance.py          # writes benchmarks/results/relevance.json
 
 Each measurement runs in a process of its own, because peak memory is that of a process.
 """
@@ -6,10 +8,10 @@ Each measurement runs in a process of its own, because peak memory is that of a 
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 import time
+from typing import Any
+
+from common import command_line, device_and_torch, in_process, peak, place, write
 
 TOKENS = 256
 WORK = (
@@ -54,25 +56,25 @@ def measure(work: str, tokens: int) -> dict[str, float]:
         start = time.process_time()
         run()
         seconds.append(time.process_time() - start)
-    return {"seconds": min(seconds), "megabytes": peak() - before}
-
-
-def peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": min(seconds), "megabytes": (peak() - before) / 1e6}
 
 
 def main() -> None:
-    results = {}
-    for work in WORK:
-        out = subprocess.run([sys.executable, __file__, work, str(TOKENS)], capture_output=True, text=True, check=True)
-        results[work] = json.loads(out.stdout.splitlines()[-1])
-        print(
-            work, results[work], f"{results[work]['seconds'] / results['forward']['seconds']:.2f} x forward", flush=True
-        )
+    parser = command_line(__doc__, "relevance")
+    parser.add_argument("--run", metavar="WORK", choices=WORK, help="one of them, in this process")
+    args = parser.parse_args()
+    if args.run:
+        print(json.dumps(measure(args.run, TOKENS)))
+        return
+    results: dict[str, Any] = {**device_and_torch(gpu=False), "shape": f"GPT-2 small, {TOKENS} tokens, float32"}
+    results["work"] = {work: in_process(__file__, "--run", work) for work in (WORK[:3] if args.quick else WORK)}
+    forward = results["work"]["forward"]["seconds"]
+    lines = [
+        f"{work}: {run['seconds'] / forward:.2f} x a forward pass ({forward:.2f} s), {run['megabytes']:.0f} MB"
+        for work, run in results["work"].items()
+    ]
+    write(results, place(args), "\n".join(lines))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
-    else:
-        main()
+    main()

@@ -15,7 +15,6 @@ counts: on a shared machine a single run says little. The rows of all have to be
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,15 +24,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from checkpoint import machine
+from common import command_line, in_process, in_turns, machine, median_run, place, write
 from random_checkpoint import CONFIG, write_checkpoint
 
 ROOT = Path(__file__).parent.parent
-OUT = Path(__file__).parent / "results" / "remote.json"
 ROUNDS = 5
 LATENCY = 0.03  # seconds
 READ = ("q_proj.weight", "k_proj.weight", "input_layernorm.weight")
@@ -96,35 +95,21 @@ def server(folder: Path) -> Iterator[Server]:
             process.kill()
 
 
-def in_process(source: str, environment: dict[str, str]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--run", source],
-        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{source} did not run: {done.stderr.strip().splitlines()[-1]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def rounds(place: Path, folder: Path) -> dict[str, Any]:
-    runs: dict[str, list[dict[str, Any]]] = {"local": [], "https": [], "hf": []}
-    with server(place) as serving:
+def rounds(served: Path, folder: Path, count: int) -> dict[str, Any]:
+    with server(served) as serving:
         for path in folder.glob("*.safetensors"):  # the hub knows digests of its files; the server computes them once
             urlopen(Request(f"{serving.url}/files/org/model/main/{path.name}", method="HEAD")).close()
         sources = {"local": str(folder), "https": f"{serving.url}/files/org/model/main", "hf": "hf://org/model"}
-        environment = {"HF_ENDPOINT": serving.url, "HF_HUB_CACHE": str(place / "empty cache"), "HF_HUB_OFFLINE": "0"}
-        for _ in range(ROUNDS):
-            for name, source in sources.items():
-                serving.counts()
-                runs[name].append({**in_process(source, environment), **serving.counts()})
+        environment = {"HF_ENDPOINT": serving.url, "HF_HUB_CACHE": str(served / "empty cache"), "HF_HUB_OFFLINE": "0"}
+
+        def contender(source: str) -> dict[str, Any]:
+            serving.counts()
+            return {**in_process(__file__, "--run", source, environment=environment), **serving.counts()}
+
+        runs = in_turns({name: partial(contender, source) for name, source in sources.items()}, count)
     if len({run["rows"] for of_name in runs.values() for run in of_name}) != 1:
         raise SystemExit("the rows of the contenders differ")
-    medians = {}
-    for name, of_name in runs.items():
-        of_name.sort(key=lambda run: run["seconds"])
-        every = {f"all_{key}": [run[key] for run in of_name] for key in ("seconds", "processor_seconds")}
-        medians[name] = {**of_name[len(of_name) // 2], **every}
-    return medians
+    return {name: median_run(of_name, "seconds", "processor_seconds") for name, of_name in runs.items()}
 
 
 def fused_requests() -> dict[str, dict[str, int]]:
@@ -170,26 +155,23 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser = command_line(__doc__, "remote")
     parser.add_argument("--run", metavar="SOURCE", help="one scan, in this process")
     args = parser.parse_args()
     if args.run:
         print(json.dumps(run_scan(args.run)))
         return
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "org" / "model" / "main"
+    count = 1 if args.quick else ROUNDS
+    with tempfile.TemporaryDirectory() as served:
+        folder = Path(served) / "org" / "model" / "main"
         folder.mkdir(parents=True)
-        results: dict[str, Any] = {"machine": machine(), "latency_s": LATENCY, "rounds": ROUNDS, "shape": CONFIG}
+        results: dict[str, Any] = {"machine": machine(), "latency_s": LATENCY, "rounds": count, "shape": CONFIG}
         results["bytes_on_disk"] = write_checkpoint(folder)
         results["bytes_needed"] = needed_bytes(folder)
         results["fused"] = fused_requests()
-        results |= rounds(Path(place), folder)
+        results |= rounds(Path(served), folder, count)
         results["load"] = os.getloadavg()[1]  # over five minutes; the machine may have other work
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(summary(results))
-    print(f"written to {args.out}")
+    write(results, place(args), summary(results))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from locater.findings import FLAGS
-from tests import ROOT
+from tests import ROOT, benchmark
 from tests.processes import finished, forked
 
 
@@ -170,11 +170,7 @@ def test_the_docs_quote_the_benchmark() -> None:
 
 def test_the_page_of_remote_checkpoints_quotes_its_benchmark() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "remote.json").read_text())
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        summary = runpy.run_path(str(ROOT / "benchmarks" / "remote.py"))["summary"](results)
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    summary = benchmark("remote")["summary"](results)
     text = (ROOT / "docs" / "remote.md").read_text()
     assert all(f"    {line}" in text for line in summary.splitlines())
     for run in (results["https"], results["hf"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,25 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+_thread = threading.local()
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    _thread.alone = True
+
+
+@contextmanager
+def lone_workers(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Workers with one PyTorch thread each, which have no workers of their own in `spread_over_workers`."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=_begin) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)  # workers have changed what later threads begin with
+
+
 def spread_over_workers(function: Callable[..., Tensor], *matrices: Float[Tensor, "*n h h"]) -> Tensor:
     """Apply a batched decomposition, with the matrices distributed over workers of one thread each.
 
@@ -32,10 +52,12 @@ def spread_over_workers(function: Callable[..., Tensor], *matrices: Float[Tensor
     >>> spread_over_workers(torch.linalg.eigvalsh, torch.eye(2).expand(3, 2, 2)).shape
     torch.Size([3, 2])
     """
+    if getattr(_thread, "alone", False):
+        return function(*matrices)
     leading = matrices[0].shape[:-2]
     flat = [m.reshape(-1, *m.shape[-2:]) for m in matrices]
     workers = min(os.cpu_count() or 1, max(1, len(flat[0]) // 4))
-    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with one_thread(), lone_workers(workers) as pool:
         parts = list(pool.map(function, *(m.tensor_split(workers) for m in flat)))
     return torch.cat(parts).unflatten(0, leading) if leading else parts[0][0]
 

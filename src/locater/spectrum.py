@@ -202,9 +202,7 @@ class Moments:
 
         Computed in float64, because squaring the singular values costs half of the digits.
         """
-        values = spread_over_workers(
-            _singular_values, _on_cpu(self.query_gram).double(), _on_cpu(self.key_gram).double()
-        )
+        values = spread_over_workers(_singular_values, _on_cpu(self.query_gram), _on_cpu(self.key_gram))
         return values.to(self.query_gram.dtype).to(self.query_gram.device)
 
     def eigenvalues(self) -> Complex[Tensor, "*heads h"]:
@@ -355,6 +353,7 @@ def _size(gram: Tensor) -> Tensor:
 
 
 def _singular_values(A: Tensor, B: Tensor) -> Tensor:
+    A, B = A.double(), B.double()
     root, failed = torch.linalg.cholesky_ex(A)  # A = root root^T
     if failed.any():  # a rank-deficient head: eigenvectors give a root at ten times the cost
         values, vectors = torch.linalg.eigh(A)

@@ -246,7 +246,7 @@ def test_an_unexpected_exception_is_a_bug_of_ours(
     def fail(*args: object, **kwargs: object) -> None:
         raise kind("out of\nthe blue")
 
-    monkeypatch.setattr("locater.verbs.head_rows.effective", fail)
+    monkeypatch.setattr("locater.verbs.layer_moments.effective", fail)
     words: list[object] = ["scan", saved_llama]
     result = run(*{"none": words, "before": ["--debug", *words], "after": [*words, "--debug"]}[place])
     assert (result.status, result.out) == (2, "")
@@ -341,7 +341,7 @@ def test_interruption_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("locater.verbs.head_rows.effective", stop)
+        patch.setattr("locater.verbs.layer_moments.effective", stop)
         result = run("scan", saved_llama, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html")
     assert result.status == 130
     assert "Traceback" not in result.err

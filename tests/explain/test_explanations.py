@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from locater.errors import LocaterError
 from locater.explain import decompose, operator, paths
 from locater.explain.readout import frozen_with_readout
 from locater.families import registry
-from tests import ROOT
+from tests import ROOT, benchmark
 from tests.explain.float64 import AllFloat64
 from tests.explain.maps_only import FAMILY, MapsOnly
 from tests.explain.models import REFUSED, built
@@ -229,7 +228,7 @@ def test_padding_is_no_part_of_the_target() -> None:
 
 
 def test_the_page_has_the_table_of_the_benchmark() -> None:
-    table = runpy.run_path(str(ROOT / "benchmarks" / "explain.py"))["table"]()
+    table = benchmark("explain")["table"]()
     assert table in (ROOT / "docs" / "explain.md").read_text(), "python benchmarks/explain.py --table"
 
 

@@ -16,7 +16,9 @@ from locater.checkpoints.weights import Rows, Weights
 from locater.families import AttentionLayer, effective, layers_of
 from locater.families.row_readers import rows_within
 from locater.families.splitting import head_blocks
-from locater.verbs import head_rows
+from locater.verbs import layer_moments
+from locater.verbs.head_rows import ScanOptions, head_rows
+from locater.verbs.scan_result import HeadRow
 from tests.families import CASES
 from tests.parity import model_of
 
@@ -114,7 +116,7 @@ def test_rows_of_a_scan_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pyt
         calls.append(len(blocks))
         return blocks
 
-    monkeypatch.setattr(head_rows, "head_blocks", small)
+    monkeypatch.setattr(layer_moments, "head_blocks", small)
     assert locater.scan(folder, eigenvalues=True).rows == whole
     assert min(calls) > 1
 
@@ -125,10 +127,14 @@ def test_one_block_in_float64_takes_all_there(tmp_path: Path, monkeypatch: pytes
     weight = layer.query.weight().clone()
     weight[-layer.head_dim :] *= 1e-12  # the last head is lost in float32
     layer = replace(layer, query=replace(layer.query, weight=lambda: weight))
-    options = head_rows.ScanOptions()
-    whole = list(head_rows.head_rows(layer, 0, options))
-    monkeypatch.setattr(head_rows, "head_blocks", lambda layer, elements: head_blocks(layer, ELEMENTS))
-    assert list(head_rows.head_rows(layer, 0, options)) == whole
+
+    def rows() -> list[HeadRow]:
+        parts = layer_moments.layer_moments([(0, layer)], [layer], layer_moments.Work())
+        return [row for part in parts for row in head_rows(part, ScanOptions())]
+
+    whole = rows()
+    monkeypatch.setattr(layer_moments, "head_blocks", lambda layer, elements: head_blocks(layer, ELEMENTS))
+    assert rows() == whole
 
 
 def test_ranges_within_ranges() -> None:

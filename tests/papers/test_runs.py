@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,14 @@ import pytest
 from locater.errors import LocaterError
 from locater.train.controls import parse_control
 from locater.train.plan import Plan
+from locater.train.token_files import FOLDER
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.bao2024 import arms, judged
 from locater_papers.engine import runs as runs_module
 from locater_papers.engine.arms import known
 from locater_papers.engine.one_run import placed
 from locater_papers.engine.pages import page
-from locater_papers.engine.runs import Arm, Row, Runs, complete
+from locater_papers.engine.runs import Arm, Row, Runs, _begin, _processes, complete
 from tests import ROOT
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
@@ -107,6 +110,15 @@ def test_a_run_that_breaks_stops_no_other_and_is_told(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match=r"^1 runs broke .* bad, seed 0"):
         complete(lambda held: rows, Runs(path), tmp_path, 1)
     assert [json.loads(text)["arm"] for text in path.read_text().splitlines()] == ["good"]
+
+
+def test_processes_begin_with_what_a_run_imports_and_with_the_tokens_of_their_plan() -> None:
+    """The server that they are forked from lives on, and its environment is that of the first plan."""
+    for folder in ("first", "second"):
+        with ProcessPoolExecutor(1, _processes(), _begin, (folder,)) as pool:
+            assert pool.submit(os.getenv, FOLDER).result() == folder
+            assert pool.submit(eval, "'torch._dynamo' in __import__('sys').modules").result()
+            assert not pool.submit(eval, "__import__('torch').cuda.is_initialized()").result(), "it could not be forked"
 
 
 def test_missing_data_is_told_before_anything_is_trained(tmp_path: Path) -> None:

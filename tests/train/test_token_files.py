@@ -69,3 +69,24 @@ def test_pieces_are_encoded_in_their_order() -> None:
         ids = pairs.encode(text)
     one_by_one = [i for at in range(0, len(text), 100) for i in pairs._tokenizer.encode(text[at : at + 100]).ids]  # type: ignore[attr-defined]
     assert ids.tolist() == one_by_one
+
+
+def test_a_text_is_read_again_only_where_its_files_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("".join(f"line {i}: some words, and {i * i} more of them\n\n" for i in range(400)))
+    plan = Plan(corpus=(str(corpus),), vocabulary=256, length=16)
+    reads: list[int] = []
+    read = text_data.read_documents
+    monkeypatch.setattr(text_data, "read_documents", lambda paths: reads.append(1) or read(paths))
+
+    def sha256() -> str:
+        return str(text_data.read_text_data(plan, tmp_path / "run", torch.device("cpu")).facts["sha256"])
+
+    first = sha256()
+    assert sha256() == first
+    assert len(reads) == 1
+    corpus.write_text(corpus.read_text() + "one line more\n\n")
+    assert sha256() != first
+    assert len(reads) == 2

@@ -88,6 +88,8 @@ class StoredTensors(Generic[F]):
 class SafetensorsWeights(StoredTensors[Path]):
     """One or several safetensors files; `file_of` names the file of each tensor where there is an index."""
 
+    read_by_threads = True  # several at a time
+
     def __init__(self, files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> None:
         self.where = where
         self.bytes_read = 0

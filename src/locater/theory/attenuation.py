@@ -6,7 +6,7 @@ docs/theory.md section 10.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -14,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 STEP = 0.5  # of the sums that replace integrals, in logits: e^-e^y is so smooth that six digits are right
+TOGETHER = 2**17  # numbers of a grid of variances, log t and logits or keys that are computed at a time
+GONE = 1e3  # e^-y is 0 long before
 LARGEST = 225.0  # variance of logits; above it rows are nearly one-hot, and their distance from it falls as 1 / sqrt v
 
 
@@ -47,8 +49,7 @@ def residual_kept(
     """
     v = torch.as_tensor(variance, dtype=torch.float64)
     keys = _keys(length)
-    squares = torch.tensor([_kept_square(x, keys, typical) for x in v.flatten().tolist()], dtype=torch.float64)
-    return squares.sqrt().reshape(v.shape).to(v.device)
+    return _kept_squares(v.flatten().cpu(), keys, typical).sqrt().reshape(v.shape).to(v.device)
 
 
 def kept_at_entropy(
@@ -79,63 +80,107 @@ def _share_by_entropy(
     """A table from one-hot rows to uniform ones: entropy of normal logits, and `residual_kept` of the same logits."""
     rows, largest = torch.tensor(keys, dtype=torch.float64), math.sqrt(LARGEST)
     # denser where spreads are small
-    spreads = [x * x / largest for x in torch.linspace(largest, 0, 48, dtype=torch.float64).tolist()]
-    table = [(0.0, 1.0), *((_entropy(x * x, rows), math.sqrt(_kept_square(x * x, rows, typical))) for x in spreads)]
-    entropies, shares = torch.tensor(table, dtype=torch.float64).unbind(1)
-    return entropies.contiguous(), shares.contiguous()
+    variances = (torch.linspace(largest, 0, 48, dtype=torch.float64).square() / largest).square()
+    entropies = _over_variances(_entropy, variances, rows)
+    shares = _kept_squares(variances, rows, typical).sqrt()
+    one_hot = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    return torch.cat([one_hot[0], entropies]), torch.cat([one_hot[1], shares])
 
 
 def _keys(length: Sequence[int] | int) -> Float[Tensor, " rows"]:
     return torch.as_tensor([length] if isinstance(length, int) else list(length), dtype=torch.float64)
 
 
-def _kept_square(variance: float, keys: Float[Tensor, " rows"], typical: bool) -> float:
-    """E sum p^2, or 1 / E (1 / sum p^2), mean over rows with these numbers of keys."""
-    if not variance < math.inf:
-        return 1.0 if variance > 0 else math.nan
-    v = min(variance, LARGEST)
-    beyond = math.sqrt(v / variance) if variance > v else 1.0
+def _kept_squares(variance: Float[Tensor, " n"], keys: Float[Tensor, " rows"], typical: bool) -> Float[Tensor, " n"]:
+    """E sum p^2, or 1 / E (1 / sum p^2), mean over rows with these numbers of keys, for each variance."""
+    kept = torch.where(variance > 0, 1.0, torch.nan).double()  # of a variance that is infinite, or no number
+    known = variance < math.inf
+    v = variance[known]
+    limited = v.clamp_max(LARGEST)
+    beyond = torch.where(v > limited, (limited / v).sqrt(), 1.0)
     if typical:
-        return 1 / (1 + (float(_participation(v, keys).mean()) - 1) * beyond)
-    return 1 - (1 - float(_squares(v, keys).mean())) * beyond
+        kept[known] = 1 / (1 + (_over_variances(_participation, limited, keys, 2) - 1) * beyond)
+    else:
+        kept[known] = 1 - (1 - _over_variances(_squares, limited, keys)) * beyond
+    return kept
 
 
-def _squares(v: float, keys: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+def _over_variances(
+    integral: Callable[[Tensor, Tensor], Tensor],
+    variance: Float[Tensor, " n"],
+    keys: Float[Tensor, " rows"],
+    factor: int = 1,  # of the spread of logits, in this integral
+) -> Float[Tensor, " n"]:
+    """The mean over rows of an integral, for each variance; those whose grids of logits have the same size together."""
+    means = torch.empty_like(variance)
+    sizes = torch.tensor([_logit_count(factor * math.sqrt(v), float(keys.max())) for v in variance.tolist()])
+    for size in sizes.unique().tolist():
+        of_size = (sizes == size).nonzero()[:, 0]
+        for some in of_size.split(max(1, TOGETHER // (len(keys) + size) // 256)):
+            means[some] = integral(variance[some], keys).mean(-1)
+    return means
+
+
+def _squares(v: Float[Tensor, " n"], keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
     """E sum p^2 for each number of keys: T E[y^2 e^-y] f^(T-1), y = t e^l, over log t."""
-    y, weight = _logits(math.sqrt(v), float(keys.max()))
-    f = torch.log1p((torch.expm1(-y.exp()) @ weight).clamp_min(-1))
-    return STEP * keys * ((2 * y - y.exp()).exp() @ weight * _power(f, keys - 1)).sum(-1)
+    t, logits, weight = _grid(v.sqrt(), float(keys.max()))
+    y = _powers(t, logits)
+    rest = torch.expm1(-y)  # e^-y - 1, with the digits that a thousand million keys need
+    f = torch.log1p((rest @ weight).clamp_min(-1))
+    return STEP * keys * ((rest.add_(1).mul_(y).mul_(y) @ weight)[:, None] * _power(f, keys - 1)).sum(-1)
 
 
-def _participation(v: float, keys: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+def _participation(v: Float[Tensor, " n"], keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
     """E (sum e^l)^2 / sum e^2l for each number of keys, in the same way with y = t e^2l."""
-    y, weight = _logits(2 * math.sqrt(v), float(keys.max()))
-    f = torch.log1p((torch.expm1(-y.exp()) @ weight).clamp_min(-1))
-    one, two = ((k * y - y.exp()).exp() @ weight for k in (0.5, 1.0))
+    t, logits, weight = _grid(2 * v.sqrt(), float(keys.max()))
+    y = _powers(t, logits)
+    rest = torch.expm1(-y)
+    f = torch.log1p((rest @ weight).clamp_min(-1))
+    one, two = ((rest.add_(1) * y**0.5 @ weight)[:, None], (rest.mul_(y) @ weight)[:, None])
     pairs = (keys[:, None] - 1) * one.square() * _power(f, (keys - 2).clamp_min(0))
     return STEP * keys * (two * _power(f, keys - 1) + pairs).sum(-1)
 
 
-def _entropy(v: float, keys: Float[Tensor, " rows"]) -> float:
-    """Mean entropy of rows with these numbers of keys: log of the sum minus the mean logit."""
-    y, weight = _logits(math.sqrt(v), float(keys.max()))
-    f = torch.log1p((torch.expm1(-y.exp()) @ weight).clamp_min(-1))
-    middle = y[:, len(weight) // 2]  # log t
-    total = ((-middle.exp()).exp() - _power(f, keys)).sum(-1)
-    mean = keys * (((y - middle[:, None]) * (y - y.exp()).exp()) @ weight * _power(f, keys - 1)).sum(-1)
-    return STEP * float((total - mean).mean())
+def _entropy(v: Float[Tensor, " n"], keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
+    """Entropy of rows with these numbers of keys: log of the sum minus the mean logit."""
+    t, logits, weight = _grid(v.sqrt(), float(keys.max()))
+    y = _powers(t, logits)
+    rest = torch.expm1(-y)
+    f = torch.log1p((rest @ weight).clamp_min(-1))
+    total = ((-t).exp()[:, None] - _power(f, keys)).sum(-1)
+    mean = (rest.add_(1).mul_(y) @ (logits * weight)[..., None])[..., 0]
+    return STEP * (total - keys * (mean[:, None] * _power(f, keys - 1)).sum(-1))
 
 
-def _logits(spread: float, keys: float) -> tuple[Float[Tensor, "t l"], Float[Tensor, " l"]]:
-    """log t + l for every log t (rows) and normal logit l (columns) with this spread, and the weights of the logits."""
-    far = math.sqrt(2 * (2 * math.log(keys) + 36))  # standard deviations: no key of any row is farther out
-    count = math.ceil(far * max(1.0, spread) / STEP)
-    z = torch.linspace(-far, far, 2 * count + 1, dtype=torch.float64)
+def _logit_count(spread: float, keys: float) -> int:
+    """Logits on one side of their mean."""
+    return math.ceil(_reach(keys) * max(1.0, spread) / STEP)
+
+
+def _reach(keys: float) -> float:
+    """Standard deviations: no key of any row is farther out."""
+    return math.sqrt(2 * (2 * math.log(keys) + 36))
+
+
+def _grid(
+    spread: Float[Tensor, " n"], keys: float
+) -> tuple[Float[Tensor, "n t"], Float[Tensor, "n l"], Float[Tensor, " l"]]:
+    """t, normal logits l with these spreads, and the weights of the logits. The integrals vanish at both ends of the
+    largest range of log t.
+    """
+    far, largest = _reach(keys), float(spread.max())
+    z = torch.linspace(-far, far, 2 * _logit_count(largest, keys) + 1, dtype=torch.float64)
     weight = (-z.square() / 2).exp()
-    log_t = torch.arange(-math.log(keys) - far * spread - 40, far * spread + 5, STEP, dtype=torch.float64)
-    return log_t[:, None] + spread * z, weight / weight.sum()
+    steps = math.ceil((math.log(keys) + 2 * far * largest + 45) / STEP)
+    log_t = (-math.log(keys) - far * spread - 40)[:, None] + STEP * torch.arange(steps, dtype=torch.float64)
+    return log_t.exp(), spread[:, None] * z, weight / weight.sum()
 
 
-def _power(log: Float[Tensor, " t"], keys: Float[Tensor, " rows"]) -> Float[Tensor, "rows t"]:
+def _powers(t: Float[Tensor, "n t"], logits: Float[Tensor, "n l"]) -> Float[Tensor, "n t l"]:
+    """t e^l, where e^-(t e^l) is not 0 anyway."""
+    return (t[..., None] * logits.exp()[:, None]).clamp_max_(GONE)
+
+
+def _power(log: Float[Tensor, "n t"], keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows t"]:
     """e^(keys log); 1 where keys is 0 and log is -inf."""
-    return torch.where(keys[:, None] > 0, keys[:, None] * log, 0.0).exp()
+    return torch.where(keys[:, None] > 0, keys[:, None] * log[:, None], 0.0).exp()

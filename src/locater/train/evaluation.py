@@ -34,18 +34,21 @@ class Evaluation:
         """Mean loss over the targets of a split, and the share of them that the model ranks first; of the first `most`
         sequences, or of all. Targets that are no classes, of a model that denoises, have a squared error and no rank.
         """
+        sums: list[tuple[Tensor, ...]] = []  # of each window: loss, targets, and how many are ranked first
         with _evaluating(self.model):
-            total, right, count = 0.0, 0, 0
             for inputs, targets in self.data.windows(split, most):
                 with self.autocast():
                     logits = self.model(inputs).float().flatten(0, -2)
                 if self.model.shape.denoises:
-                    total, count = total + _squared_error(logits, targets.flatten(0, -2)), count + targets.numel()
+                    error = nn.functional.mse_loss(logits, targets.flatten(0, -2), reduction="sum")
+                    sums.append((error, torch.tensor(targets.numel())))
                     continue
-                flat, known = targets.flatten(), int((targets >= 0).sum())
-                total += float(nn.functional.cross_entropy(logits, flat, reduction="sum"))
-                right, count = right + int((logits.argmax(-1) == flat).sum()), count + known
-        return total / count, None if self.model.shape.denoises else right / count
+                flat = targets.flatten()
+                loss = nn.functional.cross_entropy(logits, flat, reduction="sum")
+                sums.append((loss, (flat >= 0).sum(), (logits.argmax(-1) == flat).sum()))
+        # the device is waited for once, and not after each window
+        total, count, *right = (sum(torch.stack(column).tolist()) for column in zip(*sums, strict=True))
+        return total / count, right[0] / count if right else None
 
     def report(self) -> tuple[float, float | None, list[float]]:
         """Loss and accuracy on the report split, and the entropy of each head; none where attention has none."""
@@ -60,11 +63,6 @@ class Evaluation:
         inputs, _ = next(iter(self.data.windows("report", SEQUENCES)))
         with _evaluating(self.model):
             return measure(self.model, inputs)
-
-
-def _squared_error(outputs: Tensor, targets: Tensor) -> float:
-    """Summed over all numbers."""
-    return float(nn.functional.mse_loss(outputs, targets, reduction="sum"))
 
 
 @contextmanager

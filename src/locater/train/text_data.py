@@ -71,8 +71,10 @@ class TextData:
 
     def _pair(self, tokens: Tensor, starts: Tensor, rng: torch.Generator) -> Batch:
         """Inputs and targets of rows that begin at these places of the text, the start token in front."""
-        at = (starts + torch.arange(self._row)).to(self.device, non_blocking=True)
-        rows, first = tokens[at].long(), 0
+        if self.device.type == "cuda":
+            starts = starts.pin_memory()  # memory that is not pinned is copied after the work that is queued before it
+        places = starts.to(self.device, non_blocking=True) + torch.arange(self._row, device=self.device)
+        rows, first = tokens[places].long(), 0
         if self.start is not None:
             rows, first = nn.functional.pad(rows, (1, 0), value=self.start), 1
         if self.plan.task == "causal":
@@ -86,8 +88,7 @@ class TextData:
 
 def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
     """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
-    documents = read_documents(plan.corpus) if plan.corpus else _embedded()
-    text = Text(documents, _held_out(plan, documents) if plan.select else None)
+    text = _text(plan)
     tokenizer = tokenizer_of_plan(plan, folder, (text,))
     (tokens_of,) = encoded(tokenizer, (text,))
     splits = {name: tokens.to(device) for name, tokens in tokens_of.items()}
@@ -112,6 +113,32 @@ def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
     if isinstance(tokenizer, WordTokenizer):
         facts["unknown"] = {name: tokenizer.unknown(x) for name, x in text.joined.items()}
     return TextData(plan, WithStart(tokenizer) if plan.bos else tokenizer, splits, facts, device)
+
+
+def _text(plan: Plan) -> Text:
+    """The text of a plan; that of the run before, in this process, where its files have not changed since."""
+    files = [Path(name) for part in (plan.corpus, plan.select, plan.report) for name in part]
+    if not all(path.is_file() for path in files):  # a folder, or the embedded text
+        return _read(plan)
+    key = (
+        plan.corpus,
+        plan.select,
+        plan.report,
+        *((x.st_mtime_ns, x.st_size) for x in (path.stat() for path in files)),
+    )
+    if key not in _kept:
+        text = _read(plan)
+        _kept.clear()
+        _kept[key] = text
+    return _kept[key]
+
+
+_kept: dict[Any, Text] = {}  # at most one
+
+
+def _read(plan: Plan) -> Text:
+    documents = read_documents(plan.corpus) if plan.corpus else _embedded()
+    return Text(documents, _held_out(plan, documents) if plan.select else None)
 
 
 def _held_out(plan: Plan, documents: Sequence[str]) -> dict[str, list[str]]:

@@ -1,25 +1,26 @@
-"""The rows of a scan: what the weights of one attention layer say about each of its heads."""
+"""The rows of a scan: what the weights of attention layers say about each of their heads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from locater.families import AttentionLayer, Rotary, Tokens, effective
+from locater.families import AttentionLayer
 from locater.families.bias import PairBias
 from locater.families.pairs import PairTerms
-from locater.families.splitting import head_blocks
 from locater.findings import flags_of, key_variance
 from locater.missing import finite_or_none
-from locater.numerics import one_thread
+from locater.numerics import lone_workers, one_thread
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
-from locater.spectrum import Moments, joined_moments, lost_in_float32
+from locater.spectrum import Moments
 from locater.theory import (
     expected_entropy,
     kept_at_entropy,
@@ -30,15 +31,13 @@ from locater.theory import (
     unit_moments,
 )
 from locater.theory.propagation import SKEW_LIMIT
+from locater.verbs.layer_moments import LayerMoments
 from locater.verbs.scan_result import LENGTH, HeadRow
 
 SOFTMAX_ONLY = ("expected_entropy", "residual_kept", "localization")  # columns without meaning for other mechanisms
 # columns in units of logits
 SCALED = ("M", "S", "F", "key_bias", "expected_entropy", "residual_kept", "localization", "drive", "profile")
 SAMPLED_ROWS = 32  # rows of attention, of different length, that stand for all
-# numbers of query and key maps that are folded at a time, 160 MiB in float32: room for a key head of Llama-405B and its
-# 16 query heads, so that their products are those of the whole layer
-BLOCK = 40 * 2**20
 PROFILE_POINTS = 65  # of a propagation profile that has no closed form
 
 
@@ -53,38 +52,49 @@ class ScanOptions:
     inputs: Mapping[int, Input] | None = None  # measured statistics by layer number
 
 
+def rows_of(parts: Iterable[LayerMoments], options: ScanOptions, workers: int = 1) -> Iterator[HeadRow]:
+    """One row per head of all layers, in their order. So many records are worked on at a time."""
+    if workers < 2 or options.inputs is not None:  # heads that are run on tokens have all threads
+        for part in parts:
+            yield from head_rows(part, options)
+        return
+    waiting: deque[Future[list[HeadRow]]] = deque()
+    with lone_workers(workers) as pool:
+        for part in parts:
+            waiting.append(pool.submit(_listed, part, options))
+            if len(waiting) > workers:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+def _listed(part: LayerMoments, options: ScanOptions) -> list[HeadRow]:
+    return list(head_rows(part, options))
+
+
 @torch.no_grad()
-def head_rows(layer: AttentionLayer, number: int, options: ScanOptions) -> Iterator[HeadRow]:
-    """One row per head of a layer. A head whose weights are not finite gets a row without numbers."""
-    statistics = None if options.inputs is None else options.inputs[number]
-    # without its scale a layer has the numbers of its maps alone
-    scaled = replace(layer, scale=1.0, unknown_scale=None) if layer.unknown_scale is not None else layer
-    moments, key_bias = _moments(scaled, options.raw, statistics)
-    finite = _finite_heads(moments, key_bias)
-    columns = _columns(scaled, moments.select(finite), key_bias[finite], options)
-    if statistics is not None and layer.mechanism == "softmax" and _weights_known(layer):
-        columns |= _predicted_columns(layer, statistics, options.length, finite)
-    if layer.unknown_scale is not None:
-        columns = {name: column for name, column in columns.items() if name not in SCALED}
-    places = iter(range(int(finite.sum())))
-    for head in range(layer.heads):
-        numbers: dict[str, Any] = {}
-        if finite[head]:
-            place = next(places)
-            numbers = {name: column[place] for name, column in columns.items()}
-        flagged = numbers if layer.mechanism == "softmax" else {}  # the flags describe softmax attention
-        yield HeadRow(
-            layer=number,
-            head=head,
-            kv_head=head // layer.group,
-            kind=layer.kind,
-            width=layer.width,
-            head_dim=layer.head_dim,
-            scale=layer.scale if layer.unknown_scale is None else None,
-            quantised=layer.quantised,
-            **numbers,
-            flags=flags_of({**flagged, "finite": bool(finite[head])}, options.length),
-        )
+def head_rows(part: LayerMoments, options: ScanOptions) -> Iterator[HeadRow]:
+    """One row per head of layers alike. A head whose weights are not finite gets a row without numbers."""
+    with one_thread():
+        finite = _finite_heads(part.moments, part.key_bias)
+        columns = _columns(part, finite, options)
+    if options.inputs is not None and "residual_kept" in columns:
+        columns |= _predicted_columns(part, finite, columns, options.inputs, options.length)
+    names, rows = [*columns], zip(*columns.values(), strict=True)
+    numbers = ({} if not known else dict(zip(names, next(rows), strict=True)) for known in finite.tolist())
+    for number, layer in part.layers:
+        of_layer: dict[str, Any] = {
+            "layer": number,
+            "kind": layer.kind,
+            "width": layer.width,
+            "head_dim": layer.head_dim,
+            "scale": layer.scale if layer.unknown_scale is None else None,
+            "quantised": layer.quantised,
+        }
+        for head, known in zip(range(layer.heads), numbers, strict=False):
+            flagged = known if layer.mechanism == "softmax" else {}  # the flags describe softmax attention
+            flags = flags_of({**flagged, "finite": bool(known)}, options.length)
+            yield HeadRow(head=head, kv_head=head // layer.group, **of_layer, **known, flags=flags)
 
 
 def _weights_known(layer: AttentionLayer) -> bool:
@@ -108,33 +118,6 @@ def row_keys(layer: AttentionLayer, length: int, keys: int | None = None) -> tup
     return tuple(min(i, reach - 1) + 1 + (0 if layer.causal else min(length - 1 - i, reach - 1)) for i in places)
 
 
-def _moments(layer: AttentionLayer, raw: bool, statistics: Input | None) -> tuple[Moments, Tensor]:
-    """The small matrices of a layer and its key biases, by blocks of heads. The maps of a block are freed before those
-    of the next are read.
-
-    With measured tokens the layer is one block: their covariance, as large as a map, would be folded into each.
-    """
-    tokens = None if statistics is None else statistics.as_tokens()
-
-    def pieces(double: bool) -> list[tuple[Moments, Tensor]]:
-        blocks = head_blocks(layer, BLOCK) if tokens is None else [layer]
-        return [_block_moments(block, raw, tokens, double) for block in blocks]
-
-    parts = pieces(double=False)
-    if len({moments.query_gram.dtype for moments, _ in parts}) > 1:  # one block needs float64: as one, all have it
-        parts = pieces(double=True)
-    return joined_moments([moments for moments, _ in parts]), torch.cat([bias for _, bias in parts])
-
-
-def _block_moments(layer: AttentionLayer, raw: bool, tokens: Tokens | None, double: bool) -> tuple[Moments, Tensor]:
-    folded = effective(layer, raw, tokens)
-    moments = None if double else folded.moments().cpu()
-    # checked on the CPU, so that a GPU is waited for once
-    if moments is None or (moments.query_gram.dtype == torch.float32 and bool(lost_in_float32(moments).any())):
-        moments = replace(folded, query=folded.query.double(), key=folded.key.double()).moments().cpu()
-    return moments, folded.key_bias.cpu()
-
-
 def _norm_turned(layer: AttentionLayer) -> bool:
     """Whether gains of query or key norms act on channels that have turned: then drives have no closed form."""
     norms = (layer.query_norm, layer.key_norm)
@@ -144,20 +127,26 @@ def _norm_turned(layer: AttentionLayer) -> bool:
 def _finite_heads(moments: Moments, key_bias: Tensor) -> Tensor:
     """Which heads are finite: NaN or infinite weights, and products that overflow, show in the small matrices."""
     matrices = [m for m in (moments.query_gram, moments.key_gram, moments.cross) if m is not None]
-    finite = torch.stack([m.isfinite().flatten(1).all(1) for m in matrices]).all(0)
+    ends = [end((-2, -1)) for m in matrices for end in (m.amin, m.amax)]  # NaN where any entry is
+    finite = torch.stack(ends).isfinite().all(0)
     return finite & key_bias.isfinite() & moments.frobenius_sq.isfinite()
 
 
-def _columns(layer: AttentionLayer, m: Moments, key_bias: Tensor, options: ScanOptions) -> dict[str, list[Any]]:
-    """The computed columns of the finite heads of a layer."""
-    with one_thread():
-        columns = _moment_columns(m, layer.scale, key_bias, options.length)
-        if m.cross is not None:
-            columns |= _spectra(
-                m, layer.scale, columns["approximation"], options, None if _norm_turned(layer) else layer.rotary
-            )
-    if layer.mechanism != "softmax":
+def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[str, list[Any]]:
+    """The computed columns of the finite heads of layers alike."""
+    whole = bool(finite.all())  # as good as always: then nothing is copied
+    m, key_bias = (part.moments, part.key_bias) if whole else (part.moments.select(finite), part.key_bias[finite])
+    one = part.layers[0][1]
+    scale = 1.0 if one.unknown_scale is not None else one.scale
+    columns = _moment_columns(m, scale, key_bias, options.length)
+    if m.cross is not None and (options.eigenvalues or options.details):
+        columns["eigenvalues"] = _pairs(m.eigenvalues())
+    if m.cross is not None and options.details:
+        columns |= _profiles(m, scale, columns["approximation"]) | _drives(part, finite, m.gram, scale)
+    if one.mechanism != "softmax":
         columns |= {name: [None] * len(key_bias) for name in SOFTMAX_ONLY if name in columns}
+    if one.unknown_scale is not None:
+        columns = {name: column for name, column in columns.items() if name not in SCALED}
     return columns
 
 
@@ -183,35 +172,65 @@ def _moment_columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> 
     return columns
 
 
-def _predicted_columns(layer: AttentionLayer, statistics: Input, length: int, finite: Tensor) -> dict[str, list[Any]]:
-    """Entropy, and what attention keeps of differences, from the head run on tokens with the measured moments."""
-    entropy = predict(layer, statistics, length)["entropy"].cpu()[finite]
-    return {
-        "residual_kept": _finite_list(kept_at_entropy(entropy, row_keys(layer, length))),
-        "expected_entropy": _finite_list(entropy),
-    }
-
-
-def _spectra(
-    m: Moments, scale: float, approximation: list[str], options: ScanOptions, rotary: Rotary | None
+def _predicted_columns(
+    part: LayerMoments,
+    finite: Tensor,
+    columns: Mapping[str, list[Any]],
+    inputs: Mapping[int, Input],
+    length: int,
 ) -> dict[str, list[Any]]:
-    """The optional columns: eigenvalues, drives, profiles."""
-    columns: dict[str, list[Any]] = {}
-    if options.eigenvalues or options.details:
-        pairs = torch.view_as_real(m.eigenvalues()).tolist()
-        columns["eigenvalues"] = [tuple((re, im) for re, im in spectrum) for spectrum in pairs]
-    if not options.details:
-        return columns
-    if rotary is not None:
-        terms = [(scale * x).tolist() for x in rotary.drive_terms(m.gram)]
-        columns["drive"] = [{"even": even, "odd": odd, "still": still} for even, odd, still in zip(*terms, strict=True)]
+    """Entropy, and what attention keeps of differences, from heads run on tokens with the measured moments; as they are
+    where heads cannot be run.
+    """
+    predicted: dict[str, list[Any]] = {"residual_kept": [], "expected_entropy": []}
+    for (number, layer), known, place in _by_layer(part, finite):
+        if layer.mechanism == "softmax" and _weights_known(layer):
+            entropy = predict(layer, inputs[number], length)["entropy"].cpu()[known]
+            predicted["residual_kept"] += _finite_list(kept_at_entropy(entropy, row_keys(layer, length)))
+            predicted["expected_entropy"] += _finite_list(entropy)
+        else:
+            for name, column in predicted.items():
+                column += columns[name][place]
+    return predicted
+
+
+def _by_layer(part: LayerMoments, finite: Tensor) -> Iterator[tuple[tuple[int, AttentionLayer], Tensor, slice]]:
+    """Each layer, which of its heads are finite, and where those are in the columns."""
+    start = 0
+    for (number, layer), known in zip(part.layers, finite.split([x.heads for _, x in part.layers]), strict=True):
+        count = int(known.sum())
+        yield (number, layer), known, slice(start, start + count)
+        start += count
+
+
+def _pairs(values: Tensor) -> list[tuple[tuple[float, float], ...]]:
+    """Complex numbers (heads, n) as pairs of real and imaginary parts."""
+    parts = zip(values.real.tolist(), values.imag.tolist(), strict=True)
+    return [tuple(zip(real, imaginary, strict=True)) for real, imaginary in parts]
+
+
+def _profiles(m: Moments, scale: float, approximation: list[str]) -> dict[str, list[Any]]:
+    """Propagation profiles that have no closed form."""
     u = torch.linspace(-0.5, 0.5, PROFILE_POINTS, dtype=torch.float64)
-    columns["profile"] = [
+    profiles = [
         tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None
         for head, how in enumerate(approximation)
     ]
-    return columns
+    return {"profile": profiles}
+
+
+def _drives(part: LayerMoments, finite: Tensor, gram: Tensor, scale: float) -> dict[str, list[Any]]:
+    """What rotary positions add, by layer: each may have frequencies of its own."""
+    drives: list[dict[str, Any] | None] = []
+    for (_, layer), _, place in _by_layer(part, finite):
+        if layer.rotary is None or _norm_turned(layer):
+            drives += [None] * (place.stop - place.start)
+            continue
+        terms = [(scale * x).tolist() for x in layer.rotary.drive_terms(gram[place])]
+        drives += [{"even": even, "odd": odd, "still": still} for even, odd, still in zip(*terms, strict=True)]
+    return {"drive": drives}
 
 
 def _finite_list(column: Tensor) -> list[float | None]:
-    return [finite_or_none(x) for x in column.tolist()]
+    values: list[float | None] = column.tolist()
+    return values if bool(column.isfinite().all()) else [finite_or_none(x) for x in values]

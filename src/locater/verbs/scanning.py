@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from locater.checkpoints.remote import Traffic, session
@@ -22,13 +23,13 @@ from locater.families.coverage import unread
 from locater.families.discovery.disk import searched_once
 from locater.families.planning import planned_reads
 from locater.predict.input_statistics import Input, Statistics
-from locater.verbs.head_rows import ScanOptions, head_rows
+from locater.verbs.head_rows import ScanOptions, rows_of
+from locater.verbs.layer_moments import NumberedLayer, Work, layer_moments
 from locater.verbs.scan_notes import assumptions, layer_entry, unread_notes
-from locater.verbs.scan_result import LENGTH, HeadRow, Scan
+from locater.verbs.scan_result import LENGTH, Scan
 
 LONGEST = 8192  # tokens that heads are run on where statistics are given
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # (items, their number) -> the same items, shown as a bar
-NumberedLayer = tuple[int, AttentionLayer]
 
 
 def scan(
@@ -79,9 +80,11 @@ def scan(
         layers = reading.layers
         inputs, numbered = choose(layers)
         options = ScanOptions(length, raw, eigenvalues, details, inputs)
-        rows: list[HeadRow] = []
-        for number, layer in progress(numbered, len(numbered)) if progress else numbered:
-            rows.extend(head_rows(layer, number, options))
+        shown = progress(numbered, len(numbered)) if progress else numbered
+        threads = torch.get_num_threads()
+        by_threads, held = getattr(weights, "read_by_threads", False), isinstance(source, nn.Module)
+        work = Work(raw, inputs, (threads + 1) // 2, by_threads, held)
+        rows = list(rows_of(layer_moments(shown, [layer for _, layer in numbered], work), options, threads))
         # what discovery leaves out it says itself
         discovered = any(layer.provenance == "discovered" for layer in layers)
         left = [] if discovered else unread(weights, [x.name for x in layers], config.get("num_hidden_layers"))

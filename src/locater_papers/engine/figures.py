@@ -39,6 +39,7 @@ class Panel:
     y_scale: Scale = "linear"
     legend: Literal["", "top left", "bottom left", "top right", "bottom right"] = ""  # "": where the fewest points are
     clip: bool = False  # hide what is outside of the limits
+    x_ticks: Sequence[float] = ()  # (): where numbers are round
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _plot(panel: Panel) -> list[str]:
     x = _axis(low_x, high_x, LEFT, WIDTH - RIGHT, panel.x_scale)
     y = _axis(low_y, high_y, HEIGHT - BOTTOM, TOP, panel.y_scale)
     parts = []
-    for tick in _ticks(low_x, high_x, panel.x_scale):
+    for tick in panel.x_ticks or _ticks(low_x, high_x, panel.x_scale):
         parts.append(_line(x(tick), HEIGHT - BOTTOM, x(tick), TOP))
         parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{_number(tick)}</text>')
     for tick in _ticks(low_y, high_y, panel.y_scale):

@@ -8,20 +8,21 @@ was made.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
 
 from locater.errors import LocaterError, first_line
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
-from locater.train.token_files import shared_tokens
+from locater.train.token_files import FOLDER, shared_tokens
 from locater_papers.engine.one_run import TEXTS, placed, train
 from locater_papers.engine.rounding import rounded
 
@@ -101,7 +102,7 @@ def _complete(
 ) -> None:
     asked: set[str] = set()
     broken: list[str] = []
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, _processes(), _begin, (os.environ.get(FOLDER),)) as pool:
         waiting: dict[Any, Row] = {}
         while True:
             for row in runs.missing(rows(runs)):
@@ -121,6 +122,23 @@ def _complete(
                     tell(broken[-1])
     if broken:
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
+
+
+def _processes() -> Any:
+    """New processes that CUDA can be used in. Where there is a server for it they are forked from one that has imported
+    what a run needs: a dozen that import it at the same time take a dozen times as long.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "locater.train.loop", "locater_papers.engine.one_run"])
+    return context
+
+
+def _begin(tokens: str | None) -> None:
+    """In a process that has the environment of its server, which may have begun before there was a folder of tokens."""
+    if tokens is not None:
+        os.environ[FOLDER] = tokens
 
 
 def _tokenize(rows: Iterable[Row], data: Path, folder: Path) -> None:

@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parents[2]
 READING = (
     *("calls.py", "files.py", "missing.py", "numerics.py", "registry.py", "spectrum.py", "findings", "measures"),
     *("theory", "kernels", "attention", "checkpoints", "tape", "families", "models", "predict"),
-    *("verbs/head_rows.py", "verbs/scanning.py", "verbs/scan_notes.py", "verbs/scan_result.py"),
+    *("verbs/head_rows.py", "verbs/layer_moments.py", "verbs/scanning.py", "verbs/scan_notes.py"),
+    "verbs/scan_result.py",
 )
 
 
