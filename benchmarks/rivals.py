@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from common import machine
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "rivals.json"
@@ -52,14 +53,6 @@ def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         return failed[0]
     medians = {name: median(x[name] for x in rounds) for name in ("seconds", "processor_seconds", "peak_bytes")}
     return {**rounds[-1], **medians}
-
-
-def machine() -> dict[str, Any]:
-    names = [
-        x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")
-    ]
-    load = os.getloadavg()[0]
-    return {"cpu": names[0], "cores": os.cpu_count(), "python": platform.python_version(), "load_at_the_end": load}
 
 
 def versions() -> dict[str, str]:
@@ -92,7 +85,13 @@ def table(results: dict[str, Any]) -> str:
 def summary(kept: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
     rounds = min(len(x) for tools in kept.values() for x in tools.values())
     work = {name: {tool: joined(x) for tool, x in tools.items()} for name, tools in kept.items()}
-    return {"machine": machine(), "threads": 1, "rounds": rounds, "versions": versions(), "work": work}
+    return {
+        "machine": machine() | {"load_at_the_end": os.getloadavg()[0]},
+        "threads": 1,
+        "rounds": rounds,
+        "versions": versions(),
+        "work": work,
+    }
 
 
 def main() -> None:

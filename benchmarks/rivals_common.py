@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from common import memory, peak
 from torch import Tensor
 
 LAYERS, HEADS, KEY_HEADS, WIDTH, SIZE, VOCABULARY = 8, 8, 4, 512, 64, 1024
@@ -56,16 +57,11 @@ def ready(folder: Path, attention: str = "sdpa") -> Any:
     return model
 
 
-def memory(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
 def timed(work: Callable[[], Any], warm: int = 1, runs: int = 3) -> tuple[Any, dict[str, float]]:
     """The last result, the median time after a first run (imports, caches), and the highest memory over what the process
     had before that."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before, times, used = memory("VmRSS"), [], []
+    before, times, used = memory(), [], []
     for _ in range(warm):
         work()
     for _ in range(runs):
@@ -73,5 +69,5 @@ def timed(work: Callable[[], Any], warm: int = 1, runs: int = 3) -> tuple[Any, d
         result = work()
         times.append(time.perf_counter() - began[0])
         used.append(time.process_time() - began[1])
-    cost = {"seconds": median(times), "processor_seconds": median(used), "peak_bytes": memory("VmHWM") - before}
+    cost = {"seconds": median(times), "processor_seconds": median(used), "peak_bytes": peak() - before}
     return result, cost
