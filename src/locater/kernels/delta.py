@@ -8,16 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.kernels.dispatch import has_triton
+from locater.kernels.dispatch import on_a_kernel
 
 WIDEST = 128  # channels of queries and of values: a program keeps a dozen tiles of a chunk
 
 
 def has_delta_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether `delta_rule` can take them: on CUDA, up to 128 channels, not float64."""
-    return (
-        q.device.type == "cuda" and q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= WIDEST and has_triton()
-    )
+    return on_a_kernel(q, v, WIDEST)
 
 
 def delta_rule(

@@ -73,7 +73,7 @@ def row_statistics(
     >>> some.entropy.exp().squeeze().round().tolist(), some.visible.squeeze().tolist()
     ([3.0, 8.0], [3, 8])
     """
-    terms = _checked(q, k, terms)
+    terms = checked_terms(q, k, terms)
     if rows is not None and per_key:
         raise LocaterError("per_key: the weight that a key receives is over all rows, not over some of them")
     q, k = (x.detach() if x.requires_grad else x for x in (q, k))
@@ -113,7 +113,7 @@ def add_head_sums(
     from locater.kernels import triton_sums
 
     triton_sums.add_sums(
-        q, k, _checked(q, k, terms), rows, output, sums, maxima, counted, first, statistics, spans and spans()
+        q, k, checked_terms(q, k, terms), rows, output, sums, maxima, counted, first, statistics, spans and spans()
     )
     return True
 
@@ -154,7 +154,7 @@ def attention_entropy(
     >>> q.grad.shape
     torch.Size([1, 2, 5, 8])
     """
-    checked = _checked(q, k, Terms(**terms))
+    checked = checked_terms(q, k, Terms(**terms))
     return _Entropy.apply(q, k, checked, backend or default_backend(q, checked))
 
 
@@ -192,6 +192,13 @@ def has_triton() -> bool:
     return True
 
 
+def on_a_kernel(q: Tensor, v: Tensor, widest: int) -> bool:
+    """Whether Triton takes heads of these: on CUDA, not in float64, at most `widest` channels."""
+    return (
+        q.device.type == "cuda" and q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= widest and has_triton()
+    )
+
+
 def default_backend(q: Tensor, terms: Terms) -> Backend:
     """Triton for CUDA tensors where it is installed.
 
@@ -208,7 +215,7 @@ def default_backend(q: Tensor, terms: Terms) -> Backend:
     return "triton" if has_triton() else "torch"
 
 
-def _checked(q: Tensor, k: Tensor, terms: Terms) -> Terms:
+def checked_terms(q: Tensor, k: Tensor, terms: Terms) -> Terms:
     """The terms with masks of four axes; raises where shapes do not fit."""
     if q.ndim != 4 or k.ndim != 4:
         raise LocaterError(

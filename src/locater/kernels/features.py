@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.kernels.dispatch import has_triton
+from locater.kernels.dispatch import on_a_kernel
+from locater.kernels.own_gradient import has_gradient
 
 WIDEST = 128  # channels of queries and of values: the sums of a chunk are kept by one program
 
 
 def has_feature_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether `feature_attention` can take them: on CUDA, up to 128 channels, not float64."""
-    return (
-        q.device.type == "cuda" and q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= WIDEST and has_triton()
-    )
+    return on_a_kernel(q, v, WIDEST)
 
 
 def feature_attention(
@@ -81,23 +78,4 @@ def _gradient(
     return triton_features.backward(q, k, v, out, total, running, grad, keys, scale, unit, causal)
 
 
-@_gradient.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, keys, *numbers = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # of what is kept for the gradient nobody needs one
-    ctx.numbers = numbers
-    ctx.save_for_backward(q, k, v, *output, keys)
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    *saved, keys = ctx.saved_tensors
-    return *_gradient(*saved, grad, keys, *ctx.numbers), *[None] * 4
-
-
-_attend.register_autograd(_backward, setup_context=_keep)
+has_gradient(_attend, _gradient)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from locater.errors import LocaterError
-from locater.kernels.dispatch import Backend, _checked, default_backend, row_statistics
+from locater.kernels.dispatch import Backend, checked_terms, default_backend, row_statistics
 from locater.kernels.reference import row_chunks
 from locater.kernels.terms import AttentionStatistics, Terms
 
@@ -57,7 +57,7 @@ def attend_with_statistics(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, extended: bool = True, backend: Backend | None = None
 ) -> tuple[Tensor, AttentionStatistics]:
     """`attention_with_statistics` of a call whose masks and additions are one record."""
-    terms = _checked(q, k, terms)
+    terms = checked_terms(q, k, terms)
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise LocaterError(f"v has shape {list(v.shape)}, not {list(k.shape[:3])} as k has, and any size")
     if backend == "triton" and (terms.has_masks or terms.positions is not None or _needs_gradient(q, k, v)):

@@ -4,11 +4,11 @@ has gradients: Triton on CUDA.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from locater.kernels.own_gradient import has_gradient
 
 
 def polynomial_attention(
@@ -71,23 +71,4 @@ def _gradient(
     return triton_polynomial.backward(q, k, v, out, total, ready, inverse, grad, keys, scale, order, unit, causal)
 
 
-@_gradient.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, keys, *numbers = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # of what is kept for the gradient nobody needs one
-    ctx.numbers = numbers
-    ctx.save_for_backward(q, k, v, *output, keys)
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    *saved, keys = ctx.saved_tensors
-    return *_gradient(*saved, grad, keys, *ctx.numbers), *[None] * 5
-
-
-_polynomial.register_autograd(_backward, setup_context=_keep)
+has_gradient(_polynomial, _gradient)

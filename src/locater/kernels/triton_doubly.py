@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
-from locater.kernels.triton_tiles import blocks_of, in_lanes, program_of, tile_width
+from locater.kernels.triton_tiles import blocks_of, in_lanes, launch_sizes, program_of
 
 LEAST = tl.constexpr(-1.0e15)  # where maxima start: below any logit, and so far above EMPTY that 2^(EMPTY - LEAST) is 0
 
@@ -143,13 +143,13 @@ def forward(
     column = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     r, lse = (torch.empty(B, H, T if n else 0, dtype=torch.float32, device=q.device) for n in (True, mix is not None))
     (q, k, v, keys, rows), strides, apart, numbers, flags = launch(q, k, v, keys, rows, scale)
-    size = blocks(q, v, "columns")
+    size = launch_sizes(q, v, TILES["columns"])
     del size["BLOCK_E"]
     _columns[(blocks_of(S, size["BLOCK_M"]) * B * H,)](
         q, k, rows, column, *strides[:6], apart[2], *numbers, D=flags["D"], ROWS=rows is not None,
         PRECISION=flags["PRECISION"], LANES=4 if rows is None and size["BLOCK_M"] >= 64 else 1, **size,
     )  # fmt: skip
-    size = blocks(q, v, "mixed" if mix is not None else "forward")
+    size = launch_sizes(q, v, TILES["mixed" if mix is not None else "forward"])
     if T:
         _forward[(blocks_of(T, size["BLOCK_M"]) * B * H,)](
             q, k, v, keys, column, mix, out, first, difference, r, lse, *strides, *apart[:2], *numbers,
@@ -181,11 +181,3 @@ TILES = {
     "keys": ((64, 128, 8, 2), (32, 64, 4, 2)),
     "queries": ((128, 64, 4, 3), (64, 64, 4, 2)),
 }
-
-
-def blocks(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
-    widths = [tile_width(x.shape[3]) for x in (q, v)]
-    small = q.dtype == torch.float32 or max(widths) > 128
-    M, N, warps, stages = (32, 32, 4, 2) if small else TILES[kernel][max(widths) > 64]
-    sizes = {"BLOCK_M": M, "BLOCK_N": N, "BLOCK_D": widths[0], "BLOCK_E": widths[1]}
-    return sizes | {"num_warps": warps, "num_stages": stages}

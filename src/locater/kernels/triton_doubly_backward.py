@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from locater.kernels.triton_doubly import blocks, launch, shown_tokens
+from locater.kernels.triton_doubly import TILES, launch, shown_tokens
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
-from locater.kernels.triton_tiles import blocks_of, program_of
+from locater.kernels.triton_tiles import blocks_of, launch_sizes, program_of
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def backward(
     dv = torch.empty(B, H, S, E, dtype=kind, device=q.device)
     (q, k, v, keys, rows), strides, apart, numbers, flags = launch(q, k, v, keys, rows, scale)
     flags |= {"MIXED": mix is not None, "PAD": keys is not None, "ROWS": rows is not None}
-    size = blocks(q, v, "keys")
+    size = launch_sizes(q, v, TILES["keys"])
     if T:
         _deltas[(blocks_of(B * H * T, 64),)](
             grad, out if mix is None else first, difference, delta, delta2, B * H * T, E=E, MIXED=mix is not None,
@@ -177,7 +177,7 @@ def backward(
         q, k, v, keys, rows, grad, column, mix, r, lse, delta, delta2, c, dk, dv, *strides, *apart, *numbers, **flags,
         **size,
     )  # fmt: skip
-    size = blocks(q, v, "queries")
+    size = launch_sizes(q, v, TILES["queries"])
     if T:
         _queries[(blocks_of(T, size["BLOCK_M"]) * B * H,)](
             q, k, v, keys, rows, grad, column, mix, r, lse, delta, delta2, c, dq, *strides, *apart, *numbers, **flags,

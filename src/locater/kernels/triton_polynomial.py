@@ -21,6 +21,7 @@ from locater.kernels.triton_tiles import (
     blocks_of,
     in_lanes,
     inverse_length,
+    launch_sizes,
     program_of,
     seen_keys,
     through_length,
@@ -219,7 +220,7 @@ def forward(
             k, ready, inverse, *k.stride()[:3], K, S, D=D, BLOCK_N=64, BLOCK_D=tile_width(D)
         )
     (q, k, v, keys), strides, numbers, flags = _launch(q, ready if unit else k, v, padding, order, unit, causal)
-    size = _blocks(q, v, "forward")
+    size = launch_sizes(q, v, TILES["forward"])
     # where a mask is loaded, the compiler may lay tiles out as it does masks, not as a tensor core has them
     lanes = LANES if size["BLOCK_M"] >= 64 and keys is None else 1
     if T:
@@ -258,11 +259,11 @@ def backward(
     (q, k, v, keys), strides, numbers, flags = _launch(q, ready if unit else k, v, padding, order, unit, causal)
     flags["FOLDED"] = folded
     if T:
-        size = _blocks(q, v, "queries")
+        size = launch_sizes(q, v, TILES["queries"])
         _queries[(blocks_of(T, size["BLOCK_M"]) * B * H,)](
             q, k, v, keys, grad, out, total, delta, of_x, scaled, dq, *strides, *numbers, scale, **flags, **size
         )
-    size = _blocks(q, v, "keys")
+    size = launch_sizes(q, v, TILES["keys"])
     _keys[(blocks_of(S, size["BLOCK_N"]) * B * H,)](
         of_x, k, v, inverse, keys, scaled, total, delta, dk, dv, *strides[3:], *numbers, **flags, **size
     )
@@ -298,11 +299,3 @@ TILES = {
     "queries": ((64, 128, 4, 3), (64, 64, 4, 2)),
     "keys": ((64, 64, 4, 2), (64, 64, 4, 2)),
 }
-
-
-def _blocks(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
-    widths = [tile_width(x.shape[3]) for x in (q, v)]
-    small = q.dtype == torch.float32 or max(widths) > 128
-    M, N, warps, stages = (32, 32, 4, 2) if small else TILES[kernel][max(widths) > 64]
-    sizes = {"BLOCK_M": M, "BLOCK_N": N, "BLOCK_D": widths[0], "BLOCK_E": widths[1]}
-    return sizes | {"num_warps": warps, "num_stages": stages}

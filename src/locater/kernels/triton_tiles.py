@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 SHORTEST = tl.constexpr(1e-12)  # a length below it is taken as this, as by torch.nn.functional.normalize
 
@@ -73,3 +75,17 @@ def blocks_of(length: int, block: int) -> int:
 def tile_width(size: int) -> int:
     """The next power of two, and what a product takes at least."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+Tile = tuple[int, int, int, int]  # rows of queries, keys, warps, stages
+
+
+def launch_sizes(q: Tensor, v: Tensor, tiles: tuple[Tile, Tile]) -> dict[str, int]:
+    """What a kernel is launched with: the first tile for up to 64 channels, the second for up to 128. In float32, and
+    above, a small one.
+    """
+    widths = [tile_width(x.shape[3]) for x in (q, v)]
+    small = q.dtype == torch.float32 or max(widths) > 128
+    M, N, warps, stages = (32, 32, 4, 2) if small else tiles[max(widths) > 64]
+    sizes = {"BLOCK_M": M, "BLOCK_N": N, "BLOCK_D": widths[0], "BLOCK_E": widths[1]}
+    return sizes | {"num_warps": warps, "num_stages": stages}

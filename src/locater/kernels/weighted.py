@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.kernels.dispatch import has_triton
+from locater.kernels.dispatch import on_a_kernel
 
 WIDEST, WIDEST_FULL = 256, 128  # channels of a head, in half precision and in float32: what fits a GPU's shared memory
 
@@ -19,10 +19,7 @@ def has_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether `weighed_attention` can take them: on CUDA, in half precision up to 256 channels, in float32 up to
     128.
     """
-    widest = WIDEST_FULL if q.dtype == torch.float32 else WIDEST
-    return (
-        q.device.type == "cuda" and q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= widest and has_triton()
-    )
+    return on_a_kernel(q, v, WIDEST_FULL if q.dtype == torch.float32 else WIDEST)
 
 
 def weighed_attention(
