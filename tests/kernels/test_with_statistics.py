@@ -46,16 +46,26 @@ def output(q: Tensor, k: Tensor, v: Tensor, **terms: Any) -> Tensor:
     return (logits.softmax(-1)[..., :S] * seen) @ v.repeat_interleave(group, 1)
 
 
-def drawn(T: int, S: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **more: Any) -> list[Tensor]:
-    q, k = inputs(T=T, S=S, device=device, dtype=dtype, **more)
-    v = torch.randn(*k.shape[:3], 24, generator=torch.Generator().manual_seed(9)).to(device, dtype)
+def drawn(
+    T: int, S: int, device: str = "cpu", dtype: torch.dtype = torch.float32, D: int = 16, E: int = 24
+) -> list[Tensor]:
+    q, k = inputs(T=T, S=S, device=device, dtype=dtype, D=D)
+    v = torch.randn(*k.shape[:3], E, generator=torch.Generator().manual_seed(9)).to(device, dtype)
     return [q, k, v]
 
 
-def check(names: tuple[str, ...], device: str, dtype: torch.dtype, tolerance: float, backend: Any, by: float) -> None:
+def check(
+    names: tuple[str, ...],
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    backend: Any,
+    by: float,
+    sizes: tuple[int, int] = (16, 24),
+) -> None:
     for name in names:
         for T, S in ((37, 50), (150, 150)):
-            q, k, v = drawn(T, S, device, dtype)
+            q, k, v = drawn(T, S, device, dtype, *sizes)
             k[:, :, 40:] *= by  # at 40 far beyond what the first keys have
             terms = masks(2, 4, T, S, device)[name]
             out, stats = attention_with_statistics(q, k, v, first=3, backend=backend, **terms)
@@ -85,7 +95,7 @@ def test_gradients_in_two_passes(name: str) -> None:
 
 
 def test_what_one_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half precision on an H100, heads of up to 64, no masks but causal and window, no gradients."""
+    """Half precision on an H100, heads of up to 128, no masks but causal and window, no gradients."""
     pytest.importorskip("triton", reason="Triton is only made for Linux")
     from locater.kernels import triton_descriptors
 
@@ -99,12 +109,14 @@ def test_what_one_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     half, full = like(torch.bfloat16), like(torch.float32)
     assert is_fused(half, half, half, Terms(causal=True))
     assert is_fused(half, half, half, Terms(causal=True, window=7, softcap=30.0))
+    larger = like(torch.bfloat16, size=128)
+    assert is_fused(larger, larger, larger, Terms(causal=True))
     assert not is_fused(full, full, full, Terms(causal=True))
     older = like(torch.bfloat16, card=1)
     assert not is_fused(older, older, older, Terms(causal=True))
     assert not is_fused(half, half, half, Terms(causal=True, padding=torch.ones(1, 64, dtype=torch.bool)))
     assert not is_fused(half, half, half, Terms(causal=True, scale=-1.0))
-    wide, trained = like(torch.bfloat16, size=512), like(torch.bfloat16, grad=True)
+    wide, trained = like(torch.bfloat16, size=256), like(torch.bfloat16, grad=True)
     assert not is_fused(wide, wide, wide, Terms())
     assert not is_fused(trained, trained, trained, Terms(causal=True))
     with torch.no_grad():
@@ -141,3 +153,5 @@ def test_one_pass_on_the_gpu(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for by in (1.0, 4.0, 40.0):
             check((name,), "cuda", dtype, 1e-4, None, by)
+    for sizes in ((64, 64), (128, 128), (128, 64)):
+        check((name,), "cuda", torch.bfloat16, 1e-4, None, 4.0, sizes)

@@ -18,7 +18,7 @@ from locater.kernels.dispatch import Backend, checked_terms, default_backend, ro
 from locater.kernels.reference import row_chunks
 from locater.kernels.terms import AttentionStatistics, Terms
 
-WIDEST = 64  # channels of a head; wider ones have not been timed
+WIDEST = 128  # channels of a head; wider ones have not been timed
 
 
 def attention_with_statistics(
@@ -76,7 +76,7 @@ def attend_with_numbers(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
-    """Whether one kernel computes both: on an H100 or H200, in half precision, up to 64 channels, without gradients,
+    """Whether one kernel computes both: on an H100 or H200, in half precision, up to 128 channels, without gradients,
     where a row sees all keys, those before it or a window of them; with soft-cap, ALiBi slopes and sinks. Padding,
     documents, masks and biases are not among them.
     """

@@ -164,10 +164,13 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
 REACH = 24.0  # of the first tile's maximum, in units of log 2: the entropy then loses two decimals of its seven at most
 REACH_HALF = 12.0  # weights of float16 end at 2^16
 Tile = tuple[int, int, int, int, int | None]  # BLOCK_M, BLOCK_N, warps, stages, most registers of a thread
-TILES: dict[bool, Tile] = {  # whether extended; of seven on an H200 (benchmarks/attention_tuning.py), for heads of 64
-    False: (128, 64, 4, 3, None),
-    True: (64, 64, 4, 3, 128),
+TILES: dict[tuple[int, bool], Tile] = {  # by width, and whether extended (benchmarks/results/attention-variants.json)
+    (64, False): (64, 64, 4, 3, 128),
+    (64, True): (128, 64, 4, 3, None),
+    (128, False): (64, 64, 4, 3, None),
+    (128, True): (64, 64, 4, 3, None),
 }
+SMALL: Tile = (64, 32, 4, 2, None)  # what fits any card's shared memory, for float32 and the widest heads
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tuple[Tensor, Tensor]:
@@ -179,8 +182,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tu
     o = torch.empty(B, T, H, E, dtype=v.dtype, device=q.device).transpose(1, 2)
     out = torch.empty(8 if extended else 4, B, H, T, dtype=torch.float32, device=q.device)
     wide, deep = (max(16, triton.next_power_of_2(x)) for x in (D, E))
-    small = q.dtype == torch.float32 or max(wide, deep) > 64  # what fits any card's shared memory
-    m, n, warps, stages, registers = (64, 32, 4, 2, None) if small else TILES[extended]
+    small = q.dtype == torch.float32 or max(wide, deep) > 128
+    m, n, warps, stages, registers = SMALL if small else TILES[max(wide, deep, 64), extended]
     tma = takes_descriptors(k) and takes_descriptors(v)
     tensors = [q, k, v, descriptor(k, n, wide) if tma else None, descriptor(v, n, deep) if tma else None, o, out]
     sinks = None if terms.sinks is None else terms.sinks.contiguous()
