@@ -25,8 +25,14 @@ from locater.kernels import Terms, attention_statistics, attention_with_statisti
 
 Tile = tuple[Any, ...]  # BLOCK_M, BLOCK_N, warps, stages, limit of registers per thread, and more
 ROWS: dict[int, list[Tile]] = {
-    64: [(64, 128, 4, 2, 128), (64, 128, 4, 3, None), (128, 128, 4, 2, None), (64, 64, 4, 3, None), (128, 64, 4, 3, None),
-         (64, 128, 4, 2, 168)],
+    64: [
+        (64, 128, 4, 2, 128),
+        (64, 128, 4, 3, None),
+        (128, 128, 4, 2, None),
+        (64, 64, 4, 3, None),
+        (128, 64, 4, 3, None),
+        (64, 128, 4, 2, 168),
+    ],
     128: [(64, 64, 4, 2, None), (128, 128, 4, 2, None), (128, 64, 4, 2, None)],
 }
 FORWARD: dict[int, list[Tile]] = {

@@ -158,6 +158,7 @@ def features(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def doubly_normalized(q: Tensor, k: Tensor, v: Tensor) -> None:
     mix = torch.ones(2)
+    triton_doubly.forward(q, k, v, None, None, None, 1.0)
     kept = triton_doubly.forward(q, k, v, None, None, mix, 1.0)
     triton_doubly_backward.backward(q, k, v, kept, v, None, None, mix, 1.0)
 
@@ -173,7 +174,7 @@ def window(q: Tensor, k: Tensor, v: Tensor) -> None:
     triton_weighted.backward(q, k, v, out, row, v, None, 0.125, 0.0, False, False, 32)
 
 
-MECHANISMS = [(polynomial_weights, 4, 128), (doubly_normalized, 5, 128), (delta_rule, 6, 64), (window, 3, 128)]
+MECHANISMS = [(polynomial_weights, 4, 128), (doubly_normalized, 7, 128), (delta_rule, 6, 64), (window, 3, 128)]
 
 
 @pytest.mark.parametrize(

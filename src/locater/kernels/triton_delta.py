@@ -223,8 +223,8 @@ def forward(
 
 
 def warps_for(kernel: str, size: dict[str, int]) -> int:
-    """More for wide tiles, which one thread would have too much of. Tiles of fewer than 64 columns have four: with eight,
-    Triton 3.6 compiles products of 64 x 16 that write to wrong addresses.
+    """More for wide tiles, which one thread would have too much of. Tiles of fewer than 64 columns have four: with
+    eight, Triton 3.6 compiles products of 64 x 16 that write to wrong addresses.
     """
     widths = size["BLOCK_D"], size["BLOCK_E"]
     return 4 if min(widths) < 64 else WARPS[kernel] if max(widths) == 64 else 8

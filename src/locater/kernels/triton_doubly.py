@@ -18,6 +18,7 @@ from torch import Tensor
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
 from locater.kernels.triton_tiles import blocks_of, in_lanes, launch_sizes, program_of
 
+FAINT = tl.constexpr(1.0e-18)  # a sum of weights below which float32 may have lost some
 LEAST = tl.constexpr(-1.0e15)  # where maxima start: below any logit, and so far above EMPTY that 2^(EMPTY - LEAST) is 0
 
 
@@ -65,10 +66,41 @@ def _columns(Q, K, Rows, Lse, qb, qh, qt, kb, kh, kt, rb, H, GROUP, T, S, scale,
 
 
 @triton.jit
+def _tile(q, keys, values, Pad, Lse, pb, ph, b, h, head, start, n, d, e, kt, vt, S, unit, D: tl.constexpr,
+          E: tl.constexpr, PAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+          EDGE: tl.constexpr):  # fmt: skip
+    """x = E and y = E - L of a block of keys, EMPTY where a key is not seen, and its values."""
+    at = tl.cast(start, tl.int64)
+    k = load_rows(keys + at * kt, d, start + n < S, D, BLOCK_D, EDGE)
+    v = load_rows(values + at * vt, e, start + n < S, E, BLOCK_E, EDGE)
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * unit
+    y = x - tl.load(Lse + head * S + start + n, mask=start + n < S, other=0.0)[None, :]
+    if EDGE:
+        seen = shown_tokens(Pad, pb, ph, b, h, start + n, S, PAD)[None, :]
+        x = tl.where(seen, x, EMPTY)
+        y = tl.where(seen, y, EMPTY)
+    return x, y, v
+
+
+@triton.jit
+def _softmax_step(y, v, m, s, out, PRECISION: tl.constexpr, EDGE: tl.constexpr):
+    """A block of logits and values added to a softmax with a running maximum m."""
+    new = tl.maximum(m, tl.max(y, 1))
+    p = tl.exp2(y - new[:, None])
+    if EDGE:  # of a row that has seen nothing, the maximum is EMPTY too
+        p = tl.where(y > EMPTY, p, 0.0)
+    alpha = tl.exp2(m - new)
+    s = alpha * s + tl.sum(p, 1)
+    return new, s, tl.dot(p.to(v.dtype), v, out * alpha[:, None], input_precision=PRECISION)
+
+
+@triton.jit
 def _forward(Q, K, V, Pad, Lse, Mix, Out, First, Difference, R, L, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP,
-             T, S, scale, D: tl.constexpr, E: tl.constexpr, MIXED: tl.constexpr, PAD: tl.constexpr,
+             T, S, scale, D: tl.constexpr, E: tl.constexpr, MIXED: tl.constexpr, PAD: tl.constexpr, LAZY: tl.constexpr,
              PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
              BLOCK_E: tl.constexpr):  # fmt: skip
+    """LAZY: every query counts in L, so that E - L is at most 0 and needs no maximum. Where a row's sum is nearly
+    nothing, its block is computed again with one."""
     b, h, head, block = program_of(H, tl.cdiv(T, BLOCK_M))
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -77,7 +109,8 @@ def _forward(Q, K, V, Pad, Lse, Mix, Out, First, Difference, R, L, qb, qh, qt, k
     q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
     keys = K + b * kb + (h // GROUP) * kh + n[:, None].to(tl.int64) * kt + d[None, :]
     values = V + b * vb + (h // GROUP) * vh + n[:, None].to(tl.int64) * vt + e[None, :]
-    m = tl.full([BLOCK_M], EMPTY, tl.float32)
+    unit = scale * LOG2E
+    m = tl.zeros([BLOCK_M], tl.float32)
     s = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     m2 = tl.full([BLOCK_M], EMPTY, tl.float32)
@@ -86,34 +119,27 @@ def _forward(Q, K, V, Pad, Lse, Mix, Out, First, Difference, R, L, qb, qh, qt, k
     plain = S // BLOCK_N * BLOCK_N
     if PAD:
         plain = 0
-    for EDGE in tl.static_range(2):
-        for start in range(plain if EDGE else 0, S if EDGE else plain, BLOCK_N):
-            at = tl.cast(start, tl.int64)
-            k = load_rows(keys + at * kt, d, start + n < S, D, BLOCK_D, EDGE)
-            v = load_rows(values + at * vt, e, start + n < S, E, BLOCK_E, EDGE)
-            x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-            y = x - tl.load(Lse + head * S + start + n, mask=start + n < S, other=0.0)[None, :]
-            if EDGE:
-                seen = shown_tokens(Pad, pb, ph, b, h, start + n, S, PAD)[None, :]
-                x = tl.where(seen, x, EMPTY)
-                y = tl.where(seen, y, EMPTY)
-            new = tl.maximum(m, tl.max(y, 1))
-            p = tl.exp2(y - new[:, None])
-            if EDGE:
-                p = tl.where(seen, p, 0.0)
-            alpha = tl.exp2(m - new)
-            s = alpha * s + tl.sum(p, 1)
-            out = tl.dot(p.to(v.dtype), v, out * alpha[:, None], input_precision=PRECISION)
-            m = new
-            if MIXED:
-                new = tl.maximum(m2, tl.max(x, 1))
-                p = tl.exp2(x - new[:, None])
-                if EDGE:
-                    p = tl.where(seen, p, 0.0)
-                alpha = tl.exp2(m2 - new)
-                s2 = alpha * s2 + tl.sum(p, 1)
-                out2 = tl.dot(p.to(v.dtype), v, out2 * alpha[:, None], input_precision=PRECISION)
-                m2 = new
+    again = 1
+    if LAZY:
+        for EDGE in tl.static_range(2):
+            for start in range(plain if EDGE else 0, S if EDGE else plain, BLOCK_N):
+                _, y, v = _tile(q, keys, values, Pad, Lse, pb, ph, b, h, head, start, n, d, e, kt, vt, S, unit, D, E,
+                                PAD, PRECISION, BLOCK_D, BLOCK_E, EDGE)  # fmt: skip
+                p = tl.exp2(y)
+                s += tl.sum(p, 1)
+                out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
+        again = (tl.min(tl.where(i < T, s, 1.0), 0) < FAINT).to(tl.int32)
+    if again != 0:
+        m = tl.full([BLOCK_M], EMPTY, tl.float32)
+        s = tl.zeros([BLOCK_M], tl.float32)
+        out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        for EDGE in tl.static_range(2):
+            for start in range(plain if EDGE else 0, S if EDGE else plain, BLOCK_N):
+                x, y, v = _tile(q, keys, values, Pad, Lse, pb, ph, b, h, head, start, n, d, e, kt, vt, S, unit, D, E,
+                                PAD, PRECISION, BLOCK_D, BLOCK_E, EDGE)  # fmt: skip
+                m, s, out = _softmax_step(y, v, m, s, out, PRECISION, EDGE)
+                if MIXED:
+                    m2, s2, out2 = _softmax_step(x, v, m2, s2, out2, PRECISION, EDGE)
     shown = s > 0
     inside = (i < T)[:, None] & (e < E)[None, :]
     where = (head * T + i[:, None]) * E + e[None, :]
@@ -150,10 +176,12 @@ def forward(
         PRECISION=flags["PRECISION"], LANES=4 if rows is None and size["BLOCK_M"] >= 64 else 1, **size,
     )  # fmt: skip
     size = launch_sizes(q, v, TILES["mixed" if mix is not None else "forward"])
+    # weights before their rows are divided are near 1 / T, where float16 has few digits
+    lazy = mix is None and rows is None and v.dtype != torch.float16
     if T:
         _forward[(blocks_of(T, size["BLOCK_M"]) * B * H,)](
             q, k, v, keys, column, mix, out, first, difference, r, lse, *strides, *apart[:2], *numbers,
-            MIXED=mix is not None, PAD=keys is not None, **flags, **size,
+            MIXED=mix is not None, PAD=keys is not None, LAZY=lazy, **flags, **size,
         )  # fmt: skip
     return out, first, difference, column, r, lse
 
