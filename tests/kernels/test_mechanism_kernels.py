@@ -60,7 +60,7 @@ def feature_formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, unit: bool
 
 def doubly_formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float, mix: Tensor | None = None) -> Tensor:
     logits = scale * q @ k.mT
-    xi = logits.exp() / (logits.exp() * seen).sum(2, keepdim=True).clamp_min(1e-300) * seen
+    xi = logits.exp() * seen / (logits.exp() * seen).sum(2, keepdim=True).clamp_min(1e-300)
     first = xi / xi.sum(3, keepdim=True).clamp_min(1e-300)
     second = logits.exp() * seen / (logits.exp() * seen).sum(3, keepdim=True).clamp_min(1e-300)
     u = 1.0 if mix is None else mix[:, None, None]

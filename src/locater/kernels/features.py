@@ -55,7 +55,7 @@ def _(
 
     B, K, S, D = k.shape
     chunks = -(-S // triton_features.chunk_for(q, v))
-    running = q.new_empty((B * K, chunks + 1, D + unit, v.shape[3] + 1), dtype=torch.float32)
+    running = q.new_empty((B * K, chunks + 1, D + int(unit), v.shape[3] + 1), dtype=torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32), running
 
 

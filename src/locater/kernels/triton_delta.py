@@ -178,6 +178,7 @@ CHUNK = 64
 # operands of products, and what is kept of a chunk; all others are float32. float16 has too small a range for gradients
 KINDS = {torch.bfloat16: tl.bfloat16}
 WARPS = {"prepare": 4, "output": 4, "outside": 4, "inside": 8}
+NARROWEST = 64  # columns of a tile: with fewer, Triton 3.6 compiles kernels that read and write at wrong addresses
 COLUMNS = 16  # of M for a program of the recurrence: few, so that there are many programs
 # of the recurrence, up to 64 channels and above
 STEPS = [{"num_warps": 2, "num_stages": 3}, {"num_warps": 4, "num_stages": 2}]
@@ -223,21 +224,17 @@ def forward(
 
 
 def warps_for(kernel: str, size: dict[str, int]) -> int:
-    """More for wide tiles, which one thread would have too much of. Tiles of fewer than 64 columns have four: with
-    eight, Triton 3.6 compiles products of 64 x 16 that write to wrong addresses.
-    """
-    widths = size["BLOCK_D"], size["BLOCK_E"]
-    return 4 if min(widths) < 64 else WARPS[kernel] if max(widths) == 64 else 8
+    """More for wide tiles, which one thread would have too much of."""
+    return WARPS[kernel] if max(size["BLOCK_D"], size["BLOCK_E"]) <= 64 else 8
 
 
 def scan(step: Tensor, added: Tensor, kept: Tensor, reverse: bool, flags: dict[str, Any]) -> Tensor:
     """M of all chunks (B K, N, D, E), or backwards its gradients."""
     heads, chunks, D, E = added.shape
-    columns = min(tile_width(E), COLUMNS)
     states = torch.empty_like(added)
-    _scan[(blocks_of(E, columns) * heads,)](
+    _scan[(blocks_of(E, COLUMNS) * heads,)](
         step, added, kept, states, chunks, D=D, E=E, REVERSE=reverse, KIND=flags["KIND"], PRECISION=flags["PRECISION"],
-        BLOCK_D=tile_width(D), BLOCK_E=columns, **STEPS[D > 64],
+        BLOCK_D=max(tile_width(D), NARROWEST), BLOCK_E=COLUMNS, **STEPS[D > 64],
     )  # fmt: skip
     return states
 
@@ -259,7 +256,7 @@ def launch(
         "PRECISION": "tf32" if q.dtype == torch.bfloat16 else "tf32x3",
         "KIND": KINDS.get(q.dtype, tl.float32),
     }
-    widths = [tile_width(x.shape[3]) for x in (q, v)]
+    widths = [max(tile_width(x.shape[3]), NARROWEST) for x in (q, v)]
     C = chunk_for(q, v)
     size = {"C": C, "LEVELS": C.bit_length() - 1, "BLOCK_D": widths[0], "BLOCK_E": widths[1], "num_stages": 1}
     return (q, k, v, beta, decay, padding), apart, flags, size

@@ -18,7 +18,6 @@ from torch import Tensor
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
 from locater.kernels.triton_tiles import blocks_of, in_lanes, launch_sizes, program_of
 
-FAINT = tl.constexpr(1.0e-18)  # a sum of weights below which float32 may have lost some
 LEAST = tl.constexpr(-1.0e15)  # where maxima start: below any logit, and so far above EMPTY that 2^(EMPTY - LEAST) is 0
 
 
@@ -96,11 +95,9 @@ def _softmax_step(y, v, m, s, out, PRECISION: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def _forward(Q, K, V, Pad, Lse, Mix, Out, First, Difference, R, L, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP,
-             T, S, scale, D: tl.constexpr, E: tl.constexpr, MIXED: tl.constexpr, PAD: tl.constexpr, LAZY: tl.constexpr,
+             T, S, scale, D: tl.constexpr, E: tl.constexpr, MIXED: tl.constexpr, PAD: tl.constexpr,
              PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
              BLOCK_E: tl.constexpr):  # fmt: skip
-    """LAZY: every query counts in L, so that E - L is at most 0 and needs no maximum. Where a row's sum is nearly
-    nothing, its block is computed again with one."""
     b, h, head, block = program_of(H, tl.cdiv(T, BLOCK_M))
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -110,7 +107,7 @@ def _forward(Q, K, V, Pad, Lse, Mix, Out, First, Difference, R, L, qb, qh, qt, k
     keys = K + b * kb + (h // GROUP) * kh + n[:, None].to(tl.int64) * kt + d[None, :]
     values = V + b * vb + (h // GROUP) * vh + n[:, None].to(tl.int64) * vt + e[None, :]
     unit = scale * LOG2E
-    m = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], EMPTY, tl.float32)
     s = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     m2 = tl.full([BLOCK_M], EMPTY, tl.float32)
@@ -119,27 +116,13 @@ def _forward(Q, K, V, Pad, Lse, Mix, Out, First, Difference, R, L, qb, qh, qt, k
     plain = S // BLOCK_N * BLOCK_N
     if PAD:
         plain = 0
-    again = 1
-    if LAZY:
-        for EDGE in tl.static_range(2):
-            for start in range(plain if EDGE else 0, S if EDGE else plain, BLOCK_N):
-                _, y, v = _tile(q, keys, values, Pad, Lse, pb, ph, b, h, head, start, n, d, e, kt, vt, S, unit, D, E,
-                                PAD, PRECISION, BLOCK_D, BLOCK_E, EDGE)  # fmt: skip
-                p = tl.exp2(y)
-                s += tl.sum(p, 1)
-                out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
-        again = (tl.min(tl.where(i < T, s, 1.0), 0) < FAINT).to(tl.int32)
-    if again != 0:
-        m = tl.full([BLOCK_M], EMPTY, tl.float32)
-        s = tl.zeros([BLOCK_M], tl.float32)
-        out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-        for EDGE in tl.static_range(2):
-            for start in range(plain if EDGE else 0, S if EDGE else plain, BLOCK_N):
-                x, y, v = _tile(q, keys, values, Pad, Lse, pb, ph, b, h, head, start, n, d, e, kt, vt, S, unit, D, E,
-                                PAD, PRECISION, BLOCK_D, BLOCK_E, EDGE)  # fmt: skip
-                m, s, out = _softmax_step(y, v, m, s, out, PRECISION, EDGE)
-                if MIXED:
-                    m2, s2, out2 = _softmax_step(x, v, m2, s2, out2, PRECISION, EDGE)
+    for EDGE in tl.static_range(2):
+        for start in range(plain if EDGE else 0, S if EDGE else plain, BLOCK_N):
+            x, y, v = _tile(q, keys, values, Pad, Lse, pb, ph, b, h, head, start, n, d, e, kt, vt, S, unit, D, E, PAD,
+                            PRECISION, BLOCK_D, BLOCK_E, EDGE)  # fmt: skip
+            m, s, out = _softmax_step(y, v, m, s, out, PRECISION, EDGE)
+            if MIXED:
+                m2, s2, out2 = _softmax_step(x, v, m2, s2, out2, PRECISION, EDGE)
     shown = s > 0
     inside = (i < T)[:, None] & (e < E)[None, :]
     where = (head * T + i[:, None]) * E + e[None, :]
@@ -176,12 +159,10 @@ def forward(
         PRECISION=flags["PRECISION"], LANES=4 if rows is None and size["BLOCK_M"] >= 64 else 1, **size,
     )  # fmt: skip
     size = launch_sizes(q, v, TILES["mixed" if mix is not None else "forward"])
-    # weights before their rows are divided are near 1 / T, where float16 has few digits
-    lazy = mix is None and rows is None and v.dtype != torch.float16
     if T:
         _forward[(blocks_of(T, size["BLOCK_M"]) * B * H,)](
             q, k, v, keys, column, mix, out, first, difference, r, lse, *strides, *apart[:2], *numbers,
-            MIXED=mix is not None, PAD=keys is not None, LAZY=lazy, **flags, **size,
+            MIXED=mix is not None, PAD=keys is not None, **flags, **size,
         )  # fmt: skip
     return out, first, difference, column, r, lse
 
