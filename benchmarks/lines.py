@@ -16,7 +16,6 @@ from obstacles import (
     of_host,
     of_import,
     of_layer,
-    of_one_pass,
     of_other_work,
     of_penalty,
     of_products,
@@ -83,7 +82,7 @@ def at(*path: str | int) -> Callable[[Results], float | None]:
     return figure
 
 
-def over(path: Iterable[str], below: Iterable[str]) -> Callable[[Results], float | None]:
+def over(path: Iterable[str | int], below: Iterable[str | int]) -> Callable[[Results], float | None]:
     """The ratio of two numbers."""
     upper, lower = at(*path), at(*below)
     return lambda results: (upper(results) or 0.0) / (lower(results) or float("nan"))
@@ -109,15 +108,10 @@ def slowest(names: Iterable[str] | None, excluded: Iterable[str] = ()) -> Callab
     return lambda results: slowest_mechanism(results, names, excluded)[1]
 
 
-def one_pass(size: int) -> Callable[[Results], float | None]:
-    """Output and statistics by one kernel: the best tile's share of the flash forward pass at the longest T."""
-
-    def figure(results: Results) -> float | None:
-        rows = [x for x in results["rows"] if x["kind"] == "forward" and x["D"] == size]
-        long = max(int(x["T"]) for x in rows)
-        return min(float(x["ms"]) / float(x["flash"]) for x in rows if x["T"] == long)
-
-    return figure
+def decoding(case: int) -> Callable[[Results], float | None]:
+    """Extended statistics of one query over a cache, of the time of SDPA."""
+    ms = ("decoding", case, "ms")
+    return over((*ms, "statistics, extended"), (*ms, "SDPA"))
 
 
 # The table
@@ -125,7 +119,6 @@ def one_pass(size: int) -> Callable[[Results], float | None]:
 
 SCAN = "512 heads of a checkpoint of 1B shape from disk, with eigenvalues"
 FLASH = "SDPA flash forward, bfloat16, causal, from 8,192 tokens on"
-ONE_PASS = "SDPA flash forward, bfloat16, causal, 8,192 tokens"
 LLAMA = "the plain pass, Llama-1B shape, 2 x 4,096 tokens"
 
 CPU_LINES = (
@@ -181,10 +174,10 @@ GPU_LINES = (
     Line("statistics, heads of 64", FLASH, "attention", of_flash(64, "statistics"), aim=0.40, obstacle=of_products(64)),
     Line("statistics, extended, heads of 64", FLASH, "attention", of_flash(64, "statistics, extended"), aim=0.45,
          obstacle=of_products(64)),
-    Line("output and statistics in one pass, heads of 128", ONE_PASS, "attention-variants", one_pass(128), aim=1.15,
-         obstacle=of_one_pass(128)),
-    Line("output and statistics in one pass, heads of 64", ONE_PASS, "attention-variants", one_pass(64), aim=1.15,
-         obstacle=of_one_pass(64)),
+    Line("output and extended statistics in one pass, heads of 128", FLASH, "attention",
+         of_flash(128, "attention with statistics, extended"), aim=1.15, obstacle=of_products(128)),
+    Line("output and extended statistics in one pass, heads of 64", FLASH, "attention",
+         of_flash(64, "attention with statistics, extended"), aim=1.15, obstacle=of_products(64)),
     Line("`observe` around one pass", LLAMA, "observe-gpu", at("llama", "around"), aim=1.12, obstacle=of_host),
     Line("a pass inside an observation that goes on", LLAMA, "observe-gpu", at("llama", "inside"), aim=1.10,
          obstacle=of_host),
@@ -197,12 +190,12 @@ GPU_LINES = (
          obstacle=of_eigenvalues),
     Line("LocAteR penalty, GPT-2 small", "the plain step", "penalty-gpu", at("step with / step without"), aim=1.01,
          obstacle=of_penalty, shown=".3f"),
-    Line("slowest mechanism that is linear in T, forward, 8,192 tokens", "SDPA", "mechanisms-gpu-kernels", slowest(LINEAR),
-         aim=1, obstacle=of_slowest(LINEAR)),
-    Line("slowest of the others that have kernels of their own", "SDPA", "mechanisms-gpu-kernels", slowest(None, LINEAR),
-         aim=3, obstacle=of_slowest(None, LINEAR)),
+    Line("slowest mechanism that is linear in T, forward, 8,192 tokens", "SDPA", "mechanisms-gpu", slowest(LINEAR), aim=1,
+         obstacle=of_slowest(LINEAR)),
     Line("slowest of the others, forward, 8,192 tokens", "SDPA", "mechanisms-gpu", slowest(None, LINEAR), aim=3,
          obstacle=of_slowest(None, LINEAR)),
+    Line("statistics of one query, 32,768 keys, 8 key heads of 128", "SDPA", "attention", decoding(0)),
+    Line("the same, 8 sequences", "SDPA", "attention", decoding(1)),
     Line("`explain.operator`, a row, Llama of 1B", "a forward pass", "explain-gpu", at("bfloat16", "one_row_over_forward")),
     Line("a step of the papers' small runs: queued by the host", "the step", "training-gpu", at("host_share")),
     Line("runs of 1,500 steps, one at a time", "-", "training-gpu", at("runs_per_minute"), "a minute"),

@@ -186,28 +186,6 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def operations(results: dict[str, Any]) -> str:
-    """Times of kernels alone, in brackets as multiples of SDPA, forward and backward; nothing where there are none."""
-    alone = results.get("operations")
-    if alone is None:
-        return ""
-    tokens = str(alone["tokens"])
-    lines = [
-        f"{results['machine']}, the operations alone; T = {alone['tokens']:,}; {alone['clock']}.\n",
-        "| | forward | backward |",
-        "|---|---|---|",
-    ]
-    for label, times in alone["seconds"].items():
-        sdpa = results["seconds"]["SDPA, all keys" if label in results["all_keys"] else "SDPA"][tokens]
-        whole = {"forward": sdpa["forward"], "backward": sdpa["both"] - sdpa["forward"]}
-        cells = [
-            f"{_shown(1e3 * times[key])} ms ({times[key] / whole[key]:.2f})" if key in times else "-"
-            for key in ("forward", "backward")
-        ]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def _shown(x: float) -> str:
     return f"{x:,.0f}" if x >= 10 else f"{x:.2f}"
 
@@ -220,8 +198,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         for path in sorted(RESULTS.glob("mechanisms-*.json")):
-            results = json.loads(path.read_text())
-            print("\n\n".join(part for part in (table(results), operations(results)) if part) + "\n")
+            print(table(json.loads(path.read_text())) + "\n")
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)

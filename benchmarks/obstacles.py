@@ -51,15 +51,7 @@ def of_eigenvalues(results: Results) -> str:
 def of_slowest(names: Iterable[str] | None, excluded: Iterable[str] = ()) -> Callable[[Results], str]:
     def words(results: Results) -> str:
         name, ratio = slowest_mechanism(results, names, excluded)
-        alone = results.get("operations", {}).get("seconds", {}).get(name, {}).get("forward")
-        if alone is None:
-            return f"the slowest is {name} at {ratio:.2f} ([all of them](mechanisms.md))"
-        long = str(results["operations"]["tokens"])
-        sdpa = results["seconds"]["SDPA, all keys" if name in results["all_keys"] else "SDPA"][long]["forward"]
-        return (
-            f"the slowest is {name} at {ratio:.2f}; its kernels alone, by a later version, take {1e3 * alone:.2f} ms, "
-            f"{alone / sdpa:.2f} of SDPA ([all of them](mechanisms.md))"
-        )
+        return f"the slowest is {name} at {ratio:.2f} ([all of them](mechanisms.md))"
 
     return words
 
@@ -118,13 +110,3 @@ def of_other_work(results: Results) -> str:
 
 def of_layer(results: Results) -> str:
     return f"{results['Llama-405B']['heads']} heads are folded in blocks of 160 MiB, of which two are held at a time"
-
-
-def of_one_pass(size: int) -> Callable[[Results], str]:
-    def words(results: Results) -> str:
-        best = min(
-            (x for x in results["rows"] if x["kind"] == "forward" and x["D"] == size), key=lambda x: float(x["ms"])
-        )
-        return f"the best of the tiles takes {best['ms']:.2f} ms at {best['T']:,} tokens, flash {best['flash']:.2f} ms"
-
-    return words

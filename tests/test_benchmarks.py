@@ -45,12 +45,7 @@ def test_every_benchmark_has_lines_results_and_the_same_options() -> None:
     }  # variants of a kernel; other people's packages, in an environment of their own
     assert scripts - others == {one.name for one in RUN["BENCHMARKS"]} | {"run"}
     files = {one.results(device) for one in RUN["BENCHMARKS"] for device in one.devices}
-    files |= {
-        "attention-variants",
-        "mechanisms-gpu-kernels",
-        "checkpoint-busy",
-        "checkpoint-one-thread",
-    }  # other options
+    files |= {"checkpoint-busy", "checkpoint-one-thread"}  # other options
     assert {line.results for lines in LINES["LINES"].values() for line in lines} <= files
 
 

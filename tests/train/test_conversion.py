@@ -118,7 +118,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, options: dict[str, 
 @pytest.mark.slow
 def test_a_compiled_model_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model: plain(model, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda model, mode: plain(model, backend="eager"))
     options = dict(convert="binary(grid=(2, 2))", convert_at=6)
     eager = run(plan(tmp_path, "eager", **options))
     compiled = run(replace(eager.plan, out=str(tmp_path / "compiled"), compile=True))

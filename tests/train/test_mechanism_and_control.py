@@ -86,7 +86,7 @@ def test_every_mechanism_under_every_control(attention: str, tmp_path: Path) -> 
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is traced is the matter here, not the code made of it."""
     plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model: plain(model, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda model, mode: plain(model, backend="eager"))
 
 
 @pytest.mark.parametrize(

@@ -706,3 +706,21 @@ def test_the_live_line() -> None:
         assert stream.getvalue().startswith(begins)
         assert stream.getvalue().count("\n") == count  # on a pipe the second comes too soon after the first
         assert stream.getvalue().count("step 3/3  loss 1.000  perplexity 2.718  select 2.000  10 tokens/s\n") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"control": ("locater(form=measured)",)}, {"control": ("sigmareparam",)}])
+def test_passes_as_graphs_train_like_passes_queued_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """Compiled with CUDA graphs and without: the same bits, also of a run that was cut and went on."""
+    first = plan(tmp_path, device="cuda", compile=True, out=str(tmp_path / "graphs"), **more)
+    graphs = run(first)
+    with pytest.raises(Cut):
+        run(replace(first, out=str(tmp_path / "cut")), on_progress=cut_at(6))
+    again = run(replace(first, out=str(tmp_path / "cut")))
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: plain(model))
+    queued = run(replace(first, out=str(tmp_path / "queued")))
+    assert weights(graphs) == weights(again) == weights(queued)
+    assert graphs.report_loss == queued.report_loss

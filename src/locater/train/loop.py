@@ -29,7 +29,7 @@ from locater.train.health import culprit, why_unread
 from locater.train.loss_log import LastEntropy, LossLog
 from locater.train.plan import Plan
 from locater.train.randomness import deterministic, own_randomness, random_state, restore_random
-from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
+from locater.train.recipe import compiled, device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
 from locater.train.result import Result
 from locater.train.run_folder import RESULT, claimed, run_folder
 from locater.train.text_classes import ClassData
@@ -116,7 +116,7 @@ class Training:
         entropy = LastEntropy()
         try:
             monitor = _monitor(plan, folder, model, entropy, conversion) if plan.observe else None
-            forward = torch.compile(model) if plan.compile else model
+            forward = compiled(plan, model, device)
             optimizer = optimizer_for(plan, trainable, device)
         except BaseException:
             controls.detach()
@@ -237,7 +237,7 @@ class Training:
         conversion.apply()
         if self.plan.compile:
             torch._dynamo.reset()
-            self.forward = torch.compile(self.model)
+            self.forward = compiled(self.plan, self.model, self.device)
         self.converted = {"step": self.step, "before": before, "after": self._measured_now()}
 
     def _measured_now(self) -> dict[str, float | None]:
