@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.numerics import as_float64
+
 CPU = torch.device("cpu")
 STEP = 0.5  # of the sums that replace integrals, in logits: e^-e^y is so smooth that six digits are right
 TOGETHER = 2**17  # numbers of a grid of variances, log t and logits or keys that are computed at a time
@@ -49,7 +51,7 @@ def residual_kept(
     >>> round(residual_kept(4.0, 256, typical=True).item(), 3)
     0.219
     """
-    v = torch.as_tensor(variance, dtype=torch.float64)
+    v = as_float64(variance)
     return _kept_squares(v.flatten(), _keys(length, v.device), typical).sqrt().reshape(v.shape)
 
 
@@ -67,7 +69,7 @@ def kept_at_entropy(
     >>> round(kept_at_entropy(0.0, 256).item(), 4)
     1.0
     """
-    H = torch.as_tensor(entropy, dtype=torch.float64)
+    H = as_float64(entropy)
     entropies, shares = _share_by_entropy(tuple(_keys(length, CPU).tolist()), typical)
     at = torch.searchsorted(entropies, H.cpu().nan_to_num().contiguous()).clamp(1, len(entropies) - 1)
     between = ((H.cpu() - entropies[at - 1]) / (entropies[at] - entropies[at - 1])).clamp(0, 1)

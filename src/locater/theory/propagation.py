@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from locater.numerics import spread_over_workers
+from locater.numerics import as_float64, spread_over_workers
 from locater.spectrum import Moments
 from locater.theory.surrogate import symmetric_root
 
@@ -116,7 +116,7 @@ def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Flo
     >>> [round(localization(m, f**2, f**2).item(), 3) for m, f in [(2.0, 0.25), (4.0, 0.5), (16.0, 2.0), (-4.0, 0.5)]]
     [0.161, 0.566, 0.84, -0.566]
     """
-    u, weight = (x.to(torch.as_tensor(M).device) for x in _quadrature())
+    u, weight = (x.to(as_float64(M).device) for x in _quadrature())
     return _explained(continuum(M, S, F, u), u, weight)
 
 
@@ -210,7 +210,7 @@ def _explained(rho: Tensor, u: Tensor, weight: Tensor) -> Tensor:
 
 
 def _column(x: Tensor | float) -> Tensor:
-    return torch.as_tensor(x, dtype=torch.float64).unsqueeze(-1)
+    return as_float64(x).unsqueeze(-1)
 
 
 @cache
