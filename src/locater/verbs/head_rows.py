@@ -176,17 +176,19 @@ def _moment_columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> 
 
 
 def _moment_table(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, Tensor]:
-    """Columns where the moments are. Those from singular values come last: a GPU computes the others meanwhile."""
-    table = {"frobenius_sq": m.frobenius_sq, "F": m.frobenius_sq * scale**2, "key_bias": key_bias}
+    """Columns where the moments are. Singular values come first: they need the most memory beside the moments."""
+    names = ["spectral_norm", "stable_rank", "effective_rank", "frobenius_sq"]
+    if m.cross is not None:
+        names += ["trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew"]
+    table: dict[str, Tensor] = {name: getattr(m, name) for name in names}
+    table["F"], table["key_bias"] = m.frobenius_sq * scale**2, key_bias
     variance = key_variance(table["F"].double(), key_bias.double())
     table["expected_entropy"] = expected_entropy(variance, length)
     table["residual_kept"] = residual_kept(variance, length)
-    names = ["spectral_norm", "stable_rank", "effective_rank"]
     if m.cross is not None:
         table["M"], table["S"], _ = unit_moments(m, scale)
         table["localization"] = localization(table["M"], table["S"], table["F"])
-        names = ["trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew", *names]
-    return table | {name: getattr(m, name) for name in names}
+    return table
 
 
 def _selected(m: Moments, heads: Tensor) -> Moments:
