@@ -67,6 +67,11 @@ def upcast(w: Tensor) -> Tensor:
     return w if w.dtype in (torch.float32, torch.float64) else w.float()
 
 
+def as_float64(x: Tensor | float) -> Tensor:
+    """The tensor in float64 where it is; a number on the default device, to which `torch.as_tensor` takes both."""
+    return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+
+
 def spearman(a: Tensor, b: Tensor) -> float | None:
     """Spearman's rank correlation. Ties share their mean rank. None where one side is constant.
 

@@ -200,7 +200,8 @@ class Moments:
     def singular_values(self) -> Float[Tensor, "*heads h"]:
         """All d_head singular values of W, largest first: square roots of the eigenvalues of L^T B L with A = L L^T.
 
-        Computed in float64, because squaring the singular values costs half of the digits.
+        Computed in float64, because squaring the singular values costs half of the digits. On the CPU, because PyTorch
+        hands matrices of more than 32 rows to CUDA one by one.
         """
         values = spread_over_workers(_singular_values, _on_cpu(self.query_gram), _on_cpu(self.key_gram))
         return values.to(self.query_gram.dtype).to(self.query_gram.device)
@@ -211,17 +212,7 @@ class Moments:
         Where moduli are equal up to rounding, as in a conjugate pair, the larger real part comes first, then the larger
         imaginary part. The order therefore does not depend on the solver.
         """
-        values = spread_over_workers(torch.linalg.eigvals, _on_cpu(self.gram))
-        size = torch.finfo(self.gram.dtype)
-        step = values.abs().amax(-1, keepdim=True).clamp_min(size.tiny) * TIED * size.eps
-        group = torch.zeros(values.shape, dtype=torch.long)  # values with the same number are equal so far
-        for key in (torch.abs, torch.real, torch.imag):
-            order = key(values).argsort(dim=-1, descending=True, stable=True)
-            order = order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
-            values, group = values.gather(-1, order), group.gather(-1, order)
-            apart = (-key(values).diff(dim=-1) > step) | (group.diff(dim=-1) > 0)
-            group = torch.nn.functional.pad(apart.long().cumsum(-1), (1, 0))
-        return values
+        return spread_over_workers(_eigenvalues, _on_cpu(self.gram))
 
     def scaled(self, factor: float) -> Moments:
         """Moments of factor * W."""
@@ -350,6 +341,20 @@ def _size(gram: Tensor) -> Tensor:
     """
     top = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     return torch.exp2((torch.where((top > 0) & top.isfinite(), top, 1).log2() / 2).floor())
+
+
+def _eigenvalues(G: Tensor) -> Tensor:
+    """In the order of `Moments.eigenvalues`."""
+    values, size = torch.linalg.eigvals(G), torch.finfo(G.dtype)
+    step = values.abs().amax(-1, keepdim=True).clamp_min(size.tiny) * TIED * size.eps
+    group = torch.zeros_like(values, dtype=torch.long)  # values with the same number are equal so far
+    for key in (torch.abs, torch.real, torch.imag):
+        order = key(values).argsort(dim=-1, descending=True, stable=True)
+        order = order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
+        values, group = values.gather(-1, order), group.gather(-1, order)
+        apart = (-key(values).diff(dim=-1) > step) | (group.diff(dim=-1) > 0)
+        group = torch.nn.functional.pad(apart.long().cumsum(-1), (1, 0))
+    return values
 
 
 def _singular_values(A: Tensor, B: Tensor) -> Tensor:

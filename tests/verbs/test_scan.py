@@ -273,17 +273,6 @@ def test_page_data_stay_out_of_the_json(tmp_path: Path) -> None:
     assert kept["heads"] == scan(DEMO).to_dict()["heads"]
 
 
-@pytest.mark.gpu
-def test_models_on_the_gpu(saved_llama: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(saved_llama)
-    wanted = scan(model).rows
-    for ours, row in zip(scan(model.cuda()).rows, wanted, strict=True):
-        assert ours.trace == pytest.approx(row.trace, abs=1e-4)
-        assert ours.localization == pytest.approx(row.localization, abs=1e-3)
-
-
 def test_terms_that_meet_content_are_named() -> None:
     from tests.families.more_encoders import CASES
 

@@ -55,7 +55,8 @@ class Rotary:
         """(even, odd, still) with drive(delta) = sum_i even_i cos(f_i delta) + odd_i sin(f_i delta) + still."""
         g, n = gram.double(), len(self.frequencies)
         diagonal = g.diagonal(dim1=-2, dim2=-1)
-        first, second = torch.arange(n), torch.arange(n) + n
+        first = torch.arange(n, device=g.device)
+        second = first + n
         even = diagonal[..., :n] + diagonal[..., n : 2 * n]
         odd = g[..., second, first] - g[..., first, second]
         return even, odd, diagonal[..., 2 * n :].sum(-1)

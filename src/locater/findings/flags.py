@@ -40,8 +40,10 @@ class Role:
     shown: str
 
 
-def key_variance(F: float, key_bias: float) -> float:
-    """Variance of logits across keys: of the query-key map, plus that of the term that depends on the key alone."""
+def key_variance(F: Any, key_bias: Any) -> Any:
+    """Variance of logits across keys: of the query-key map, plus that of the term that depends on the key alone. Of
+    numbers, or of tensors.
+    """
     return F + key_bias**2
 
 
@@ -183,4 +185,4 @@ def flags_of(row: Numbers, length: int) -> tuple[str, ...]:
 def applies(line: Flag | Role, row: Numbers, length: int) -> bool:
     """Whether a row has all the columns that a line of a table needs, and fulfils its rule."""
     numbers = [row.get(column) for column in line.needs]
-    return all(x is not None for x in numbers) and line.rule(*numbers, length=length)
+    return None not in numbers and line.rule(*numbers, length=length)

@@ -6,15 +6,19 @@ docs/theory.md section 10.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.numerics import as_float64
+
+CPU = torch.device("cpu")
 STEP = 0.5  # of the sums that replace integrals, in logits: e^-e^y is so smooth that six digits are right
 TOGETHER = 2**17  # numbers of a grid of variances, log t and logits or keys that are computed at a time
+ON_GPU = 2**23  # the same on a GPU, 64 MiB: one large batch takes as long as a small one
 GONE = 1e3  # e^-y is 0 long before
 LARGEST = 225.0  # variance of logits; above it rows are nearly one-hot, and their distance from it falls as 1 / sqrt v
 
@@ -47,9 +51,8 @@ def residual_kept(
     >>> round(residual_kept(4.0, 256, typical=True).item(), 3)
     0.219
     """
-    v = torch.as_tensor(variance, dtype=torch.float64)
-    keys = _keys(length)
-    return _kept_squares(v.flatten().cpu(), keys, typical).sqrt().reshape(v.shape).to(v.device)
+    v = as_float64(variance)
+    return _kept_squares(v.flatten(), _keys(length, v.device), typical).sqrt().reshape(v.shape)
 
 
 def kept_at_entropy(
@@ -66,8 +69,8 @@ def kept_at_entropy(
     >>> round(kept_at_entropy(0.0, 256).item(), 4)
     1.0
     """
-    H = torch.as_tensor(entropy, dtype=torch.float64)
-    entropies, shares = _share_by_entropy(tuple(_keys(length).tolist()), typical)
+    H = as_float64(entropy)
+    entropies, shares = _share_by_entropy(tuple(_keys(length, CPU).tolist()), typical)
     at = torch.searchsorted(entropies, H.cpu().nan_to_num().contiguous()).clamp(1, len(entropies) - 1)
     between = ((H.cpu() - entropies[at - 1]) / (entropies[at] - entropies[at - 1])).clamp(0, 1)
     return (shares[at - 1] + between * (shares[at] - shares[at - 1])).to(H.device)
@@ -78,77 +81,102 @@ def _share_by_entropy(
     keys: tuple[float, ...], typical: bool
 ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
     """A table from one-hot rows to uniform ones: entropy of normal logits, and `residual_kept` of the same logits."""
-    rows, largest = torch.tensor(keys, dtype=torch.float64), math.sqrt(LARGEST)
+    rows, largest = torch.tensor(keys, dtype=torch.float64, device=CPU), math.sqrt(LARGEST)
     # denser where spreads are small
-    variances = (torch.linspace(largest, 0, 48, dtype=torch.float64).square() / largest).square()
+    variances = (torch.linspace(largest, 0, 48, dtype=torch.float64, device=CPU).square() / largest).square()
     entropies = _over_variances(_entropy, variances, rows)
     shares = _kept_squares(variances, rows, typical).sqrt()
-    one_hot = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    one_hot = torch.tensor([[0.0], [1.0]], dtype=torch.float64, device=CPU)
     return torch.cat([one_hot[0], entropies]), torch.cat([one_hot[1], shares])
 
 
-def _keys(length: Sequence[int] | int) -> Float[Tensor, " rows"]:
-    return torch.as_tensor([length] if isinstance(length, int) else list(length), dtype=torch.float64)
+def _keys(length: Sequence[int] | int, device: torch.device) -> Float[Tensor, " rows"]:
+    return torch.tensor([length] if isinstance(length, int) else list(length), dtype=torch.float64, device=device)
 
 
 def _kept_squares(variance: Float[Tensor, " n"], keys: Float[Tensor, " rows"], typical: bool) -> Float[Tensor, " n"]:
     """E sum p^2, or 1 / E (1 / sum p^2), mean over rows with these numbers of keys, for each variance."""
-    kept = torch.where(variance > 0, 1.0, torch.nan).double()  # of a variance that is infinite, or no number
     known = variance < math.inf
-    v = variance[known]
+    v = torch.where(known, variance, 0.0)
     limited = v.clamp_max(LARGEST)
     beyond = torch.where(v > limited, (limited / v).sqrt(), 1.0)
     if typical:
-        kept[known] = 1 / (1 + (_over_variances(_participation, limited, keys, 2) - 1) * beyond)
+        kept = 1 / (1 + (_over_variances(_participation, limited, keys, 2) - 1) * beyond)
     else:
-        kept[known] = 1 - (1 - _over_variances(_squares, limited, keys)) * beyond
-    return kept
+        kept = 1 - (1 - _over_variances(_squares, limited, keys)) * beyond
+    unknown = torch.where(variance > 0, 1.0, torch.nan)  # of a variance that is infinite, or no number
+    return torch.where(known, kept, unknown)
+
+
+Grid = tuple[Float[Tensor, "n t"], Float[Tensor, "n l"], Float[Tensor, "*n l"]]  # t, logits, weights of logits
 
 
 def _over_variances(
-    integral: Callable[[Tensor, Tensor], Tensor],
+    integral: Callable[[Grid, Tensor], Tensor],
     variance: Float[Tensor, " n"],
     keys: Float[Tensor, " rows"],
     factor: int = 1,  # of the spread of logits, in this integral
 ) -> Float[Tensor, " n"]:
-    """The mean over rows of an integral, for each variance; those whose grids of logits have the same size together."""
-    means = torch.empty_like(variance)
-    sizes = torch.tensor([_logit_count(factor * math.sqrt(v), float(keys.max())) for v in variance.tolist()])
-    for size in sizes.unique().tolist():
-        of_size = (sizes == size).nonzero()[:, 0]
-        for some in of_size.split(max(1, TOGETHER // (len(keys) + size) // 256)):
-            means[some] = integral(variance[some], keys).mean(-1)
+    """The mean over rows of an integral, for each variance."""
+    means, most = torch.empty_like(variance), float(keys.max())
+    spreads = [factor * math.sqrt(v) for v in variance.tolist()]
+    batches = _batches_in_cache if variance.device.type == "cpu" else _large_batches
+    for some in batches(spreads, most, len(keys)):
+        ends = min(spreads[i] for i in some), max(spreads[i] for i in some)
+        at = torch.tensor(some, device=variance.device)
+        means[at] = integral(_grid(factor * variance[at].sqrt(), most, *ends), keys).mean(-1)
     return means
 
 
-def _squares(v: Float[Tensor, " n"], keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
+def _batches_in_cache(spreads: Sequence[float], keys: float, rows: int) -> Iterator[list[int]]:
+    """Spreads whose grids of logits have the same size, few enough for a cache."""
+    by_size: dict[int, list[int]] = {}
+    for i, spread in enumerate(spreads):
+        by_size.setdefault(_logit_count(spread, keys), []).append(i)
+    for size, of_size in sorted(by_size.items()):
+        count = max(1, TOGETHER // (rows + size) // 256)
+        yield from (of_size[i : i + count] for i in range(0, len(of_size), count))
+
+
+def _large_batches(spreads: Sequence[float], keys: float, rows: int) -> Iterator[list[int]]:
+    """As many spreads as fit into the memory of a batch, the largest first, since it has the largest grid."""
+    left = sorted(range(len(spreads)), key=spreads.__getitem__, reverse=True)
+    while left:
+        largest = spreads[left[0]]
+        each = _step_count(largest, keys) * (2 * _logit_count(largest, keys) + 1 + rows)
+        count = max(1, ON_GPU // each)
+        yield left[:count]
+        left = left[count:]
+
+
+def _squares(grid: Grid, keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
     """E sum p^2 for each number of keys: T E[y^2 e^-y] f^(T-1), y = t e^l, over log t."""
-    t, logits, weight = _grid(v.sqrt(), float(keys.max()))
+    t, logits, weight = grid
     y = _powers(t, logits)
     rest = torch.expm1(-y)  # e^-y - 1, with the digits that a thousand million keys need
-    f = torch.log1p((rest @ weight).clamp_min(-1))
-    return STEP * keys * ((rest.add_(1).mul_(y).mul_(y) @ weight)[:, None] * _power(f, keys - 1)).sum(-1)
+    f = torch.log1p(_mean(rest, weight).clamp_min(-1))
+    return STEP * keys * (_mean(rest.add_(1).mul_(y).mul_(y), weight)[:, None] * _power(f, keys - 1)).sum(-1)
 
 
-def _participation(v: Float[Tensor, " n"], keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
-    """E (sum e^l)^2 / sum e^2l for each number of keys, in the same way with y = t e^2l."""
-    t, logits, weight = _grid(2 * v.sqrt(), float(keys.max()))
+def _participation(grid: Grid, keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
+    """E (sum e^l)^2 / sum e^2l for each number of keys, in the same way with y = t e^2l: a grid of twice the spread."""
+    t, logits, weight = grid
     y = _powers(t, logits)
     rest = torch.expm1(-y)
-    f = torch.log1p((rest @ weight).clamp_min(-1))
-    one, two = ((rest.add_(1) * y**0.5 @ weight)[:, None], (rest.mul_(y) @ weight)[:, None])
+    f = torch.log1p(_mean(rest, weight).clamp_min(-1))
+    one, two = _mean(rest.add_(1) * y**0.5, weight)[:, None], _mean(rest.mul_(y), weight)[:, None]
     pairs = (keys[:, None] - 1) * one.square() * _power(f, (keys - 2).clamp_min(0))
     return STEP * keys * (two * _power(f, keys - 1) + pairs).sum(-1)
 
 
-def _entropy(v: Float[Tensor, " n"], keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
+def _entropy(grid: Grid, keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"]:
     """Entropy of rows with these numbers of keys: log of the sum minus the mean logit."""
-    t, logits, weight = _grid(v.sqrt(), float(keys.max()))
+    t, logits, weight = grid
     y = _powers(t, logits)
     rest = torch.expm1(-y)
-    f = torch.log1p((rest @ weight).clamp_min(-1))
+    f = torch.log1p(_mean(rest, weight).clamp_min(-1))
     total = ((-t).exp()[:, None] - _power(f, keys)).sum(-1)
-    mean = (rest.add_(1).mul_(y) @ (logits * weight)[..., None])[..., 0]
+    mean = _mean(rest.add_(1).mul_(y), logits * weight)
     return STEP * (total - keys * (mean[:, None] * _power(f, keys - 1)).sum(-1))
 
 
@@ -157,23 +185,38 @@ def _logit_count(spread: float, keys: float) -> int:
     return math.ceil(_reach(keys) * max(1.0, spread) / STEP)
 
 
+def _step_count(spread: float, keys: float) -> int:
+    """Steps of log t. The integrals vanish at both ends of this range."""
+    return math.ceil((math.log(keys) + 2 * _reach(keys) * spread + 45) / STEP)
+
+
 def _reach(keys: float) -> float:
     """Standard deviations: no key of any row is farther out."""
     return math.sqrt(2 * (2 * math.log(keys) + 36))
 
 
-def _grid(
-    spread: Float[Tensor, " n"], keys: float
-) -> tuple[Float[Tensor, "n t"], Float[Tensor, "n l"], Float[Tensor, " l"]]:
-    """t, normal logits l with these spreads, and the weights of the logits. The integrals vanish at both ends of the
-    largest range of log t.
+def _grid(spread: Float[Tensor, " n"], keys: float, smallest: float, largest: float) -> Grid:
+    """t, normal logits with these spreads, from the smallest to the largest, and the weights of the logits.
+
+    Each spread has the logits that it has alone. Where their numbers differ, those that a spread does not have weigh 0.
     """
-    far, largest = _reach(keys), float(spread.max())
-    z = torch.linspace(-far, far, 2 * _logit_count(largest, keys) + 1, dtype=torch.float64)
-    weight = (-z.square() / 2).exp()
-    steps = math.ceil((math.log(keys) + 2 * far * largest + 45) / STEP)
-    log_t = (-math.log(keys) - far * spread - 40)[:, None] + STEP * torch.arange(steps, dtype=torch.float64)
-    return log_t.exp(), spread[:, None] * z, weight / weight.sum()
+    far, count, device = _reach(keys), _logit_count(largest, keys), spread.device
+    if count == _logit_count(smallest, keys):
+        z = torch.linspace(-far, far, 2 * count + 1, dtype=torch.float64, device=device)
+        weight = (-z.square() / 2).exp()
+    else:
+        own = (far * spread.clamp_min(1) / STEP).ceil()[:, None]  # `_logit_count` of each
+        place = torch.arange(2 * count + 1, dtype=torch.float64, device=device)
+        z = far * (place / own - 1)
+        weight = torch.where(place <= 2 * own, (-z.square() / 2).exp(), 0.0)
+    steps = torch.arange(_step_count(largest, keys), dtype=torch.float64, device=device)
+    log_t = (-math.log(keys) - far * spread - 40)[:, None] + STEP * steps
+    return log_t.exp(), spread[:, None] * z, weight / weight.sum(-1, keepdim=True)
+
+
+def _mean(values: Float[Tensor, "n t l"], weight: Float[Tensor, "*n l"]) -> Float[Tensor, "n t"]:
+    """Over logits, with weights that all spreads share, or each has its own."""
+    return values @ weight if weight.ndim == 1 else (values @ weight[..., None])[..., 0]
 
 
 def _powers(t: Float[Tensor, "n t"], logits: Float[Tensor, "n l"]) -> Float[Tensor, "n t l"]:

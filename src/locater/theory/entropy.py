@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from locater.numerics import as_float64
+
 
 def entropy_floor(norm: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
     """The lowest entropy of a softmax row of T logits whose mean-centred l2 norm is s (Zhai et al. 2023).
@@ -22,7 +24,7 @@ def entropy_floor(norm: Float[Tensor, "*n"] | float, length: int) -> Float[Tenso
     >>> round(entropy_floor(0.0, 8).item() - math.log(8), 12)
     0.0
     """
-    s = torch.as_tensor(norm, dtype=torch.float64)
+    s = as_float64(norm)
     if length < 2:
         return torch.zeros_like(s)
     t = length
@@ -40,7 +42,7 @@ def entropy_floor_of_range(spread: Float[Tensor, "*n"] | float, length: int) -> 
     >>> round(entropy_floor_of_range(0.0, 8).item() - math.log(8), 12)
     0.0
     """
-    r = torch.as_tensor(spread, dtype=torch.float64).unsqueeze(-1)
+    r = as_float64(spread).unsqueeze(-1)
     if length < 2:
         return torch.zeros_like(r.squeeze(-1))
     k = torch.arange(1, length, dtype=torch.float64, device=r.device)
@@ -56,7 +58,7 @@ def expected_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Floa
     >>> round(expected_entropy(1.0, 256).item(), 3)
     5.045
     """
-    v = torch.as_tensor(variance, dtype=torch.float64)
+    v = as_float64(variance)
     return (math.log(length) - v / 2).clamp_min(0)
 
 

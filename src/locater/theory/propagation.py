@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from locater.numerics import as_float64, spread_over_workers
 from locater.spectrum import Moments
 from locater.theory.surrogate import symmetric_root
 
@@ -86,7 +87,7 @@ def mixture_propagation(
     >>> bool((mixture_propagation(m, 1.0, 64).diff()[8:] > 0).all())     # near tokens get through more often
     True
     """
-    i = torch.arange(1, length + 1, dtype=torch.float64)
+    i = torch.arange(1, length + 1, dtype=torch.float64, device=m.query_gram.device)
     u = (i - (length + 1) / 2) / length
     return _mixture(m, scale, u, _bridge(i, length) / length, length - 1.0, draws, seed)
 
@@ -98,6 +99,7 @@ def mixture_continuum(m: Moments, scale: float, u: Tensor, draws: int = DRAWS, s
     >>> mixture_continuum(m, 0.0, torch.tensor([-0.5, 0.5])).tolist()     # logits 0: every token gets through
     [1.0, 1.0]
     """
+    u = u.to(m.query_gram.device)
     return _mixture(m, scale, u, torch.full_like(u, 1 / 12), math.inf, draws, seed)
 
 
@@ -114,7 +116,7 @@ def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Flo
     >>> [round(localization(m, f**2, f**2).item(), 3) for m, f in [(2.0, 0.25), (4.0, 0.5), (16.0, 2.0), (-4.0, 0.5)]]
     [0.161, 0.566, 0.84, -0.566]
     """
-    u, weight = (x.to(torch.as_tensor(M).device) for x in _quadrature())
+    u, weight = (x.to(as_float64(M).device) for x in _quadrature())
     return _explained(continuum(M, S, F, u), u, weight)
 
 
@@ -125,7 +127,7 @@ def mixture_localization(m: Moments, scale: float, draws: int = DRAWS, seed: int
     >>> mixture_localization(m, 1.0).round(decimals=1).item()
     0.3
     """
-    u, weight = _quadrature()
+    u, weight = (x.to(m.query_gram.device) for x in _quadrature())
     return _explained(mixture_continuum(m, scale, u, draws, seed), u, weight)
 
 
@@ -166,17 +168,20 @@ def _bridge(i: Tensor, length: int) -> Tensor:
 
 
 def _mixture(m: Moments, scale: float, u: Tensor, b: Tensor, upper: float, draws: int, seed: int) -> Tensor:
-    A, B, G = (x.detach().cpu().double() for x in (m.query_gram, m.key_gram, m.gram))
-    h = m.head_dim
-    out = torch.empty(*A.shape[:-2], len(u), dtype=torch.float64)
+    A, B, G = (x.detach().double() for x in (m.query_gram, m.key_gram, m.gram))
+    h, device = m.head_dim, A.device
+    out = torch.empty(*A.shape[:-2], len(u), dtype=torch.float64, device=device)
     if not out.numel():
         return out
     # bring queries and keys to one size: a root of their joint covariance has only the digits of the larger one
     query, key = (torch.where(x > 0, x, 1)[..., None, None] for x in (_mean_diagonal(A), _mean_diagonal(B)))
     A, B, G, size = A / query, B / key, G / (query * key).sqrt(), scale * (query * key).sqrt()[..., 0]
     # covariance of (W_Q y, W_K y)
-    root = symmetric_root(torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2))
-    noise = torch.randn(draws, 2 * h, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    covariance = torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2)
+    root = spread_over_workers(symmetric_root, covariance.cpu()).to(device)
+    # the same numbers on all devices
+    generator = torch.Generator("cpu").manual_seed(seed)
+    noise = torch.randn(draws, 2 * h, dtype=torch.float64, generator=generator, device="cpu").to(device)
     for index in np.ndindex(A.shape[:-2]):  # one head at a time, so that memory is draws x positions for any batch
         y = noise @ root[index].mT
         q = size[index] * (y[:, :h] * y[:, h:]).sum(-1, keepdim=True)
@@ -205,7 +210,7 @@ def _explained(rho: Tensor, u: Tensor, weight: Tensor) -> Tensor:
 
 
 def _column(x: Tensor | float) -> Tensor:
-    return torch.as_tensor(x, dtype=torch.float64).unsqueeze(-1)
+    return as_float64(x).unsqueeze(-1)
 
 
 @cache

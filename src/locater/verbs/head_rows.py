@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from locater.families import AttentionLayer
@@ -53,7 +54,9 @@ class ScanOptions:
 
 
 def rows_of(parts: Iterable[LayerMoments], options: ScanOptions, workers: int = 1) -> Iterator[HeadRow]:
-    """One row per head of all layers, in their order. So many records are worked on at a time."""
+    """One row per head of all layers, in their order. So many records are worked on at a time, or one on a GPU, whose
+    decompositions have all workers.
+    """
     if workers < 2 or options.inputs is not None:  # heads that are run on tokens have all threads
         for part in parts:
             yield from head_rows(part, options)
@@ -61,6 +64,11 @@ def rows_of(parts: Iterable[LayerMoments], options: ScanOptions, workers: int = 
     waiting: deque[Future[list[HeadRow]]] = deque()
     with lone_workers(workers) as pool:
         for part in parts:
+            if part.key_bias.device.type != "cpu":
+                while waiting:
+                    yield from waiting.popleft().result()
+                yield from head_rows(part, options)
+                continue
             waiting.append(pool.submit(_listed, part, options))
             if len(waiting) > workers:
                 yield from waiting.popleft().result()
@@ -75,8 +83,8 @@ def _listed(part: LayerMoments, options: ScanOptions) -> list[HeadRow]:
 @torch.no_grad()
 def head_rows(part: LayerMoments, options: ScanOptions) -> Iterator[HeadRow]:
     """One row per head of layers alike. A head whose weights are not finite gets a row without numbers."""
-    with one_thread():
-        finite = _finite_heads(part.moments, part.key_bias)
+    with one_thread(), torch.autocast(part.key_bias.device.type, enabled=False):
+        finite = _finite_heads(part.moments, part.key_bias).cpu()
         columns = _columns(part, finite, options)
     if options.inputs is not None and "residual_kept" in columns:
         columns |= _predicted_columns(part, finite, columns, options.inputs, options.length)
@@ -135,14 +143,16 @@ def _finite_heads(moments: Moments, key_bias: Tensor) -> Tensor:
 def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[str, list[Any]]:
     """The computed columns of the finite heads of layers alike."""
     whole = bool(finite.all())  # as good as always: then nothing is copied
-    m, key_bias = (part.moments, part.key_bias) if whole else (part.moments.select(finite), part.key_bias[finite])
+    m, key_bias = part.moments, part.key_bias
+    if not whole:
+        m, key_bias = _selected(m, finite), key_bias[finite.to(key_bias.device)]
     one = part.layers[0][1]
     scale = 1.0 if one.unknown_scale is not None else one.scale
     columns = _moment_columns(m, scale, key_bias, options.length)
     if m.cross is not None and (options.eigenvalues or options.details):
         columns["eigenvalues"] = _pairs(m.eigenvalues())
     if m.cross is not None and options.details:
-        columns |= _profiles(m, scale, columns["approximation"]) | _drives(part, finite, m.gram, scale)
+        columns |= _profiles(m, scale, columns["approximation"]) | _drives(part, finite, m.gram.cpu(), scale)
     if one.mechanism != "softmax":
         columns |= {name: [None] * len(key_bias) for name in SOFTMAX_ONLY if name in columns}
     if one.unknown_scale is not None:
@@ -152,24 +162,38 @@ def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[s
 
 def _moment_columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, list[Any]]:
     """What follows from moments alone; without the traces for cross-attention, where they have no meaning."""
-    names = ("frobenius_sq", "spectral_norm", "stable_rank", "effective_rank")
-    table: dict[str, Tensor] = {name: getattr(m, name) for name in names}
-    table["F"], table["key_bias"] = m.frobenius_sq * scale**2, key_bias
-    pairs = zip(table["F"].tolist(), key_bias.tolist(), strict=True)
-    variance = torch.tensor([key_variance(f, b) for f, b in pairs], dtype=torch.float64)
-    table["expected_entropy"] = expected_entropy(variance, length)
-    table["residual_kept"] = residual_kept(variance, length)
+    table = _moment_table(m, scale, key_bias, length)
+    values = torch.stack([column.double() for column in table.values()]).cpu()  # the one wait for a GPU
     if m.cross is None:
-        return {name: _finite_list(column) for name, column in table.items()}
-    for name in ("trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew"):
-        table[name] = getattr(m, name)
-    table["M"], table["S"], _ = unit_moments(m, scale)
-    few = table["skew"].abs() > SKEW_LIMIT  # a few directions dominate: the closed form does not apply
-    table["localization"] = localization(table["M"], table["S"], table["F"])
-    table["localization"][few] = mixture_localization(m.select(few), scale)
-    columns: dict[str, list[Any]] = {name: _finite_list(column) for name, column in table.items()}
+        return dict(zip(table, _finite_lists(values), strict=True))
+    rows = dict(zip(table, values, strict=True))
+    few = rows["skew"].abs() > SKEW_LIMIT  # a few directions dominate: the closed form does not apply
+    if bool(few.any()):
+        rows["localization"][few] = mixture_localization(_selected(m, few), scale).cpu()
+    columns: dict[str, list[Any]] = dict(zip(table, _finite_lists(values), strict=True))
     columns["approximation"] = ["mixture" if x else "gaussian" for x in few.tolist()]
     return columns
+
+
+def _moment_table(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, Tensor]:
+    """Columns where the moments are. Singular values come first: they need the most memory beside the moments."""
+    names = ["spectral_norm", "stable_rank", "effective_rank", "frobenius_sq"]
+    if m.cross is not None:
+        names += ["trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew"]
+    table: dict[str, Tensor] = {name: getattr(m, name) for name in names}
+    table["F"], table["key_bias"] = m.frobenius_sq * scale**2, key_bias
+    variance = key_variance(table["F"].double(), key_bias.double())
+    table["expected_entropy"] = expected_entropy(variance, length)
+    table["residual_kept"] = residual_kept(variance, length)
+    if m.cross is not None:
+        table["M"], table["S"], _ = unit_moments(m, scale)
+        table["localization"] = localization(table["M"], table["S"], table["F"])
+    return table
+
+
+def _selected(m: Moments, heads: Tensor) -> Moments:
+    """The moments of heads that a mask on the CPU names. A mask on a GPU would be waited for, once for each matrix."""
+    return m.select(heads.nonzero()[:, 0].to(m.query_gram.device))
 
 
 def _predicted_columns(
@@ -186,8 +210,9 @@ def _predicted_columns(
     for (number, layer), known, place in _by_layer(part, finite):
         if layer.mechanism == "softmax" and _weights_known(layer):
             entropy = predict(layer, inputs[number], length)["entropy"].cpu()[known]
-            predicted["residual_kept"] += _finite_list(kept_at_entropy(entropy, row_keys(layer, length)))
-            predicted["expected_entropy"] += _finite_list(entropy)
+            kept = kept_at_entropy(entropy, row_keys(layer, length))
+            for column, values in zip(predicted.values(), _finite_lists(torch.stack([kept, entropy])), strict=True):
+                column += values
         else:
             for name, column in predicted.items():
                 column += columns[name][place]
@@ -211,12 +236,10 @@ def _pairs(values: Tensor) -> list[tuple[tuple[float, float], ...]]:
 
 def _profiles(m: Moments, scale: float, approximation: list[str]) -> dict[str, list[Any]]:
     """Propagation profiles that have no closed form."""
-    u = torch.linspace(-0.5, 0.5, PROFILE_POINTS, dtype=torch.float64)
-    profiles = [
-        tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None
-        for head, how in enumerate(approximation)
-    ]
-    return {"profile": profiles}
+    few = torch.tensor([how == "mixture" for how in approximation], dtype=torch.bool, device="cpu")
+    u = torch.linspace(-0.5, 0.5, PROFILE_POINTS, dtype=torch.float64, device="cpu")
+    profiles = iter(mixture_continuum(_selected(m, few), scale, u).tolist())
+    return {"profile": [tuple(next(profiles)) if how == "mixture" else None for how in approximation]}
 
 
 def _drives(part: LayerMoments, finite: Tensor, gram: Tensor, scale: float) -> dict[str, list[Any]]:
@@ -231,6 +254,7 @@ def _drives(part: LayerMoments, finite: Tensor, gram: Tensor, scale: float) -> d
     return {"drive": drives}
 
 
-def _finite_list(column: Tensor) -> list[float | None]:
-    values: list[float | None] = column.tolist()
-    return values if bool(column.isfinite().all()) else [finite_or_none(x) for x in values]
+def _finite_lists(table: Float[Tensor, "columns heads"]) -> list[list[float | None]]:
+    """Columns as numbers; None where one is not finite."""
+    values: list[list[float | None]] = table.tolist()
+    return values if bool(table.isfinite().all()) else [[finite_or_none(x) for x in column] for column in values]

@@ -2,7 +2,8 @@
 
 On the CPU each layer is folded and multiplied by a worker with one thread of its own: several threads inside one
 product wait for each other, on a busy machine most of the time. On a GPU all layers are queued before the first result
-is waited for. Layers alike are then joined, so that what follows is computed once for hundreds of heads.
+is waited for, and their matrices stay there. Layers alike are then joined, so that what follows is computed once for
+hundreds of heads.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ BLOCK = 40 * 2**20
 CACHED = 2**21  # the same where it is up to us: small enough to stay in a cache, and not to be paged in anew each time
 FEW = 2**20  # numbers of all maps: below it workers cost more than they save
 TOGETHER = 2**18  # numbers of one of the small matrices of the heads that are joined: 64 heads of 64, 16 of 128
-ON_GPU = 8  # times as many where maps are on a GPU, which is waited for once for each record
+ON_GPU = 8  # times as many on a GPU, which takes hundreds of heads in the time of one, and is waited for once a record
 
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Consecutive layers alike, and the small matrices and key biases of all their heads, on the CPU."""
+    """Consecutive layers alike, and the small matrices and key biases of all their heads, on the CPU or by CUDA."""
 
     layers: list[NumberedLayer]
     moments: Moments
@@ -94,7 +95,7 @@ def layer_moments(
         measured = _in_turn(numbered, work, alone=room > 1 and work.inputs is None)
     group: list[_One] = []
     for one in measured:
-        if group and (one.kind != group[0].kind or _size(*group, one) > _limit(one)):
+        if group and (one.kind != group[0].kind or _size(*group, one) > _limit(one.key_bias.device)):
             yield from _joined(group, work)
             group = []
         group.append(one)
@@ -211,34 +212,38 @@ def _joined(group: list[_One], work: Work) -> Iterator[LayerMoments]:
         single = moments.query_gram.dtype == torch.float32
         heads = lost_in_float32(moments).cpu() if single else torch.zeros(sum(counts), dtype=torch.bool)
         lost = [bool(part.any()) for part in heads.split(counts)]
-        moments = moments.cpu()
-        whole = LayerMoments(numbered, moments, bias.cpu())
-    for again, layers in _runs(counts, lost, moments.head_dim**2):
+        whole = LayerMoments(numbered, *_kept(moments, bias))
+    for again, layers in _runs(counts, lost, moments.head_dim**2, _limit(whole.key_bias.device)):
         if not again:
             yield whole.part(layers)
             continue
         for number, layer in numbered[layers]:
-            double, key_bias = _moments(layer, work.raw, work.input_of(number), double=True)
-            yield LayerMoments([(number, layer)], double.cpu(), key_bias.cpu())
+            double = _moments(layer, work.raw, work.input_of(number), double=True)
+            yield LayerMoments([(number, layer)], *_kept(*double))
 
 
-def _runs(counts: Sequence[int], lost: Sequence[bool], size: int) -> Iterator[tuple[bool, slice]]:
-    """Runs of layers with the same answer, of at most TOGETHER numbers. `counts` are heads of layers, `size` is the
+def _kept(moments: Moments, key_bias: Tensor) -> tuple[Moments, Tensor]:
+    """The same on a CUDA device; from others, which may have no float64, on the CPU."""
+    return (moments, key_bias) if key_bias.device.type == "cuda" else (moments.cpu(), key_bias.cpu())
+
+
+def _runs(counts: Sequence[int], lost: Sequence[bool], size: int, limit: int) -> Iterator[tuple[bool, slice]]:
+    """Runs of layers with the same answer, of at most `limit` numbers. `counts` are heads of layers, `size` is the
     number of entries of a small matrix.
 
-    >>> list(_runs([2, 2, 2, 2], [False, False, True, False], TOGETHER // 4))
+    >>> list(_runs([2, 2, 2, 2], [False, False, True, False], size=1, limit=4))
     [(False, slice(0, 2, None)), (True, slice(2, 3, None)), (False, slice(3, 4, None))]
     """
     start = 0
     for end in range(1, len(counts) + 1):
-        full = end < len(counts) and sum(counts[start : end + 1]) * size > TOGETHER
+        full = end < len(counts) and sum(counts[start : end + 1]) * size > limit
         if end == len(counts) or lost[end] != lost[start] or full:
             yield lost[start], slice(start, end)
             start = end
 
 
-def _limit(one: _One) -> int:
-    return TOGETHER if one.key_bias.device.type == "cpu" else ON_GPU * TOGETHER
+def _limit(device: torch.device) -> int:
+    return TOGETHER if device.type == "cpu" else ON_GPU * TOGETHER
 
 
 def _size(*group: _One) -> int:
