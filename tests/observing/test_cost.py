@@ -224,13 +224,13 @@ def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.Mon
 def test_masks_are_looked_at_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a pass have the same mask, also where each has its own view of it."""
     model, looks = llama(), []
-    placed = counted_rows._placed
+    placed = counted_rows.place
 
     def look(*args: Any) -> Any:
         looks.append(args)
         return placed(*args)
 
-    monkeypatch.setattr(counted_rows, "_placed", look)
+    monkeypatch.setattr(counted_rows, "place", look)
     with torch.no_grad(), observe(model) as seen:
         for passes in (1, 2):
             model(**BATCH, use_cache=False)

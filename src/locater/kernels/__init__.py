@@ -5,6 +5,7 @@ from locater.kernels.dispatch import (
     add_head_sums,
     attention_entropy,
     attention_statistics,
+    has_spans,
     mask_spans,
     row_statistics,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "attention_entropy",
     "attention_statistics",
     "attention_with_statistics",
+    "has_spans",
     "mask_spans",
     "row_statistics",
     "statistics_of",

@@ -126,14 +126,20 @@ def mask_spans(terms: Terms, B: int, T: int) -> tuple[Int[Tensor, "2 B T"], Int[
     >>> spans[:, 0].tolist(), int(whole)
     ([[0, 0, 0], [1, 2, 3]], 1)
     """
-    others = (terms.padding, terms.documents, terms.bias, terms.positions, terms.window)
-    if terms.mask is None or terms.mask.shape[1] != 1 or terms.causal or any(x is not None for x in others):
+    if terms.mask is None or not has_spans(terms):
         return None
     seen, S = terms.mask[:, 0].view(torch.int8), terms.mask.shape[-1]  # (b, t, S)
     some = seen.amax(-1)
     begin, end = seen.argmax(-1) * some, (S - seen.flip(-1).argmax(-1)) * some
     whole = (seen.sum(-1) == end - begin).all().to(torch.int32)
     return torch.stack([begin, end]).to(torch.int32).expand(2, B, T).contiguous(), whole
+
+
+def has_spans(terms: Terms) -> bool:
+    """Whether the terms are a mask alone, the same for all heads."""
+    others = (terms.padding, terms.documents, terms.bias, terms.positions, terms.window)
+    one = terms.mask is not None and (terms.mask.ndim < 3 or terms.mask.shape[-3] == 1)
+    return one and not terms.causal and all(x is None for x in others)
 
 
 SUMMED = (

@@ -52,12 +52,12 @@ def counted_rows(call: Call, own: bool, again: bool = False) -> CountedRows:
     terms = call.terms.checked(B, H, T, S)
     key = _masks_key(call, own) if again else None
     if key is None:
-        placed = _placed(call, terms, own)
+        placed = place(terms, call.cut, own, B, T, S, call.query.device)
     else:
         if key not in _placements:
             if len(_placements) >= 8:
                 _placements.clear()
-            _placements[key] = _placed(call, terms, own)
+            _placements[key] = place(terms, call.cut, own, B, T, S, call.query.device)
         placed = _placements[key]
     positions, counted, first = placed
     terms = terms if positions is None else replace(terms, positions=positions)
@@ -105,29 +105,30 @@ def _identity(x: Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
 
 
-def _placed(call: Call, terms: Terms, own: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+def place(
+    terms: Terms, cut: Tensor | None, own: bool, B: int, T: int, S: int, device: torch.device
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Positions of the queries where these are not the last (None), the rows that count and their first keys.
 
     Among cached keys a query's own key is the last it sees, unless several queries see the same last key: a cache may
     have room left after it.
     """
-    q, B, T, S = call.query, call.query.shape[0], call.query.shape[2], call.key.shape[2]
     seen = _in_sight(terms)
-    real = torch.ones(B, S, dtype=torch.bool, device=q.device) if seen is None else seen.any(1).expand(B, S)
+    real = torch.ones(B, S, dtype=torch.bool, device=device) if seen is None else seen.any(1).expand(B, S)
     if terms.padding is not None:
         real = real & terms.padding
     first = real.to(torch.int8).argmax(-1)[:, None].expand(B, T)
     if not own or S < T:
-        return terms.positions, torch.ones(B, T, dtype=torch.bool, device=q.device), first
+        return terms.positions, torch.ones(B, T, dtype=torch.bool, device=device), first
     if T < S and seen is not None:
-        last = torch.where(seen, torch.arange(S, device=q.device), -1).amax(-1).amax(0).expand(T)
+        last = torch.where(seen, torch.arange(S, device=device), -1).amax(-1).amax(0).expand(T)
         rising = ((last[1:] > last[:-1]) | (last[:-1] < 0)).all()
-        terms = replace(terms, positions=torch.where(rising, last, terms.at(T, S, q.device)).clamp_min(0))
-    if call.cut is not None:  # the oldest key of a window is not the first of its sequence
-        first = torch.where(call.cut[:, None], -1, first)
+        terms = replace(terms, positions=torch.where(rising, last, terms.at(T, S, device)).clamp_min(0))
+    if cut is not None:  # the oldest key of a window is not the first of its sequence
+        first = torch.where(cut[:, None], -1, first)
     elif T == S:
         first = _first_of_document(terms, seen, first)
-    return terms.positions, real[:, terms.at(T, S, q.device)], first
+    return terms.positions, real[:, terms.at(T, S, device)], first
 
 
 def _in_sight(terms: Terms) -> Tensor | None:

@@ -24,6 +24,7 @@ from locater.numerics import upcast
 from locater.observing.accumulators import AT, Accumulators, StatisticsOptions, tallied
 from locater.observing.accumulators import COLUMNS as COLUMNS
 from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled, spans
+from locater.observing.placement import Placement, placed_rows, traced_placement
 
 STACKED = 1 << 25  # numbers that are brought together to be summed at once
 
@@ -36,17 +37,22 @@ def tally(
     `own`: queries and keys are the same tokens. `heads` are the query heads to count, all where None. `lenient` leaves
     out a call that cannot be counted, and puts the reason into `missed`.
     """
-    again = not torch.compiler.is_compiling()
+    traced = torch.compiler.is_compiling()
+    placement: list[Tensor] = []
+    if traced:
+        kernels = call.query.device.type == "cuda" and not (options.rest or options.offsets or into.gram is not None)
+        placement = traced_placement(call, own, heads, kernels, lenient)
     _operator(
         *(call.query, call.key, *call.terms.flat(), call.output, call.cut, call.statistics),
-        *(*into, heads, own, lenient, again, *options.flat()),
+        *(*into, heads, placement, own, lenient, not traced, *options.flat()),
     )
 
 
 SCHEMA = (
     f"tally(Tensor q, Tensor k, {Terms.SCHEMA}, Tensor? output, Tensor? cut, Tensor? statistics, "
-    "Tensor(a!) sums, Tensor(b!) maxima, Tensor(c!) pairs, Tensor(d!)? gram, Tensor? heads, bool own, bool lenient, "
-    "bool again, SymInt rows, bool rest, SymInt[] offsets, SymInt[] starts) -> ()"
+    "Tensor(a!) sums, Tensor(b!) maxima, Tensor(c!) pairs, Tensor(d!)? gram, Tensor? heads, "
+    "Tensor[] placement, bool own, bool lenient, bool again, SymInt rows, bool rest, "
+    "SymInt[] offsets, SymInt[] starts) -> ()"
 )
 
 
@@ -57,7 +63,8 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
     if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
     terms, more = Terms.from_flat(arguments[: Terms.ARGUMENTS]), arguments[Terms.ARGUMENTS :]
-    output, cut, numbers, sums, maxima, pairs, gram, heads, own, lenient, again, rows, rest, offsets, starts = more
+    output, cut, numbers, sums, maxima, pairs, gram, heads, placed, own, lenient, again, *asked = more
+    rows, rest, offsets, starts = asked
     call, into = Call(q, k, terms, output, cut, statistics=numbers), Accumulators(sums, maxima, pairs, gram)
     options = StatisticsOptions(rows, rest, list(zip(offsets, starts, strict=True)))
     try:
@@ -65,7 +72,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
             torch.no_grad(),
             torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext(),
         ):
-            add_call(call, into, options, own, heads, again)
+            add_call(call, into, options, own, heads, again, Placement(*placed) if placed else None)
         tallied.add(sums.data_ptr())
     except Exception as error:
         if not lenient:
@@ -99,9 +106,10 @@ def add_call(
     own: bool,
     heads: Tensor | None,
     again: bool = False,
+    placement: Placement | None = None,
 ) -> None:
     """`tally`, without the operator around it. `again`: masks of the same memory are the same masks, which is not so in
-    a compiled graph.
+    a compiled graph; there `placement` comes with the call.
 
     A head whose `call.output` is not finite gets NaN for its numbers; an output (B, T, E) stands for all heads.
     """
@@ -118,10 +126,10 @@ def add_call(
     if not more and T <= S and call.cut is None and not terms.has_masks and terms.positions is None:
         _add_unmasked(call, into, at)
         return
-    rows = counted_rows(call, own, again)
+    rows = counted_rows(call, own, again) if placement is None else placed_rows(call, placement)
     if not more and rows.terms.positions is None and (output is None or output.ndim == 4):
         q, k, terms, output, counted, first, _ = rows
-        seen = partial(spans, call, own, again)
+        seen = placement.both_spans if placement and placement.spans.numel() else partial(spans, call, own, again)
         if add_head_sums(q, k, terms, at, output, into.sums, into.maxima, counted, first, spans=seen):
             return
     rows = rows if at is None else sampled(rows, at)
