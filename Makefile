@@ -52,7 +52,7 @@ test-slow: $(VENV)/.slow
 
 # With BIN=folder-of-a-python it installs nothing and runs with the packages that are there. Most of the time goes into
 # compiling kernels, one core each, so the tests run in PARTS processes that share the GPU.
-PARTS ?= 12
+PARTS ?= 16
 test-gpu: $(if $(filter command,$(firstword $(origin BIN))),,$(VENV)/.dev)
 	seq $(PARTS) | PYTHONPATH=src xargs -P $(PARTS) -I {} $(PYTEST) -p no:cacheprovider -m gpu --part {}/$(PARTS) \
 	  $$(grep -lr --include='*.py' 'mark\.gpu' tests)

@@ -26,6 +26,7 @@ from locater.train import checkpoint as checkpoints
 from locater.train.controls import controls
 from locater.train.data import open_data
 from locater.train.display import Live
+from locater.train.recipe import compiled
 from locater.train.sweep import RESULTS, parse_sweep, read_results
 from tests.conftest import Result as Ran
 from tests.train.test_parts import TINY, corpus, images
@@ -709,12 +710,9 @@ def test_the_live_line() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, {"control": ("locater(form=measured)",)}, {"control": ("sigmareparam",)}])
-def test_passes_as_graphs_train_like_passes_queued_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
-) -> None:
+def test_passes_as_graphs_train_like_passes_queued_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled with CUDA graphs and without: the same bits, also of a run that was cut and went on."""
-    first = plan(tmp_path, device="cuda", compile=True, out=str(tmp_path / "graphs"), **more)
+    first = plan(tmp_path, device="cuda", compile=True, out=str(tmp_path / "graphs"))
     graphs = run(first)
     with pytest.raises(Cut):
         run(replace(first, out=str(tmp_path / "cut")), on_progress=cut_at(6))
@@ -724,3 +722,14 @@ def test_passes_as_graphs_train_like_passes_queued_one_by_one(
     queued = run(replace(first, out=str(tmp_path / "queued")))
     assert weights(graphs) == weights(again) == weights(queued)
     assert graphs.report_loss == queued.report_loss
+
+
+def test_which_runs_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls keep tensors of a pass, and gradients that are added up outlive it."""
+    monkeypatch.setattr(torch, "compile", lambda model, mode: mode)
+    one, cuda = plan(tmp_path, compile=True), torch.device("cuda")
+    assert compiled(one, torch.nn.Identity(), cuda) == "reduce-overhead"
+    for changes in ({"accumulate": 2}, {"dropout": 0.1}, {"control": ("locater",)}):
+        assert compiled(replace(one, **changes), torch.nn.Identity(), cuda) == "default"
+    assert compiled(one, torch.nn.Identity(), torch.device("cpu")) == "default"
+    assert isinstance(compiled(replace(one, compile=False), torch.nn.Identity(), cuda), torch.nn.Identity)

@@ -84,12 +84,13 @@ def optimizer_for(plan: Plan, trainable: Mapping[str, nn.Parameter], device: tor
 def compiled(plan: Plan, model: nn.Module, device: torch.device) -> Callable[..., Any]:
     """The model as steps call it, compiled where the plan says so.
 
-    On a GPU, passes are CUDA graphs where no gradient or random number has to outlive one: the host needs longer to
-    queue the kernels of a small model than the GPU to run them. Evaluation and observed steps are not.
+    On a GPU, passes are CUDA graphs, because the host needs longer to queue the kernels of a small model than the GPU
+    to run them. Not with controls and gradients that are added up, which keep tensors of a pass; and evaluation and
+    observed steps are not.
     """
     if not plan.compile:
         return model
-    as_graphs = device.type == "cuda" and plan.accumulate == 1 and plan.dropout == 0
+    as_graphs = device.type == "cuda" and plan.accumulate == 1 and plan.dropout == 0 and not plan.control
     return torch.compile(model, mode="reduce-overhead" if as_graphs else "default")
 
 
