@@ -15,9 +15,11 @@ from locater.attention.call import Call
 from locater.attention.listeners import missed
 from locater.kernels import Terms
 from locater.observing import observe, placement, tally
+from locater.observing.accumulators import StatisticsOptions
 from locater.observing.placement import Placement, traced_placement
 from tests.kernels.test_statistics import NAMES, inputs, masks
-from tests.observing.test_cost import accumulators
+from tests.observing.test_cost import Kernel, Operations, accumulators
+from tests.observing.test_cost import kernels as kernels
 from tests.observing.test_modes import BATCH, llama
 
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
@@ -55,7 +57,7 @@ def test_numbers_are_those_of_calls_outside_of_graphs(name: str, T: int, S: int)
             ]
             into = [accumulators(4 if heads is None else 2) for _ in range(2)]
             for sums, known in zip(into, (None, Placement(*found) if found else None), strict=True):
-                tally.add_call(call, sums, tally.StatisticsOptions(rest=True), own, heads, placement=known)
+                tally.add_call(call, sums, StatisticsOptions(rest=True), own, heads, placement=known)
             for a, b in zip(*into, strict=True):
                 assert (a is None and b is None) or torch.equal(a, b)
 
@@ -71,6 +73,26 @@ def test_spans_of_a_mask_come_with_it() -> None:
     assert found.spans[:, 1].tolist() == [[0] * 6, [1, 2, 3, 4, 5, 6]]
     assert int(found.whole) == 1
     assert not Placement(*traced_placement(Call(q, q, Terms(mask=CAUSAL)), True, None, False, False)).spans.numel()
+
+
+def test_a_call_with_a_placement_looks_at_no_mask(kernels: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four launches, memory for what they write, and other views of tensors."""
+    from locater.kernels import triton_sink
+
+    sinks = Kernel(triton_sink.sink_kernel)
+    monkeypatch.setattr(triton_sink, "sink_kernel", sinks)
+    q, _ = inputs(T=6, S=6)
+    call, into = Call(q, q, Terms(mask=CAUSAL), torch.zeros(2, 6, 4, 16)), accumulators(4)
+    known = Placement(*traced_placement(call, True, None, True, False))
+    with Operations() as seen:
+        tally.add_call(call, into, StatisticsOptions(), True, None, placement=known)
+    assert [kernel.launches for kernel in (*kernels, sinks)] == [2, 1, 1]
+    assert set(seen.names) <= {
+        "aten.empty.memory_format",
+        "aten.view.dtype",
+        "aten.unsqueeze.default",
+        "aten.detach.default",
+    }
 
 
 def test_masks_that_cannot_be_read() -> None:

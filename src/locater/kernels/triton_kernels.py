@@ -49,14 +49,31 @@ def rows_of_statistics(
     `spans` of a mask that is the only one: first key and end (2, B, T) of what each row sees, and whether that is all
     that the mask says. It stays on the device, so both kernels are launched, and one of them has nothing to do.
     """
-    B, H, T, _ = q.shape
+    return rows_of_prepared(*prepared(q, k, terms), extended, per_key, rows, spans)
+
+
+def prepared(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Terms]:
+    """A call as the kernels of rows read it."""
     q, terms = _with_positive_scale(q, terms)
-    number = T if rows is None else len(rows)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    return q, k, _prepared(terms)
+
+
+def rows_of_prepared(
+    q: Tensor,
+    k: Tensor,
+    ready: Terms,
+    extended: bool,
+    per_key: bool,
+    rows: Tensor | None,
+    spans: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`rows_of_statistics` of a call that is `prepared`."""
+    B, H, T, _ = q.shape
+    number = T if rows is None else len(rows)
     rows = None if rows is None else rows.contiguous()
     out = torch.empty(10 if per_key else 8 if extended else 4, B, H, number, dtype=torch.float32, device=q.device)
-    ready = _prepared(terms)
-    counted = _generic(terms) or terms.bias is not None
+    counted = _generic(ready) or ready.bias is not None
     count = torch.empty(B, H, number, dtype=torch.int32, device=q.device) if counted else None
     if not number:
         return out, count

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_kernels import _prepared, _with_positive_scale
 from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
 from locater.kernels.triton_rows import _terms, _unit
@@ -17,19 +16,16 @@ COLUMN = 6  # of the statistics: weight on the first keys
 
 def put_weights(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None, at: Tensor, stats: Tensor) -> None:
     """Put into column 6 of the statistics (8, B, H, R) the weight on the key `at` (B, T) of each row, or -1 where the
-    row may not look at it; a negative key is none.
+    row may not look at it; a negative key is none. The call is `prepared`.
     """
     (B, H, _, D), number = q.shape, stats.shape[-1]
-    q, terms = _with_positive_scale(q, terms)
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    ready = _prepared(terms)
-    tensors = (q, k, stats, at, rows, ready.documents, ready.padding, ready.mask, ready.bias, ready.alibi)
+    tensors = (q, k, stats, at, rows, terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi)
     key = ("sink", terms.scale, terms.causal, terms.window, terms.softcap, q.device, *(layout(x) for x in tensors))
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
         kernel[grid](*tensors, *rest)
         return
-    arguments, fixed = launch_arguments(q, k, ready)
+    arguments, fixed = launch_arguments(q, k, terms)
     strides, (heads, group, _, _, *sizes) = arguments[5:17], arguments[17:]
     wide = max(16, triton.next_power_of_2(D))
     fixed = {name: x for name, x in fixed.items() if name != "PRECISION"}

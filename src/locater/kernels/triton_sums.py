@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_kernels import rows_of_statistics, visible_counts
+from locater.kernels.triton_kernels import prepared, rows_of_prepared, visible_counts
 from locater.kernels.triton_launch import LAUNCHES, layout, remember
 from locater.kernels.triton_sink import put_weights
 
@@ -48,7 +48,8 @@ def add_sums(
     counted = None if counted is None else counted.view(torch.int8)
     count = None
     if stats is None or rows is not None or first is not None:
-        stats, count = rows_of_statistics(q, k, terms, True, False, rows, spans)
+        q, k, terms = prepared(q, k, terms)
+        stats, count = rows_of_prepared(q, k, terms, True, False, rows, spans)
     if first is not None:
         put_weights(q, k, terms, rows, first, stats)
         if count is None:

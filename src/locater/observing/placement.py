@@ -93,14 +93,13 @@ def _placement(
     )
 
 
-def _fake(*arguments: Any) -> Placement:
-    """The shapes and types of the results."""
+def _fake(*arguments: Any) -> tuple[Tensor, ...]:
+    """The shapes and types of the results; a plain tuple, as operators return it."""
     terms, (cut, _, (B, _, T, S), own, spans, _) = _unpacked(arguments)
     placed = own and T < S and not (terms.mask is None and terms.bias is None)
     shapes = ((T if placed else 0,), (B, T), (B, T), (2, B, T) if spans else (0,), () if spans else (0,))
     types, device = (torch.int64, torch.bool, torch.int64, torch.int32, torch.int32), _device(terms, cut)
-    made = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, types, strict=True))
-    return Placement(*made)
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, types, strict=True))
 
 
 def _unpacked(arguments: tuple[Any, ...]) -> tuple[Terms, tuple[Any, ...]]:
