@@ -187,7 +187,7 @@ GPU_LINES = (
     Line("steps with a `Monitor`, every 50th observed", "the plain steps", "observe-gpu", at("compiled", "ratio"),
          shown=".3f"),
     Line("scan of a live model of 1B shape, with eigenvalues", "-", "live-gpu", at("seconds"), "s", 0.1,
-         obstacle=of_eigenvalues),
+         obstacle=of_eigenvalues, shown=".3f"),
     Line("LocAteR penalty, GPT-2 small", "the plain step", "penalty-gpu", at("step with / step without"), aim=1.01,
          obstacle=of_penalty, shown=".3f"),
     Line("slowest mechanism that is linear in T, forward, 8,192 tokens", "SDPA", "mechanisms-gpu", slowest(LINEAR), aim=1,

@@ -43,7 +43,7 @@ def of_eigenvalues(results: Results) -> str:
     rest, profile = results["seconds_without_eigenvalues"], results.get("profile")
     parts = "" if not profile else ". A profile: " + ", ".join(f"`{k}` {1e3 * v:.0f} ms" for k, v in profile.items())
     return (
-        f"without eigenvalues it takes {rest:.2f} s: the decompositions run on the {results['cores']} cores of the host, since "
+        f"without eigenvalues it takes {rest:.3f} s: the decompositions run on the {results['cores']} cores of the host, since "
         f"CUDA has no fast solver for matrices that are not symmetric{parts}"
     )
 
@@ -51,7 +51,12 @@ def of_eigenvalues(results: Results) -> str:
 def of_slowest(names: Iterable[str] | None, excluded: Iterable[str] = ()) -> Callable[[Results], str]:
     def words(results: Results) -> str:
         name, ratio = slowest_mechanism(results, names, excluded)
-        return f"the slowest is {name} at {ratio:.2f} ([all of them](mechanisms.md))"
+        said = f"the slowest is {name} at {ratio:.2f} ([all of them](mechanisms.md))"
+        if name != "hybrid_normalized":
+            return said
+        long, parts = str(results["lengths"][-1]), ("hybrid_normalized", "doubly_normalized", "SDPA, all keys")
+        whole, doubly, fused = (1e3 * results["seconds"][part][long]["forward"] for part in parts)
+        return f"{said}: its {whole:.2f} ms are doubly normalized attention, {doubly:.2f} ms, and SDPA, {fused:.2f} ms"
 
     return words
 
@@ -84,7 +89,8 @@ def of_host(results: Results) -> str:
 def of_step(results: Results) -> str:
     compiled = results["compiled"]
     return (
-        f"a plain step takes {compiled['plain_ms']:.1f} ms; an observed one runs another graph, whose calls are heard"
+        f"a plain step alone takes {compiled['single_step_ms']:.1f} ms; an observed one runs another graph, which is heard "
+        "by kernels of its own in every layer, and its numbers and spectra are read before the next begins"
     )
 
 

@@ -261,11 +261,11 @@ def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.compile
     calls = []
 
-    def compiled(model: Any) -> Any:
+    def traced(model: Any, mode: str) -> Any:
         calls.append(model)
         return plain(model, backend="eager")  # what is traced is the matter here, not the code made of it
 
-    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch, "compile", traced)
     result = run(plan(tmp_path, compile=True, checkpoint=0))
     assert len(calls) == 1
     assert [step["step"] for step in read_run(tmp_path / "run").steps] == [1, 5, 9]
