@@ -5,11 +5,11 @@ A key that no query may look at is padding. Where queries and keys are the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from locater.attention.call import Call
 from locater.kernels import Terms, mask_spans
 
+Result = TypeVar("Result")
 DRAWS = 64  # samples of rows that are drawn at a time; later ones are these again
 
 
@@ -50,16 +51,9 @@ def counted_rows(call: Call, own: bool, again: bool = False) -> CountedRows:
     """
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
     terms = call.terms.checked(B, H, T, S)
-    key = _masks_key(call, own) if again else None
-    if key is None:
-        placed = place(terms, call.cut, own, B, T, S, call.query.device)
-    else:
-        if key not in _placements:
-            if len(_placements) >= 8:
-                _placements.clear()
-            _placements[key] = place(terms, call.cut, own, B, T, S, call.query.device)
-        placed = _placements[key]
-    positions, counted, first = placed
+    positions, counted, first = _remembered(
+        _placements, call, own, again, lambda: place(terms, call.cut, own, B, T, S, call.query.device)
+    )
     terms = terms if positions is None else replace(terms, positions=positions)
     return CountedRows(call.query, call.key, terms, call.output, counted, first)
 
@@ -67,22 +61,27 @@ def counted_rows(call: Call, own: bool, again: bool = False) -> CountedRows:
 # what follows from the masks of a call, by these masks. A mask is known by its memory: the key keeps that from being
 # taken for the memory of another one, and not from being freed
 _placements: dict[tuple[Any, ...], tuple[Tensor | None, Tensor, Tensor]] = {}
-
-
 _spans: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 
 
 def spans(call: Call, own: bool, again: bool) -> tuple[Tensor, Tensor] | None:
     """`mask_spans` of a call; `again` as in `counted_rows`."""
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
+    return _remembered(_spans, call, own, again, lambda: mask_spans(call.terms.checked(B, H, T, S), B, T))
+
+
+def _remembered(
+    known: dict[tuple[Any, ...], Result], call: Call, own: bool, again: bool, make: Callable[[], Result]
+) -> Result:
+    """What was made for the same masks before, where `again` says that these can be told."""
     key = _masks_key(call, own) if again else None
     if key is None:
-        return mask_spans(call.terms.checked(B, H, T, S), B, T)
-    if key not in _spans:
-        if len(_spans) >= 8:
-            _spans.clear()
-        _spans[key] = mask_spans(call.terms.checked(B, H, T, S), B, T)
-    return _spans[key]
+        return make()
+    if key not in known:
+        if len(known) >= 8:
+            known.clear()
+        known[key] = make()
+    return known[key]
 
 
 def forget_masks() -> None:
