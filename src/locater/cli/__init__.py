@@ -13,6 +13,7 @@ import typer
 
 from locater.cli import compare, demo, explain, fleet, probe, reproduce, scan, train, watch
 from locater.cli.shell import Command, Group, command_in, examples, failure, without_debug
+from locater.escapes import escaped_output
 from locater.version import __version__
 
 app = typer.Typer(
@@ -60,9 +61,10 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BaseException as error:  # libraries outside Python may raise what is not an Exception
-        if debug:
-            import traceback
+        with escaped_output():
+            if debug:
+                import traceback
 
-            traceback.print_exc()
-        print("locater: " + " ".join(failure(error, command_in(args)).split()), file=sys.stderr)
+                traceback.print_exc()
+            print("locater: " + " ".join(failure(error, command_in(args)).split()), file=sys.stderr)
         sys.exit(2)

@@ -11,6 +11,7 @@ import typer
 from locater.cli.options import FailOn, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver
 from locater.cli.shell import check_writable, show_progress
+from locater.escapes import one_line
 from locater.findings import Condition, parse_conditions
 from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
 
@@ -72,7 +73,7 @@ def command(
     request = Request(tuple(sources), out, run, step_pattern, length, raw, eigenvalues, workers, shard, ray)
     fleet, asked, notes = answered(request, status, retry_failed, _progress)
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(one_line(f"note: {note}"), file=sys.stderr)
     if status:
         print(fleet.status_words(asked))
         return
@@ -94,20 +95,25 @@ def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition], wh
     """
     crossed = fleet.first_crossing(conditions, asked)
     if crossed is not None:
-        print(f"locater: {crossed}", file=sys.stderr)
+        print(one_line(f"locater: {crossed}"), file=sys.stderr)
     failed = {source: reason for source, reason in fleet.errors.items() if source in asked}
     if failed:
         reason = next(iter(failed.values()))
         print(
-            f"locater: {len(failed)} of {len(asked)} checkpoints failed, first {reason} (--retry-failed tries again)",
+            one_line(
+                f"locater: {len(failed)} of {len(asked)} checkpoints failed, first {reason} "
+                "(--retry-failed tries again)"
+            ),
             file=sys.stderr,
         )
         raise typer.Exit(2)
     left = [entry.source for entry in fleet.sources() if entry.status == "to do" and entry.source in asked]
     if conditions and left and whole:
         print(
-            f"locater: {len(left)} of {len(asked)} checkpoints are not scanned, and --fail-on was not tried on them, "
-            f"first {left[0]} (--retry-failed scans them)",
+            one_line(
+                f"locater: {len(left)} of {len(asked)} checkpoints are not scanned, and --fail-on was not tried on "
+                f"them, first {left[0]} (--retry-failed scans them)"
+            ),
             file=sys.stderr,
         )
         raise typer.Exit(2)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from locater.cli.shell import stdout_console
+from locater.escapes import one_line
 from locater.files import write_whole
 from locater.findings import Condition
 
@@ -22,18 +23,21 @@ class Document(Protocol):
 
 def deliver(
     document: Document,
-    title: str,
+    title: str | Sequence[str],
     show: Callable[[Console], None],
     json: str | None,
     report: str | None,
     statistics: str | None = None,
 ) -> None:
-    """Print the JSON alone for `--json -`; else a title and the tables, write the JSON, and name the written files."""
+    """Print the JSON alone for `--json -`; else a title (one line, or several) and the tables, write the JSON, and name
+    the written files.
+    """
     if json == "-":
         print(document.to_json())
         return
     console = stdout_console()
-    console.print(title, markup=False, highlight=False)
+    for line in [title] if isinstance(title, str) else title:
+        console.print(line, markup=False, highlight=False)
     show(console)
     if json is not None:
         write_whole(Path(json), document.to_json() + "\n")
@@ -57,5 +61,5 @@ def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str,
     each = Counter(text for text, _ in {(text, (r["layer"], r["head"])) for text, r in crossed})
     counts = ", ".join(f"{name} {each[name]}" for name in dict.fromkeys(name for name, _ in crossed))
     more = f" ({counts})" if len(each) > 1 else ""
-    print(f"locater: {heads} --fail-on, first {text} at {place}{where}{more}", file=sys.stderr)
+    print(one_line(f"locater: {heads} --fail-on, first {text} at {place}{where}{more}"), file=sys.stderr)
     raise typer.Exit(1)

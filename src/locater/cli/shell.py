@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from locater.errors import LocaterError, first_line
+from locater.escapes import escaped, escaped_output, one_line
 
 if TYPE_CHECKING:
     from locater.checkpoints.remote import Traffic
@@ -28,6 +31,10 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> Any:
         return without_types(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        with escaped_output():
+            return super().invoke(ctx)
 
 
 class Group(TyperGroup):
@@ -105,7 +112,6 @@ def show_progress(
 ) -> Iterable[Any]:
     """A progress bar on standard error; none on a pipe. `traffic` adds the bytes that come from elsewhere."""
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.text import Text
 
     class Bytes(ProgressColumn):
         def render(self, task: Any) -> Text:
@@ -114,7 +120,7 @@ def show_progress(
             of = f" of {traffic.planned / 1e6:,.0f}" if traffic.planned else ""
             return Text(f"{traffic.bytes / 1e6:,.0f}{of} MB")
 
-    console = Console(stderr=True)
+    console = _Console(stderr=True)
     if not console.is_terminal:  # `disable` of rich before 14 still ends with an empty line
         yield from parts
         return
@@ -124,6 +130,18 @@ def show_progress(
 
 
 class _Console(Console):
+    """A console whose text cannot command the terminal. A string that is printed or in a table is one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(emoji=False, **settings)  # the name of a tensor may hold `:cat:`
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        return super().render_str(one_line(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else escaped(text), style, control)
+
     def on_broken_pipe(self) -> None:
         """Leave it to `Group`; rich would end with status 1."""
         raise BrokenPipeError

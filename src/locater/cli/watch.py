@@ -52,4 +52,4 @@ def command(
     if second is None:
         deliver(log, title, lambda console: None, json, report)
     else:
-        deliver(TwoRuns(log, second), f"{title}\n{other}: {second.summary()}", lambda console: None, json, report)
+        deliver(TwoRuns(log, second), (title, f"{other}: {second.summary()}"), lambda console: None, json, report)

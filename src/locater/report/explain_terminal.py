@@ -22,7 +22,8 @@ LONGEST_TOKEN = 24
 
 def print_explanations(result: Explanations, console: Console) -> None:
     """What the model predicts, tokens with scores, heads by share, and what each method is exact about."""
-    console.print(f"[bold]{escape(verdict(result))}[/bold]\n{escape(target_sentence(result))}", highlight=False)
+    console.print(f"[bold]{escape(verdict(result))}[/bold]", highlight=False)
+    console.print(escape(target_sentence(result)), highlight=False)
     _print_scores(result, console)
     if result.heads:
         best = sorted(result.heads, key=lambda row: -abs(row.share))[:HEADS_NAMED]
@@ -32,7 +33,7 @@ def print_explanations(result: Explanations, console: Console) -> None:
         named = ", ".join(f"{row.length}: {percent(row.share)}" for row in result.lengths[:HEADS_NAMED])
         console.print(f"Share of the target by heads passed: {named}", highlight=False)
     if best_sentence := best_method(result):
-        console.print(best_sentence, highlight=False)
+        console.print(escape(best_sentence), highlight=False)
     for method in result.methods:
         console.print(
             f"[bold]{escape(method_label(method.method))}[/bold]: {escape(sentence(method.exact))}", highlight=False

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from locater.markup import display, table
 from locater.report.tables import counted
@@ -22,7 +23,7 @@ def print_fleet(document: Mapping[str, Any], console: Console) -> None:
     shown = empty_table("", HEADINGS)
     shown.columns[0].justify, shown.columns[0].no_wrap, shown.columns[0].overflow = "left", False, "fold"
     for line in lines:
-        shown.add_row(*line)
+        shown.add_row(*map(escape, line))
     console.print(shown)
     for sentence in sentences(document):
         console.print(sentence, markup=False, highlight=False)

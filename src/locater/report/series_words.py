@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from locater.missing import known_median
 from locater.report.change_words import NAMED_CHANGES, NAMED_COLUMNS, NOTABLE
@@ -78,10 +79,10 @@ def _listed(parts: Sequence[str]) -> str:
 
 def print_series(series: ComparisonSeries, console: Console) -> None:
     """Faults and changes in words, medians of the scans, and the heads that changed most with where they did."""
-    console.print(f"[bold]{fault_sentence(series)}[/bold]", highlight=False)
+    console.print(f"[bold]{escape(fault_sentence(series))}[/bold]", highlight=False)
     for sentence in series_sentences(series):
-        console.print(sentence, highlight=False)
-    labels, count = series.labels, len(series.scans)
+        console.print(escape(sentence), highlight=False)
+    labels, count = [escape(label) for label in series.labels], len(series.scans)
     by = max(1, -(-(count - 1) // (MOST_MEDIANS - 1)))
     places = sorted({*range(0, count, by), count - 1})
     cells = {"": list(series.medians())}

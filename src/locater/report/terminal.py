@@ -89,11 +89,11 @@ def print_scan(scan: Scan, console: Console) -> None:
     )
     _print_heads(scan, SCAN, LEGEND, {"kept": "residual_kept"}, console)
     if risk := collapse_risk(scan.layers, scan.assumptions["length"]):
-        console.print(risk, highlight=False)
+        console.print(escape(risk), highlight=False)
     if used := directions(scan.rows):
-        console.print(used, highlight=False)
+        console.print(escape(used), highlight=False)
     a = scan.assumptions
-    console.print(origin(a), highlight=False)
+    console.print(escape(origin(a)), highlight=False)
     for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"], NO_ROLES):
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
@@ -101,12 +101,13 @@ def print_scan(scan: Scan, console: Console) -> None:
 def print_probe(probe: Probe, console: Console) -> None:
     """What heads do and which deserve a look, the tables, how well predictions agree, and the kinds of numbers."""
     rows, verdicts = probe.rows, probe.verdicts
-    console.print(f"{escape(data_sentence(probe))}\n[bold]{summary(rows, verdicts)}[/bold]", highlight=False)
+    console.print(escape(data_sentence(probe)), highlight=False)
+    console.print(f"[bold]{summary(rows, verdicts)}[/bold]", highlight=False)
     for sentence in filter(None, (roles_sentence(probe.roles), noted(rows, verdicts), collapse(probe))):
         console.print(escape(sentence), highlight=False)
     _print_heads(probe, PROBE, PROBE_LEGEND, {}, console)
     _print_residuals(probe, console)
-    console.print(agreement_sentence(probe), highlight=False)
+    console.print(escape(agreement_sentence(probe)), highlight=False)
     for kind, meaning in KINDS.items():
         columns = [name for name, how in probe.assumptions["how"].items() if how == kind]
         if columns:
@@ -121,7 +122,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if comparison.aligned:
         console.print(f"[bold]{moved(a.verdicts, b.verdicts)}[/bold]", highlight=False)
     for sentence in changes_sentences(comparison):
-        console.print(sentence, highlight=False)
+        console.print(escape(sentence), highlight=False)
     columns: dict[str, Read] = {
         **SCAN,
         "stable rank": lambda row: row.stable_rank,
@@ -284,7 +285,7 @@ def _print_meanings(rows: Sequence[Any], verdicts: Sequence[Verdict], console: C
         for reason, where in list(by_reason.items())[:NOTES_SHOWN]:
             text = f"{flag.meaning}. {reason}" if reason == flag.way_out else reason
             heads = where[0] if len(where) == 1 else counted(len(where), "head")
-            console.print(f"[dim]note: {flag.name} ({heads}): {text}.[/dim]", highlight=False)
+            console.print(f"[dim]note: {flag.name} ({heads}): {escape(text)}.[/dim]", highlight=False)
         if more := sum(len(where) for where in list(by_reason.values())[NOTES_SHOWN:]):
             console.print(f"[dim]note: {flag.name}: {counted(more, 'more such head')}.[/dim]", highlight=False)
 

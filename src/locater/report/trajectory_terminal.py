@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from locater.missing import known_median
 from locater.report.tables import number
@@ -42,14 +43,14 @@ def _print_medians(run: Mapping[str, Any], label: str, console: Console) -> None
     shown = min(count, MOST_STEPS)
     places = sorted({round(i * (count - 1) / max(1, shown - 1)) for i in range(shown)})
     steps = [run["steps"][at] for at in places]
-    cells = {"step": [f"{x['step']:,}" if run["numbered"] else x["source"][-24:] for x in steps]}
+    cells = {"step": [f"{x['step']:,}" if run["numbered"] else escape(x["source"][-24:]) for x in steps]}
     for heading, column in COLUMNS.items():
         if column in run["values"]:
             values = (run["values"][column][at] for at in places)
             cells[heading] = [number(known_median(x for layer in step for x in layer)) for step in values]
     cells["faults"] = [str(_faults(run, x["step"])) for x in steps]
     names = fitting(cells, ("step", "faults"), console.width)
-    table = empty_table(f"{label}: medians over heads at {len(places)} of {count} checkpoints", names)
+    table = empty_table(f"{escape(label)}: medians over heads at {len(places)} of {count} checkpoints", names)
     for at in range(len(places)):
         table.add_row(*(cells[name][at] for name in names))
     console.print(table, markup=False, highlight=False)

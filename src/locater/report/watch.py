@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from locater.errors import LocaterError
+from locater.escapes import one_line
 from locater.findings import EXPLODING, FLAGS
 from locater.report.follower import Follower
 from locater.report.packing import VALUES, pack, thin
@@ -197,9 +198,9 @@ def serve(
     """Serve the page of a run, or of two, at 127.0.0.1 until Ctrl-C. A log may not exist yet: the page waits for it."""
     with Server(path, port, other) as server:
         both = f"{path} and {other}" if other is not None else path
-        print(f"Watching {both} at {server.address} (Ctrl-C stops)", flush=True)
+        print(one_line(f"Watching {both} at {server.address} (Ctrl-C stops)"), flush=True)
         if server.waiting:
-            print(f"Waiting for the first line: {server.waiting}", flush=True)
+            print(one_line(f"Waiting for the first line: {server.waiting}"), flush=True)
         if open_browser:
             webbrowser.open(server.address)
         with contextlib.suppress(KeyboardInterrupt):

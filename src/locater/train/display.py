@@ -6,12 +6,14 @@ import sys
 import time
 from typing import Any, TextIO
 
+from locater.escapes import one_line, terminal_behind
+
 
 class Live:
     """Shows the progress that `run` reports. On a pipe at most one line in `pause` seconds, and the last."""
 
     def __init__(self, stream: TextIO | None = None, label: str = "", pause: float = 5.0) -> None:
-        self.stream = sys.stderr if stream is None else stream
+        self.stream = terminal_behind(sys.stderr if stream is None else stream)
         self.label, self.pause = label, pause
         self.terminal = self.stream.isatty()
         self.next = 0.0
@@ -19,10 +21,10 @@ class Live:
     def __call__(self, event: dict[str, Any]) -> None:
         last = event["step"] == event["steps"]
         if self.terminal:
-            self.stream.write(f"\r\x1b[K{self.label}{line(event)}" + ("\n" if last else ""))
+            self.stream.write(f"\r\x1b[K{one_line(self.label)}{line(event)}" + ("\n" if last else ""))
         elif last or time.monotonic() >= self.next:
             self.next = time.monotonic() + self.pause
-            self.stream.write(f"{self.label}{line(event)}\n")
+            self.stream.write(f"{one_line(self.label)}{line(event)}\n")
         self.stream.flush()
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.errors import LocaterError
+from locater.escapes import one_line
 from locater.files import write_whole
 from locater.findings import Condition
 from locater.verbs.fleet.jobs import Settings
@@ -180,7 +181,7 @@ class Fleet:
             for entry in entries
             if entry.status == "failed"
         ]
-        return "\n".join([*lines, *(f"damaged: {line}" for line in self.damaged.values())])
+        return "\n".join(map(one_line, [*lines, *(f"damaged: {line}" for line in self.damaged.values())]))
 
     def first_crossing(self, conditions: Sequence[Condition], sources: Collection[str]) -> str | None:
         """How many heads of these checkpoints meet a condition of --fail-on, and the first that does."""

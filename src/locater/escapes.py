@@ -1,0 +1,71 @@
+"""Text for terminals. Names in files and answers of servers may hold characters that a terminal acts on: they are shown
+as `\\u001b`, never sent. Commands print through `Escaping`, so no other place has to think of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+# C0 without tab and newline, DEL and C1; marks, embeddings, overrides and isolates of writing directions; the line and
+# paragraph separators; halves of surrogates
+ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    """Text without characters that a terminal acts on; in JSON the escapes mean the same as the characters.
+
+    >>> escaped("a\\x1b[31m"), escaped("two\\nlines")
+    ('a\\\\u001b[31m', 'two\\nlines')
+    """
+    return ACTED_ON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def one_line(text: object) -> str:
+    """Text for a single line: newlines are escaped too.
+
+    >>> one_line("two\\nlines")
+    'two\\\\nlines'
+    """
+    return escaped(str(text).replace("\r\n", "\n").replace("\n", "\\n"))
+
+
+class Escaping:
+    """A text stream that escapes what is written to it. Consoles of rich write past it, to `rich_proxied_file`: they
+    send commands to the terminal, and escape the text between them.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        self.rich_proxied_file.write(escaped(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+def terminal_behind(stream: Any) -> Any:
+    """The stream to send commands to, such as those that rewrite a line."""
+    return getattr(stream, "rich_proxied_file", stream)
+
+
+@contextlib.contextmanager
+def escaped_output() -> Iterator[None]:
+    """Inside, everything that is printed, warned of or logged is escaped."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        stream if isinstance(stream, Escaping) or stream is None else Escaping(stream) for stream in before
+    )
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
