@@ -67,6 +67,101 @@ def test_generate_makes_the_same_mask_of_padding() -> None:
     assert seen.rows[0].rows == 3 + 6 + 2 * 5
 
 
+def small(family: str, how: str) -> Any:
+    """One layer with redrawn parameters."""
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    kinds = {
+        "llama": ("LlamaForCausalLM", "LlamaConfig", {**sizes, "num_key_value_heads": 2}),
+        "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**sizes, "num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 2.0}),
+        "bert": ("BertModel", "BertConfig", sizes),
+        "gptj": ("GPTJForCausalLM", "GPTJConfig", {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 1}),
+        "t5": ("T5EncoderModel", "T5Config", {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
+    }  # fmt: skip
+    model, config, options = kinds[family]
+    made = getattr(transformers, model)._from_config(getattr(transformers, config)(**options), attn_implementation=how)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3 + (p.ndim == 1))
+    return made.eval()
+
+
+def masks(kind: str) -> Tensor:
+    """Masks (B, 1, T, S) as a user may pass them; every row sees a key."""
+    generator = torch.Generator().manual_seed(3)
+    seen = (torch.rand(2, 1, 6, 6, generator=generator) > 0.4) | torch.eye(6, dtype=torch.bool)
+    added = torch.randn(2, 1, 6, 6, generator=generator) * 2 if "added" in kind else torch.zeros(2, 1, 6, 6)
+    hides = added.masked_fill(~seen, torch.finfo(torch.float32).min)
+    return {"bool": seen, "int": seen.long(), "hides": hides, "added": added, "added and hides": hides}[kind]
+
+
+@pytest.mark.parametrize("kind", ["bool", "int", "hides", "added", "added and hides"])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [*((family, "eager") for family in ("llama", "gemma2", "bert", "gptj", "t5")), *((f, "sdpa") for f in ("llama", "bert", "t5"))],
+)  # fmt: skip
+def test_a_mask_of_any_kind_is_read_as_the_model_reads_it(family: str, how: str, kind: str) -> None:
+    # eager attention adds its mask: True is +1, and hides nothing. The fused function hides by False
+    model, ids, mask = small(family, how), tokens(2, 6), masks(kind)
+    if how == "sdpa" and kind == "int" and family != "t5":
+        pytest.skip("PyTorch's fused attention refuses a mask of whole numbers")
+    if family == "gemma2" and kind != "hides":
+        with pytest.raises(LocaterError, match="adds numbers to logits that were capped"), locater.observe(model):
+            model(input_ids=ids, attention_mask=mask)
+        return
+    with locater.observe(model) as seen, torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+    model.set_attn_implementation("eager")
+    if how == "sdpa" and kind == "bool":
+        mask = masks("hides")
+    with torch.no_grad():
+        maps = model(input_ids=ids, attention_mask=mask, output_attentions=True).attentions[0].double()
+    wanted = -torch.special.xlogy(maps, maps).sum(-1).mean((0, 2))
+    assert [row.entropy for row in seen.rows] == pytest.approx(wanted.tolist(), abs=1e-6)
+
+
+def test_a_compiled_model_whose_mask_adds_to_capped_logits_has_no_entropy() -> None:
+    model, ids = small("gemma2", "eager"), tokens(2, 6)
+    compiled = torch.compile(model, backend="eager")
+    for kind, known in (("hides", True), ("bool", False)):
+        with locater.observe(compiled) as seen, torch.no_grad():
+            compiled(input_ids=ids, attention_mask=masks(kind))
+        assert all((row.entropy is not None) is known for row in seen.rows), kind
+        if known:
+            with locater.observe(model) as plain, torch.no_grad():
+                model(input_ids=ids, attention_mask=masks(kind))
+            same_numbers(seen, plain)
+    torch._dynamo.reset()
+
+
+def test_masks_without_a_batch_are_shared_and_unknown_ones_refused() -> None:
+    q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(0))
+    module, seen = nn.Module(), torch.ones(3, 3, dtype=torch.bool).tril()
+    for mask in (seen, seen[None], seen[None, None]):
+        call = from_interface(module, "sdpa", q, q, mask, {}, q)
+        assert call.terms.mask is not None
+        assert torch.equal(call.terms.mask, seen[None, None])
+        assert call.terms.padding is None
+        assert not call.terms.causal
+    with pytest.raises(LocaterError, match="int64 may hide or be added, and which of them 'mine' attention does"):
+        from_interface(module, "mine", q, q, seen[None, None].long(), {}, q)
+
+
+def test_fused_attention_without_a_mask_has_no_window() -> None:
+    # FlashAttention is told of a window; for the fused function it is in the mask alone
+    q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    module = nn.Module()
+    assert from_interface(module, "sdpa", q, q, None, {"sliding_window": 2}, q).terms.window is None
+    assert from_interface(module, "flash_attention_2", q, q, None, {"sliding_window": 2}, q).terms.window == 2
+    assert not from_interface(module, "flex_attention", q, q, None, {}, q).terms.causal
+
+
 def test_a_saved_model_knows_nothing_of_the_observation() -> None:
     model, ids, file = llama(), tokens(1, 4), io.BytesIO()
     with locater.observe(model, hidden=True) as seen:

@@ -20,6 +20,7 @@ from locater.kernels.terms import Terms
 MASKED = -1e9
 OLD_MASK = -1e4  # what models of older design add to a key of padding (MarkupLM)
 DEFAULT_CAP = float(inspect.signature(mechanism("softcap").attend).parameters["cap"].default)
+ADD = ("eager", "flex_attention")  # attention functions that add a mask to their logits, whatever its type is
 DENSE = 1 << 31  # elements of a block mask that may be written out
 
 
@@ -50,24 +51,48 @@ class Call:
         """The same with some fields of the terms replaced."""
         return replace(self, terms=replace(self.terms, **changes))
 
-    def masked(self, mask: Tensor | None) -> Call:
-        """With a mask as models pass it: boolean (True = look), additive, or two axes of padding."""
-        return self if mask is None else replace(self, terms=with_mask(self.terms, mask, self.key.shape[2]))
+    def masked(self, mask: Tensor | None, added: bool = False) -> Call:
+        """With a mask as models pass it: boolean (True = look), additive, or two axes of padding. `added`: as in
+        `with_mask`.
+        """
+        return self if mask is None else replace(self, terms=with_mask(self.terms, mask, self.key.shape[2], added))
 
 
-def with_mask(terms: Terms, mask: Tensor, keys: int) -> Terms:
-    """Terms with a mask as models pass it: boolean (True = look), additive, or two axes of padding."""
-    if mask.ndim == 2:
+def with_mask(terms: Terms, mask: Tensor, keys: int, added: bool = False) -> Terms:
+    """Terms with a mask as models pass it: boolean (True = look), additive, or two axes of padding.
+
+    `added`: the model adds a mask of any kind to its logits, so that True is +1 and hides nothing.
+    """
+    if mask.ndim == 2 and not added:
         return replace(terms, padding=mask[:, -keys:].bool())
-    if mask.dtype == torch.bool or not mask.is_floating_point():
-        return replace(terms, mask=mask.bool())
-    # a sum with a position bias (1, H, T, S) would be (B, H, T, S), and a soft-cap comes before the mask: with either
-    # of them an additive mask only hides
-    floor = MASKED if torch.finfo(mask.dtype).max > -MASKED else torch.finfo(mask.dtype).min / 2
-    hidden = (mask <= floor) | (mask == OLD_MASK)
-    if terms.bias is not None or terms.softcap is not None:
+    if not mask.is_floating_point():
+        if not added:
+            return replace(terms, mask=mask.bool())
+        mask = mask.to(torch.float32)
+    hidden = hidden_by(mask)
+    if terms.bias is None and terms.softcap is None:
+        return replace(terms, bias=mask.masked_fill(hidden, -torch.inf))
+    # a sum with a position bias (1, H, T, S) would be (B, H, T, S), and a soft-cap comes before the mask: a mask that
+    # only hides, as nearly all do, is kept apart
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not bool((~hidden & (mask != 0)).any()):
         return replace(terms, mask=~hidden)
-    return replace(terms, bias=mask.masked_fill(hidden, -torch.inf))
+    if terms.softcap is not None:
+        if compiling:  # a graph does not ask: `_known` takes care of it
+            return replace(terms, mask=~hidden)
+        raise LocaterError(
+            "its mask adds numbers to logits that were capped before, which is not measured: pass an additive mask "
+            "that only hides, of 0 and the lowest number of its type"
+        )
+    return replace(terms, bias=terms.bias + mask.masked_fill(hidden, -torch.inf))
+
+
+def hidden_by(mask: Tensor) -> Tensor:
+    """The keys that an additive mask hides."""
+    if not mask.is_floating_point():
+        return (mask <= MASKED) | (mask == OLD_MASK)
+    floor = MASKED if torch.finfo(mask.dtype).max > -MASKED else torch.finfo(mask.dtype).min / 2
+    return (mask <= floor) | (mask == OLD_MASK)
 
 
 def from_interface(
@@ -80,10 +105,12 @@ def from_interface(
     """
     queries, keys = query.shape[2], key.shape[2]
     mechanism = kw.get("mechanism")
+    mask = _as_read(name, mask, kw)
     written_out = mask is not None and (not isinstance(mask, Tensor) or mask.ndim == 4)  # has causality and window
-    # eager functions know no causality of their own: without a mask every key is seen
-    plain = written_out or (mask is None and name == "eager")
+    # these know no causality of their own: without a mask every key is seen
+    plain = written_out or (mask is None and name in ADD)
     causal, window = (False, None) if plain else _implied(module, queries, keys, kw)
+    window = None if name == "sdpa" else window  # which is in its mask alone
     cut, bias, sinks = _cut(query, key, kw), kw.get("position_bias"), kw.get("s_aux")
     terms = Terms(
         scale_of(module, query, kw),
@@ -100,7 +127,10 @@ def from_interface(
             return Call(query.detach(), key.detach(), terms, output.detach(), cut, mechanism, weights)
         terms = _as_softmax(terms, query, mechanism, kw.get("cap") or DEFAULT_CAP)
     if isinstance(mask, Tensor):
-        terms = with_mask(terms, mask[..., :keys] if written_out else mask, keys)
+        added = name in ADD or (bias is not None and mask.dtype != torch.bool)
+        terms = with_mask(terms, mask[..., :keys] if written_out else mask, keys, added and written_out)
+        if terms.softcap is not None and added and torch.compiler.is_compiling():
+            query = _known(query, terms, mask)
     elif mask is not None:
         terms = with_mask(terms, _dense(mask, query, key), keys)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, one for all sequences
@@ -111,6 +141,33 @@ def from_interface(
         key = key[:, :, :queries]
         terms = terms if terms.bias is None else replace(terms, bias=terms.bias[..., :queries])
     return Call(query.detach(), key.detach(), terms, output.detach(), cut)
+
+
+def _known(query: Tensor, terms: Terms, mask: Tensor) -> Tensor:
+    """Queries, or NaN where a mask adds numbers to capped logits, which `with_mask` refuses outside of a graph."""
+    others = (mask != 0) & terms.mask if terms.mask is not None else mask != 0
+    return query * torch.where(others.any(), torch.nan, 1.0).to(query.dtype)
+
+
+def _as_read(name: str, mask: Any, kw: dict[str, Any]) -> Any:
+    """A mask with the axes by which the attention function called `name` reads it. Raises where that is not known."""
+    if type(kw.get("cache")).__name__ == "PagedAttentionCache":
+        raise LocaterError(
+            "attention on a paged cache is not measured: its keys are not those of the call. Observe generate() or a "
+            "forward pass instead of generate_batch()"
+        )
+    if not isinstance(mask, Tensor):
+        return mask
+    if name not in (*ADD, "sdpa"):
+        if mask.ndim == 4 and not mask.is_floating_point() and mask.dtype != torch.bool:
+            raise LocaterError(
+                f"a mask of {str(mask.dtype).removeprefix('torch.')} may hide or be added, and which of them "
+                f"{name!r} attention does is not known: pass a boolean mask, or one that is added"
+            )
+        return mask
+    if mask.ndim < 4:  # (T, S) or (heads, T, S), which broadcast; two axes are padding for FlashAttention alone
+        mask = mask[(None,) * (4 - mask.ndim)]
+    return mask[:, :1] if name == "flex_attention" else mask
 
 
 def scale_of(module: nn.Module, query: Tensor, kw: dict[str, Any]) -> float:

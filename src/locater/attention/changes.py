@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call, from_interface, scale_of
@@ -46,10 +47,13 @@ class AttentionRequest:
             raise LocaterError(call.why_unmeasurable)
         terms, bias, sinks = call.terms, self.kw.get("position_bias"), self.kw.get("s_aux")
         if terms.bias is not None and bias is not None:
-            terms = replace(terms, bias=bias[..., : terms.bias.shape[-1]])
+            bias = bias[..., : terms.bias.shape[-1]]
+            terms = replace(terms, bias=terms.bias + (bias - bias.detach()))  # a mask may have been added to it
         if sinks is not None:
             terms = replace(terms, sinks=sinks)
-        return Call(self.query, self.key[:, :, : call.key.shape[2]], terms, cut=call.cut)
+        # queries of a graph may have been made NaN, since it cannot refuse a call
+        query = self.query + 0 * call.query if torch.compiler.is_compiling() and terms.softcap else self.query
+        return Call(query, self.key[:, :, : call.key.shape[2]], terms, cut=call.cut)
 
 
 class AttentionChange:

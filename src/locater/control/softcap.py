@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.attention import softcap_attention
+from locater.attention.call import ADD, hidden_by
 from locater.attention.changes import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
@@ -69,9 +70,12 @@ def _attend(
     **kw: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """In the place of the attention function called `name`. Like that one, it returns attention maps under eager."""
-    call = AttentionRequest(module, name, _attend, query, key, mask, kw).call()
+    added = None
+    if isinstance(mask, Tensor) and mask.ndim == 4 and (mask.is_floating_point() or name in ADD):
+        # numbers are added after the cap; of the call only what is hidden is asked
+        added, mask = mask[..., : key.shape[2]], ~hidden_by(mask)
+    call = AttentionRequest(module, "sdpa" if added is not None else name, _attend, query, key, mask, kw).call()
     S = call.key.shape[2]
-    added = mask[..., :S] if isinstance(mask, Tensor) and mask.is_floating_point() and mask.ndim == 4 else None
     out, weights = softcap_attention(
         query, call.key, value[:, :, :S], terms_of(call), added, dropout if module.training else 0.0
     )

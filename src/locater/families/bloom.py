@@ -91,7 +91,7 @@ def _described(module: Any, passage: Passage) -> Call:
     output = passage.heads("dense", module.num_heads)  # not called with slow_but_exact
     call = Call(q, k, Terms(float(module.inv_norm_factor), bias=bias), output)
     mask = passage.argument(3, "attention_mask")
-    return call if mask is None else call.masked(mask.detach())
+    return call if mask is None else call.masked(mask.detach(), added=True)
 
 
 FAMILY = Family(("bloom",), layers, block, tap)

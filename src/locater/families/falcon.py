@@ -164,7 +164,7 @@ def _added(call: Call, mask: Tensor | None, alibi: Tensor | None) -> Call:
     terms = [] if mask is None else [mask.detach().to(call.query)]
     if alibi is not None:
         terms.append(alibi.view(call.query.shape[0], call.query.shape[1], 1, -1))
-    return call.masked(sum(terms[1:], terms[0])) if terms else call
+    return call.masked(sum(terms[1:], terms[0]), added=True) if terms else call
 
 
 FAMILY = Family(("falcon",), layers, block, tap)

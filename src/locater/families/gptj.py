@@ -85,7 +85,7 @@ def _attend(module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) 
         q, k, mask = (argument(args, kwargs, at, name) for at, name in names)
         terms = Terms(1 / float(module.scale_attn))
         call = Call(q.detach(), k.detach(), terms, out[0].detach().transpose(1, 2))
-        tell(sites, call if mask is None else call.masked(mask.detach()))
+        tell(sites, call if mask is None else call.masked(mask.detach(), added=True))
     return out
 
 

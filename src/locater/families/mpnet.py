@@ -59,7 +59,7 @@ def _described(module: Any, passage: Passage) -> Call:
     mask, bias = passage.argument(1, "attention_mask"), passage.argument(2, "position_bias")
     bias = None if bias is None else bias.detach()
     call = Call(q, k, Terms(module.attention_head_size**-0.5, bias=bias), passage.heads("o", heads))
-    return call if mask is None else call.masked(mask.detach())
+    return call if mask is None else call.masked(mask.detach(), added=True)
 
 
 FAMILY = Family(("mpnet",), layers, BLOCK, tap)
