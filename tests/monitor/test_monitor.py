@@ -121,6 +121,252 @@ def test_evaluation_between_steps_is_not_part_of_them(tmp_path: Path) -> None:
     assert [x["heads"] for x in read_run(alone).steps] == [x["heads"] for x in read_run(between).steps]
 
 
+# Passes that are not of the loss
+
+
+def plain_gpt() -> Any:
+    """A model without a record: its layers are found by their calls."""
+    torch.manual_seed(0)
+    return PlainGPT()
+
+
+class PlainBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+        torch.nn.init.normal_(self.qkv.weight, std=0.6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class PlainGPT(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64)
+        self.blocks = torch.nn.ModuleList([PlainBlock(), PlainBlock()])
+        self.reentrant: bool | None = None  # how it is checkpointed, if it is
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, bool]) -> None:
+        self.reentrant = gradient_checkpointing_kwargs["use_reentrant"]
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())
+
+
+def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    out = model(**batch, labels=batch["input_ids"])
+    return out if isinstance(out, Tensor) else out.loss
+
+
+OTHERS = {name: x.flip(-1) for name, x in BATCH.items()}  # what other passes read
+
+
+def first_step(path: Path, model: Any, run: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The heads of an observed step in the log, and its record."""
+    monitor = Monitor(path, every=1, spectrum=False, **options).attach(model)
+    run()
+    monitor.after_step()
+    monitor.detach()
+    (step,) = read_run(path).steps
+    return step["heads"], step
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("built", [llama, plain_gpt])
+def test_passes_without_gradients_are_left_out(tmp_path: Path, built: Any, reentrant: bool | None) -> None:
+    """A reference, a rollout or an evaluation in training mode; with each kind of gradient checkpointing."""
+    alone, _ = first_step(tmp_path / "alone.jsonl", model := built().train(), lambda: loss_of(model, BATCH).backward())
+    model = built().train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        getattr(model, "embed", None) or model.enable_input_require_grads()
+
+    def passes() -> None:
+        with torch.no_grad():
+            loss_of(model, OTHERS)
+        loss_of(model, BATCH).backward()
+        with torch.inference_mode():
+            loss_of(model, OTHERS)
+
+    found, step = first_step(tmp_path / "between.jsonl", model, passes)
+    assert step["passes_left_out"] == 2
+    assert found == alone
+    every, step = first_step(tmp_path / "all.jsonl", model, passes, passes="all")
+    assert "passes_left_out" not in step
+    assert every != alone
+
+
+class Wrapped(torch.nn.Module):
+    """As in Lightning: the trainer calls `training_step`, and not `forward`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def training_step(self, batch: Any) -> Tensor:
+        return loss_of(self.inner, batch)
+
+
+@pytest.mark.parametrize("built", [llama, plain_gpt])
+def test_a_part_of_the_module_may_be_what_runs(tmp_path: Path, built: Any) -> None:
+    alone, _ = first_step(tmp_path / "alone.jsonl", inner := built().train(), lambda: loss_of(inner, BATCH).backward())
+    model = Wrapped(built()).train()
+    model.inner.gradient_checkpointing_enable({"use_reentrant": True})
+    if built is llama:
+        model.inner.enable_input_require_grads()
+
+    def passes() -> None:
+        with torch.no_grad():
+            model.training_step(OTHERS)
+        model.training_step(BATCH).backward()
+
+    found, step = first_step(tmp_path / "wrapped.jsonl", model, passes)
+    assert (found, step["passes_left_out"]) == (alone, 1)
+
+
+def test_an_adapter_that_generates_is_not_counted(tmp_path: Path) -> None:
+    """generate() calls the model inside of the adapter."""
+    peft = pytest.importorskip("peft")
+
+    def built() -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(
+            llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        ).train()
+
+    alone, _ = first_step(tmp_path / "alone.jsonl", model := built(), lambda: loss_of(model, BATCH).backward())
+
+    def passes() -> None:
+        with torch.no_grad():
+            model.generate(OTHERS["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+            with model.disable_adapter():
+                loss_of(model, OTHERS)
+        loss_of(model, BATCH).backward()
+
+    model = built()
+    found, step = first_step(tmp_path / "generates.jsonl", model, passes)
+    assert (found, step["passes_left_out"]) == (alone, 4)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "in place"])
+def test_a_compiled_model_counts_the_passes_of_its_loss(tmp_path: Path, when: str) -> None:
+    alone, _ = first_step(tmp_path / "alone.jsonl", model := llama().train(), lambda: loss_of(model, BATCH).backward())
+    torch._dynamo.reset()
+    model = llama().train()
+    watched = compiled = torch.compile(model, backend="aot_eager")
+    if when == "after":
+        watched = model
+    elif when == "in place":
+        model.compile(backend="aot_eager")
+        watched = compiled = model
+
+    def passes() -> None:
+        for _ in range(2):
+            with torch.no_grad():
+                loss_of(compiled, OTHERS)
+        loss_of(compiled, BATCH).backward()
+
+    found, step = first_step(tmp_path / "compiled.jsonl", watched, passes)
+    torch._dynamo.reset()
+    for name in alone:
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(alone[name]), rtol=1e-5, atol=1e-6)
+    # inside of a graph passes are not numbered
+    assert step.get("passes_left_out") == (None if when == "after" else 2)
+
+
+def test_a_part_without_gradients_is_of_the_pass_around_it(tmp_path: Path) -> None:
+    """A frozen half of the model that is run under no_grad; and a pass that ends in an error changes nothing."""
+    model = plain_gpt().train()
+    first = model.blocks[0]
+
+    def frozen(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return PlainBlock.forward(first, x)
+
+    alone, _ = first_step(tmp_path / "alone.jsonl", model, lambda: loss_of(model, BATCH).backward())
+    first.forward = frozen
+
+    def passes() -> None:
+        with pytest.raises(IndexError), torch.no_grad():
+            model(BATCH["input_ids"] + 1000)
+        loss_of(model, BATCH).backward()
+
+    assert first_step(tmp_path / "half.jsonl", model, passes)[0] == alone
+
+
+def test_a_step_without_gradients_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().train()
+
+    def passes() -> None:
+        with torch.no_grad():
+            loss_of(model, BATCH)
+
+    found, step = first_step(tmp_path / "run.jsonl", model, passes)
+    assert step["passes_left_out"] == 1
+    assert {x for layer in found["entropy"] for x in layer} == {None}
+    assert "no pass had gradients, so none is counted (1 without)" in caplog.text
+    assert 'Monitor(passes="all")' in caplog.text
+    with pytest.raises(LocaterError, match="passes='none': choose loss or all"):
+        Monitor(passes="none")  # type: ignore[arg-type]
+
+
+def watch_in_two_processes(rank: int, folder: Path) -> None:
+    """DistributedDataParallel around the model, before and after attaching, with a reference pass between."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    heads = []
+    for name, around, reference in (("plain", False, False), ("outside", True, True), ("inside", False, True)):
+        model = llama().train()
+        parallel = DistributedDataParallel(model)
+        monitor = Monitor(folder / f"{name}.jsonl", every=1).attach(parallel if around else model)
+        if reference:
+            with torch.no_grad():
+                loss_of(parallel, OTHERS)
+        loss_of(parallel, {key: x.roll(rank, 0) for key, x in BATCH.items()}).backward()
+        monitor.after_step()
+        monitor.detach()
+        if rank == 0:
+            heads.append(read_run(folder / f"{name}.jsonl").steps[0]["heads"])
+    if rank == 0:
+        assert heads[0] == heads[1] == heads[2]
+        print("compared", flush=True)
+
+
+def test_parallel_processes_count_the_passes_of_the_loss(tmp_path: Path) -> None:
+    first, _ = ranks(lambda rank: watch_in_two_processes(rank, tmp_path), tmp_path)
+    assert "compared" in first
+
+
+def test_a_fault_is_reported_by_the_monitor_of_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two models that run in turn, one has more heads in a call than its record says."""
+    sound, faulty = llama().train(), llama().train()
+    both = [Monitor(tmp_path / f"{at}.jsonl", every=1).attach(model) for at, model in enumerate((sound, faulty))]
+    for site in both[1].observation.sites:  # type: ignore[union-attr]
+        site.count += 1
+    for model in (faulty, sound):
+        loss_of(model, BATCH)
+    told = []
+    for monitor in both:
+        caplog.clear()
+        monitor.after_step()
+        told.append([record.getMessage() for record in caplog.records if "left out" in record.getMessage()])
+        monitor.detach()
+    assert told[0] == []
+    assert len(told[1]) == 1
+    assert "4 query heads arrived, and 5 of 5 were expected" in told[1][0]
+
+
 @pytest.mark.gpu
 def test_unobserved_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     """Their losses reach the log all the same, as soon as the device has them."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 
 from locater.attention.call import Call
@@ -16,10 +19,11 @@ from locater.errors import LocaterError
 KEY = "_locater_sites"
 
 
-missed: deque[Exception] = deque(maxlen=1)  # the error for which a call was last left out
+_numbers = itertools.count(1)
+_switches: WeakValueDictionary[int, Switch] = WeakValueDictionary()  # by number, for operators, which take no objects
 
 
-@dataclass
+@dataclass(eq=False)
 class Switch:
     """On or off, for all sites of one observation. Compiled graphs are guarded on it: the graph for "off" has no
     operator of ours.
@@ -29,6 +33,19 @@ class Switch:
     trained: nn.Module | None = None  # listen only while this module is in training mode
     lenient: bool = False  # a call that cannot be counted is left out, and the model runs on
     fused: bool = False  # attention runs in our kernel, which returns the statistics too, where that takes the call
+    loss_only: bool = False  # count only passes with gradients: those that a loss comes from
+    counts_pass: bool | None = None  # with `loss_only`: whether the pass that is running counts; None between passes
+    left_out: int = 0  # passes that did not count, as far as they ran outside of a compiled graph
+    missed: deque[Exception] = field(default_factory=lambda: deque(maxlen=1))  # why a call was last left out
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    def __post_init__(self) -> None:
+        _switches[self.number] = self
+
+    @property
+    def mailbox(self) -> int:
+        """Where an operator reports a call that it leaves out; 0 where it has to raise."""
+        return self.number if self.lenient else 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
         return Switch(False)  # a copy of a model, such as a running average of it, is not observed
@@ -55,7 +72,42 @@ def listening(module: nn.Module) -> tuple[Listener, ...]:
 
 
 def is_on(switch: Switch) -> bool:
-    return switch.on and (switch.trained is None or switch.trained.training)
+    if not switch.on or (switch.trained is not None and not switch.trained.training):
+        return False
+    if not switch.loss_only:
+        return True
+    return torch.is_grad_enabled() if switch.counts_pass is None else switch.counts_pass
+
+
+def begins_pass(switch: Switch) -> bool:
+    """Whether a part of the model that is called now is the outermost one, so that `run_pass` decides."""
+    return switch.on and switch.loss_only and switch.counts_pass is None
+
+
+def run_pass(switch: Switch, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` of a model or of a part of it. The outermost such call is a pass: with `loss_only` it counts where
+    gradients are enabled when it begins. Inside they may be off all the same: reentrant checkpointing computes its
+    blocks without.
+    """
+    if not begins_pass(switch):
+        return forward(*args, **kwargs)
+    switch.counts_pass = torch.is_grad_enabled()
+    if torch.compiler.is_compiling():  # a graph could not break inside of `try`, and a counter would recompile it
+        out = forward(*args, **kwargs)
+        switch.counts_pass = None
+        return out
+    switch.left_out += not switch.counts_pass and (switch.trained is None or switch.trained.training)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        switch.counts_pass = None
+
+
+def report_missed(mailbox: int, error: Exception) -> None:
+    """Keep the error for which an operator left out a call, for the observation whose `Switch.mailbox` this is."""
+    switch = _switches.get(mailbox)
+    if switch is not None:
+        switch.missed.append(error)
 
 
 def described(sites: Sequence[Listener], how: Callable[..., Call], *args: Any) -> Call | None:
@@ -65,7 +117,8 @@ def described(sites: Sequence[Listener], how: Callable[..., Call], *args: Any) -
     except Exception as error:
         if not all(site.switch.lenient for site in sites):
             raise
-        missed.append(error)
+        for site in sites:
+            site.switch.missed.append(error)
         return None
 
 
@@ -76,7 +129,7 @@ def is_measured(site: Listener, call: Call) -> bool:
         return True
     if not site.switch.lenient:
         raise LocaterError(reason)
-    missed.append(LocaterError(reason))
+    site.switch.missed.append(LocaterError(reason))
     return False
 
 

@@ -14,12 +14,11 @@ import os
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from locater.attention.listeners import missed
 from locater.errors import LocaterError
 from locater.families.folded import Spectra
 from locater.findings import FLAGS, parse_conditions
@@ -46,7 +45,10 @@ class Monitor(TrainerEvents):
     `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close();
     without any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in
     `observe`. `warn_on` lists flags and comparisons as --fail-on does, such as "exploding, entropy_ratio<0.1".
-    `spectrum` adds M and the logit spread of each head's query-key map, from its weights.
+    `spectrum` adds M and the logit spread of each head's query-key map, from its weights. `passes="loss"` counts the
+    forward passes that a loss comes from: in training mode, with gradients enabled when they begin. A reference, a
+    rollout or an evaluation runs without; the log has how many were left out. `passes="all"` counts every pass in
+    training mode.
 
     A warning is a reason to look, and silence is no promise. On small runs that had no part in choosing `warn_on`, 32
     of 66 failures were warned of 10 steps or more before the loss showed them (32 of 58 without those of bad data),
@@ -63,11 +65,14 @@ class Monitor(TrainerEvents):
         rows: int | None = None,
         warn_on: str = WARN_ON,
         spectrum: bool = True,
+        passes: Literal["loss", "all"] = "loss",
     ) -> None:
         if every < 1:
             raise LocaterError(f"every={every}: count from 1, which observes each step")
+        if passes not in ("loss", "all"):
+            raise LocaterError(f"passes={passes!r}: choose loss or all")
         flags = [flag.name for flag in FLAGS]
-        self.every, self.spectrum = every, spectrum
+        self.every, self.spectrum, self.passes = every, spectrum, passes
         self.conditions = parse_conditions(warn_on, {*COLUMNS, *SPECTRUM}, flags, "warn_on") if warn_on else []
         self.step = 0
         self.warned: set[tuple[int, int, str]] = set()
@@ -88,7 +93,7 @@ class Monitor(TrainerEvents):
         self._reported.clear()
         self._pending.clear()
         wanted, layers, heads = self._sample
-        observation = Observation(model, wanted, layers, heads, every=0, lenient=True)
+        observation = Observation(model, wanted, layers, heads, every=0, lenient=True, loss_only=self.passes == "loss")
         self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
         self._log_sites, self._folder = list(observation.sites), Path(folder)
         known = observation.by_calls is None  # else layers appear while the model runs, and the log begins then
@@ -157,7 +162,8 @@ class Monitor(TrainerEvents):
     def _arm(self) -> None:
         """Observe the coming step, or not. Decided per step: a trainer may call parts of its module only."""
         assert self.observation is not None
-        self.observation.switch.on = self.step % self.every == 0
+        switch = self.observation.switch
+        switch.on, switch.counts_pass, switch.left_out = self.step % self.every == 0, None, 0
 
     def _close(self) -> None:
         observation, self.observation, self._weights = self.observation, None, None
@@ -168,7 +174,7 @@ class Monitor(TrainerEvents):
     def _open_log(self, observation: Observation) -> Record:
         """Open the sinks for the layers of the log; returns the first record, which is not written yet."""
         layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in self._log_sites]
-        begin = header(type(observation.model).__name__, self.every, layers, self._columns)
+        begin = header(type(observation.model).__name__, self.every, layers, self._columns, self.passes)
         if is_first_rank():
             self._sinks.open(self._folder, begin)
         return begin
@@ -210,7 +216,7 @@ class Monitor(TrainerEvents):
             name: [[table.get((site.number, head), {}).get(name) for head in range(site.count)] for site in sites]
             for name in self._columns
         }
-        self._sinks.write(step_record(self.step, numbers, heads))
+        self._sinks.write(step_record(self.step, numbers, heads, self.observation.switch.left_out))
         return self._warn(table)
 
     def _read_spectra(self) -> tuple[list[Spectra], Exception | None]:
@@ -225,11 +231,18 @@ class Monitor(TrainerEvents):
     def _report_gaps(self, table: Table, error: Exception | None) -> None:
         """Say what is missing from an observed step, and why."""
         assert self.observation is not None
-        if missed:
-            lost = missed.pop()
+        switch = self.observation.switch
+        if switch.missed:
+            lost = switch.missed.pop()
             self._report_once(
                 f"the run goes on; calls that could not be counted are left out: {type(lost).__name__}: {lost}",
-                about=missed,
+                about=switch,
+            )
+        elif not table and switch.left_out:
+            self._report_once(
+                f"no pass had gradients, so none is counted ({switch.left_out} without): a loss comes from passes with "
+                'gradients; Monitor(passes="all") counts every pass in training mode',
+                about=Monitor,
             )
         elif not table:
             reason = f"the model was not in training mode, or {self.observation.nothing()}"

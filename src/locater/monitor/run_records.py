@@ -12,8 +12,8 @@ from locater.version import __version__
 Record = dict[str, Any]
 
 
-def header(source: str, every: int, layers: list[Record], columns: Iterable[str]) -> Record:
-    """The first record of a run: what is observed."""
+def header(source: str, every: int, layers: list[Record], columns: Iterable[str], passes: str = "") -> Record:
+    """The first record of a run: what is observed, and of which passes."""
     return {
         "kind": "run",
         "schema": 1,
@@ -22,17 +22,19 @@ def header(source: str, every: int, layers: list[Record], columns: Iterable[str]
         "every": every,
         "layers": layers,
         "columns": list(columns),
+        **({"passes": passes} if passes else {}),
         "time": time.time(),
     }
 
 
-def step_record(step: int, numbers: dict[str, float], heads: dict[str, list[list[Any]]]) -> Record:
-    """An observed step: `numbers` of the run by name, the loss among them if known, and per column those of every
-    head.
+def step_record(step: int, numbers: dict[str, float], heads: dict[str, list[list[Any]]], left_out: int) -> Record:
+    """An observed step: `numbers` of the run by name, the loss among them if known, per column those of every head, and
+    how many passes without gradients were left out.
     """
     scalars = {name: number for name, number in numbers.items() if name != "loss"}
     loss = {"loss": numbers["loss"]} if "loss" in numbers else {}
-    return {"kind": "step", "step": step, "time": time.time(), **loss, "scalars": scalars, "heads": heads}
+    others = {"passes_left_out": left_out} if left_out else {}
+    return {"kind": "step", "step": step, "time": time.time(), **loss, "scalars": scalars, "heads": heads, **others}
 
 
 def loss_record(step: int, loss: float) -> Record:

@@ -17,7 +17,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from locater.attention.call import Call
-from locater.attention.listeners import Switch, is_measured, missed
+from locater.attention.listeners import Switch, is_measured
 from locater.attention.stand_ins import Undo, instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
@@ -156,10 +156,10 @@ class CalledLayers:
             if site is not None:
                 self.sites.append(site)
         site = self._by_key[key]
-        before = list(missed)
+        before = list(self.switch.missed)
         if site is not None:
             site.see(call)
-        if list(missed) == before:
+        if list(self.switch.missed) == before:
             self.heard.add(listener.name)
 
     def _site(self, listener: _Listener, call: Call, number: int, kind: str, placed: bool) -> Site | None:
@@ -190,6 +190,7 @@ class CalledLayers:
 
     def leave(self, frame: Frame) -> None:
         """A module has run: count the calls that it made itself."""
+        missed = self.switch.missed
         announced = list(missed)  # what went wrong at the interface or at a tap of this module
         missed.clear()
         errors, listener = frame.errors, self._of_module.get(id(frame.module))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from locater.attention import interface
-from locater.attention.listeners import is_on, missed
+from locater.attention.listeners import begins_pass, is_on, run_pass
 from locater.observing.direct_calls import DirectCalls
 from locater.observing.frames import Frame, Place
 
@@ -23,12 +24,14 @@ def running(
     layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces the forward of a module: notes that it runs, and counts its calls at the end."""
+    if begins_pass(layers.switch):
+        return run_pass(layers.switch, partial(running, layers, name, module, forward), *args, **kwargs)
     if not is_on(layers.switch):
         return forward(*args, **kwargs)
     frame = Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
     with ExitStack() as stack:
         if not layers.frames:
-            missed.clear()  # of other runs
+            layers.switch.missed.clear()  # of other runs
             if layers.follows:
                 stack.enter_context(DirectCalls(layers.report, layers.fail))
         layers.ran.add(name)
@@ -46,6 +49,8 @@ def paused(
     layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces the forward of a module of PyTorch, which is heard by its tap: it computes as without a mode."""
+    if begins_pass(layers.switch):
+        return run_pass(layers.switch, partial(paused, layers, name, module, forward), *args, **kwargs)
     if is_on(layers.switch):
         layers.ran.add(name)
     with ExitStack() as stack:

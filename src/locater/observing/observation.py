@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.attention.listeners import Switch
+from locater.attention.listeners import Switch, run_pass
 from locater.attention.stand_ins import instead
 from locater.errors import LocaterError
 from locater.families.coverage import folded_paths
@@ -89,6 +90,7 @@ class Observation:
         lenient: bool = False,
         patterns: Sequence[tuple[int, int]] = (),
         fused: bool = False,
+        loss_only: bool = False,
     ) -> None:
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise LocaterError(
@@ -98,7 +100,10 @@ class Observation:
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = Switch(
-            trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient, fused=fused
+            trained=None if every else getattr(model, "_orig_mod", model),
+            lenient=lenient,
+            fused=fused,
+            loss_only=loss_only,
         )
         self.by_calls: CalledLayers | None = None  # where no record tells the layers
         try:
@@ -156,9 +161,10 @@ class Observation:
             padding = Padding()
             for undo in listen(self.streams, padding, self.switch):
                 stack.callback(undo)
-            # outside the graph of a module that was compiled in place: inside it passes could not be counted
-            entry = "forward" if self.model._compiled_call_impl is None else "_compiled_call_impl"
-            stack.callback(instead(self.model, entry, partial(_passing, self, padding if self.streams else None)))
+            for part in self._parts_that_may_be_called():
+                stack.callback(instead(part, _entry(part), partial(_run_pass, self.switch)))
+            passing = partial(_passing, self, padding if self.streams else None)
+            stack.callback(instead(self.model, _entry(self.model), passing))
             self._open = stack.pop_all()
         self.over = False
         return self
@@ -235,6 +241,21 @@ class Observation:
             [f"attention modules that never ran: {folded_paths(silent, most=None)}"] if silent and self.passes else []
         )
 
+    def _parts_that_may_be_called(self) -> list[nn.Module]:
+        """Parts of the model that a training loop may call in place of the whole: generate() calls the model inside an
+        adapter, a LightningModule the model that it trains. They hold several of the layers.
+        """
+        if not self.switch.loss_only or self.by_calls is not None:  # where modules are followed, each may begin a pass
+            return []
+        parts, layers = dict(self.model.named_modules()), self._attention_paths()
+        paths = [name.split(".") for name in layers]
+        within = Counter(".".join(path[:length]) for path in paths for length in range(len(path)))
+        return [
+            parts[name]
+            for name, count in within.items()
+            if name and count >= min(2, len(layers)) and not isinstance(parts[name], nn.ModuleList | nn.ModuleDict)
+        ]
+
     def _attention_paths(self) -> list[str]:
         """Paths of the attention modules, as far as they are known before the model runs."""
         if self.by_calls is not None:
@@ -279,6 +300,18 @@ class Observation:
         )
 
 
+def _entry(module: nn.Module) -> str:
+    """The method of a module to replace: outside of its graph where it was compiled in place, since inside passes could
+    not be counted.
+    """
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
+def _run_pass(switch: Switch, part: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Replaces the forward of a part of the model."""
+    return run_pass(switch, forward, *args, **kw)
+
+
 def _passing(
     watch: Observation, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
 ) -> Any:
@@ -296,4 +329,4 @@ def _passing(
     if watch.every and not torch.compiler.is_compiling():
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
-    return forward(*args, **kw)
+    return run_pass(watch.switch, forward, *args, **kw)

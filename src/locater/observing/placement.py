@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from locater.attention.call import Call
-from locater.attention.listeners import missed
+from locater.attention.listeners import report_missed
 from locater.kernels import Terms, has_spans, mask_spans
 from locater.observing.counted_rows import CountedRows, place
 
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
         return self.spans, self.whole
 
 
-def traced_placement(call: Call, own: bool, heads: Tensor | None, spans: bool, lenient: bool) -> list[Tensor]:
+def traced_placement(call: Call, own: bool, heads: Tensor | None, spans: bool, mailbox: int) -> list[Tensor]:
     """The `Placement` of a call that torch.compile traces, with spans where asked for; empty where it has no masks."""
     terms, (B, H, T, _), S = call.terms, call.query.shape, call.key.shape[2]
     if not terms.has_masks and terms.positions is None and call.cut is None:
@@ -43,7 +43,7 @@ def traced_placement(call: Call, own: bool, heads: Tensor | None, spans: bool, l
         heads = None  # layers of which other heads are observed have the same placement
     terms = replace(terms, scale=None, softcap=None, first=1, alibi=None, sinks=None)  # none of which is a mask
     spans = spans and has_spans(terms) and not (own and T < S)  # rows that have positions are no rows of the kernels
-    return list(_operator(*terms.flat(), call.cut, heads, [B, H, T, S], own, spans, lenient))
+    return list(_operator(*terms.flat(), call.cut, heads, [B, H, T, S], own, spans, mailbox))
 
 
 def placed_rows(call: Call, placement: Placement) -> CountedRows:
@@ -56,21 +56,21 @@ def placed_rows(call: Call, placement: Placement) -> CountedRows:
 
 
 SCHEMA = (
-    f"mask_placement({Terms.SCHEMA}, Tensor? cut, Tensor? heads, SymInt[] sizes, bool own, bool spans, bool lenient) "
+    f"mask_placement({Terms.SCHEMA}, Tensor? cut, Tensor? heads, SymInt[] sizes, bool own, bool spans, SymInt mailbox) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 def _run(*arguments: Any) -> Placement:
-    """The operator. `lenient`: no row counts under masks that cannot be read, and the reason is put into `missed`."""
-    terms, (cut, heads, sizes, own, spans, lenient) = _unpacked(arguments)
+    """The operator. With a `mailbox`, no row counts under masks that cannot be read, and the reason is reported."""
+    terms, (cut, heads, sizes, own, spans, mailbox) = _unpacked(arguments)
     try:
         if 0 not in sizes:
             return _placement(terms, cut, heads, sizes, own, spans)
     except Exception as error:
-        if not lenient:
+        if not mailbox:
             raise
-        missed.append(error)
+        report_missed(mailbox, error)
     return Placement(*(x.zero_() for x in _fake(*arguments)))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call
-from locater.attention.listeners import Switch, is_measured, missed
+from locater.attention.listeners import Switch, is_measured
 from locater.errors import LocaterError
 from locater.families.split_heads import WHOLE, Split
 from locater.observing.accumulators import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tallied, wide
@@ -116,7 +116,7 @@ class Site:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
         if is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
             own = self.kind == "self" and self.placed
-            tally(call, self.here, self.options, own, self.picked, self.switch.lenient)
+            tally(call, self.here, self.options, own, self.picked, self.switch.mailbox)
 
     def _has_own_heads(self, call: Call) -> bool:
         """Whether a call has the heads of this rank: rows of others would be counted as theirs. Raises where not."""
@@ -129,7 +129,7 @@ class Site:
         )
         if not self.switch.lenient:
             raise error
-        missed.append(error)
+        self.switch.missed.append(error)
         return False
 
 

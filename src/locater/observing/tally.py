@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from locater.attention.call import Call
-from locater.attention.listeners import missed
+from locater.attention.listeners import report_missed
 from locater.kernels import AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
@@ -30,28 +30,28 @@ STACKED = 1 << 25  # numbers that are brought together to be summed at once
 
 
 def tally(
-    call: Call, into: Accumulators, options: StatisticsOptions, own: bool, heads: Tensor | None, lenient: bool
+    call: Call, into: Accumulators, options: StatisticsOptions, own: bool, heads: Tensor | None, mailbox: int
 ) -> None:
     """Add one call to its accumulators. Traced by torch.compile: an operator and nothing else.
 
-    `own`: queries and keys are the same tokens. `heads` are the query heads to count, all where None. `lenient` leaves
-    out a call that cannot be counted, and puts the reason into `missed`.
+    `own`: queries and keys are the same tokens. `heads` are the query heads to count, all where None. With a
+    `mailbox` (`Switch.mailbox`), a call that cannot be counted is left out, and the reason reported there.
     """
     traced = torch.compiler.is_compiling()
     placement: list[Tensor] = []
     if traced:
         kernels = call.query.device.type == "cuda" and not (options.rest or options.offsets or into.gram is not None)
-        placement = traced_placement(call, own, heads, kernels, lenient)
+        placement = traced_placement(call, own, heads, kernels, mailbox)
     _operator(
         *(call.query, call.key, *call.terms.flat(), call.output, call.cut, call.statistics),
-        *(*into, heads, placement, own, lenient, not traced, *options.flat()),
+        *(*into, heads, placement, own, mailbox, not traced, *options.flat()),
     )
 
 
 SCHEMA = (
     f"tally(Tensor q, Tensor k, {Terms.SCHEMA}, Tensor? output, Tensor? cut, Tensor? statistics, "
     "Tensor(a!) sums, Tensor(b!) maxima, Tensor(c!) pairs, Tensor(d!)? gram, Tensor? heads, "
-    "Tensor[] placement, bool own, bool lenient, bool again, SymInt rows, bool rest, "
+    "Tensor[] placement, bool own, SymInt mailbox, bool again, SymInt rows, bool rest, "
     "SymInt[] offsets, SymInt[] starts) -> ()"
 )
 
@@ -63,7 +63,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
     if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
     terms, more = Terms.from_flat(arguments[: Terms.ARGUMENTS]), arguments[Terms.ARGUMENTS :]
-    output, cut, numbers, sums, maxima, pairs, gram, heads, placed, own, lenient, again, *asked = more
+    output, cut, numbers, sums, maxima, pairs, gram, heads, placed, own, mailbox, again, *asked = more
     rows, rest, offsets, starts = asked
     call, into = Call(q, k, terms, output, cut, statistics=numbers), Accumulators(sums, maxima, pairs, gram)
     options = StatisticsOptions(rows, rest, list(zip(offsets, starts, strict=True)))
@@ -75,9 +75,9 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
             add_call(call, into, options, own, heads, again, Placement(*placed) if placed else None)
         tallied.add(sums.data_ptr())
     except Exception as error:
-        if not lenient:
+        if not mailbox:
             raise
-        missed.append(error)
+        report_missed(mailbox, error)
         for tensor in into.added():
             tensor.zero_()  # some columns may have been added to, others not
         maxima.fill_(-torch.inf)
