@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
@@ -160,16 +161,67 @@ def test_the_command_in_a_process_of_its_own(saved_llama: Path) -> None:
     assert len(json.loads(done.stdout)["heads"]) == 12
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(
-    run: Run, saved_llama: Path, monkeypatch: pytest.MonkeyPatch
+GATES = {  # commands that find something in the demo: status 1
+    "scan": "scan {demo} --fail-on variance>0",
+    "compare": "compare {demo} {demo}/twin --fail-on change_M>-1000",
+    "probe": "probe {demo} --length 16 --tokens 64 --fail-on entropy>0",
+    "fleet": "fleet {demo} --out {tmp}/heads --workers 0 --fail-on variance>0",
+}
+
+
+@pytest.mark.parametrize("command", GATES)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_reader_that_has_seen_enough_changes_no_verdict(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, waits: bool
 ) -> None:
-    """Status 1 would say that a head crossed --fail-on."""
+    """`locater compare A B --fail-on fault | head -1` is a gate: its status is that of the whole command, and the files
+    are written. The pipe is closed before the command begins, or after the first bytes of more than it can hold.
+    """
+    words = GATES[command].format(demo=files("locater") / "demo", tmp=tmp_path).split()
+    data, page = tmp_path / "data.json", tmp_path / "page.html"
     read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as closed:
-        monkeypatch.setattr(sys, "stdout", closed)
-        assert run("scan", saved_llama, "--json", "-").status == 0
-        assert run("scan", saved_llama).status == 0
+    reader = threading.Thread(target=lambda: (waits and os.read(read, 10), os.close(read)))
+    with open(write, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        reader.start()
+        if not waits:
+            reader.join()
+        result = run(*words, *(["--json", "-"] if waits else ["--json", data, "--report", page]))
+        reader.join()
+    assert result.status == 1, result.err
+    assert "cross" in result.err.splitlines()[-1]
+    assert "Traceback" not in result.err
+    if not waits:
+        assert json.loads(data.read_text())["schema"]
+        assert page.read_text().startswith("<!")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full disk of Linux, and bash")
+def test_the_status_of_a_pipeline_in_a_shell() -> None:
+    """Standard output and standard error to a reader that goes; a full disk, which is an error of its own."""
+    demo = files("locater") / "demo"
+    command = f"{sys.executable} -m locater scan {demo} --eigenvalues --json - --fail-on 'variance>0'"
+    ends = {"2>&1 | head -1": (1, ""), ">/dev/full": (2, "locater: output: No space left on device\n")}
+    started = [
+        subprocess.Popen(["bash", "-o", "pipefail", "-c", f"{command} {end}"], stdout=-1, stderr=-1, text=True)
+        for end in ends
+    ]
+    for shell, expected in zip(started, ends.values(), strict=True):
+        _, err = shell.communicate()
+        assert (shell.returncode, err) == expected
+
+
+def test_streams_that_were_closed_before_the_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`>&-`, `2>&-`: nothing is said there, and nothing of it goes into the other stream."""
+    words = ("scan", files("locater") / "demo", "--json", "-", "--fail-on", "variance>0")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert run(*words).status == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", None)
+        result = run(*words)
+    assert result.status == 1
+    assert len(json.loads(result.out)["heads"]) == 24
 
 
 def test_help_and_import_without_torch_or_any_extra() -> None:

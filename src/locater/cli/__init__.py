@@ -5,14 +5,13 @@ Modules that need torch are imported inside the commands, so that `locater --hel
 
 from __future__ import annotations
 
-import io
 import sys
 from typing import Annotated
 
 import typer
 
 from locater.cli import compare, demo, explain, fleet, probe, reproduce, scan, train, watch
-from locater.cli.shell import Command, Group, command_in, examples, failure, without_debug
+from locater.cli.shell import Command, Group, command_in, examples, failure, outlives_its_reader, without_debug
 from locater.escapes import escaped_output
 from locater.version import __version__
 
@@ -48,12 +47,11 @@ def root(
 
 def main() -> None:
     """Entry point. An error is one line and exit status 2; --debug adds the traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Greek letters still shows the table
+    sys.stdout, sys.stderr = outlives_its_reader(sys.stdout), outlives_its_reader(sys.stderr)
     debug, args = without_debug(sys.argv[1:])
     try:
         status = typer.main.get_command(app).main(args, prog_name="locater", standalone_mode=False)
+        sys.stdout.flush()  # a full disk is an error too
         if isinstance(status, int):  # of typer.Exit
             sys.exit(status)
     except SystemExit:

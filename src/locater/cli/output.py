@@ -29,18 +29,18 @@ def deliver(
     report: str | None,
     statistics: str | None = None,
 ) -> None:
-    """Print the JSON alone for `--json -`; else a title (one line, or several) and the tables, write the JSON, and name
+    """Print the JSON alone for `--json -`; else write it, print a title (one line, or several) and the tables, and name
     the written files.
     """
     if json == "-":
         print(document.to_json())
         return
+    if json is not None:  # first: standard output may be full
+        write_whole(Path(json), document.to_json() + "\n")
     console = stdout_console()
     for line in [title] if isinstance(title, str) else title:
         console.print(line, markup=False, highlight=False)
     show(console)
-    if json is not None:
-        write_whole(Path(json), document.to_json() + "\n")
     for label, path in (("Data", json), ("Page", report), ("Statistics", statistics)):
         if path is not None:
             console.print(f"{label} written to {path}", markup=False, highlight=False)

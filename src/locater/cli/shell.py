@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
@@ -40,8 +39,8 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """The commands. Those in `late` are built when they are called, because their options need modules with torch.
 
-    Status 1 means that --fail-on was crossed. Typer would also use it for a closed pipe and for a file that ends too
-    soon, which are handled here.
+    Status 1 means that --fail-on was crossed. Typer would also use it for a broken pipe and for a file that ends too
+    soon, which are handed on here as errors.
     """
 
     late: dict[str, Callable[[], Any]] = {}  # name of a command: the function that builds it  # noqa: RUF012
@@ -55,18 +54,53 @@ class Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            value = super().invoke(ctx)
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-            raise typer.Exit(0) from None
-        except EOFError as error:
+            return super().invoke(ctx)
+        except (EOFError, BrokenPipeError) as error:
             raise UnexpectedEndError(error) from error
-        return value
 
 
 class UnexpectedEndError(Exception):
-    """An EOFError, which typer would take for the end of a dialogue."""
+    """An EOFError or BrokenPipeError, which typer would take for the end of a dialogue or of its reader."""
+
+
+class Output(io.FileIO):
+    """Standard output or standard error. Where the reader, such as `head -1`, has seen enough and gone, the rest goes
+    nowhere: the command still ends its work, writes its files, and says with its status what it found.
+    """
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if isinstance(error, BrokenPipeError):
+                return super().write(data)
+            raise  # once, such as of a full disk: Python writes what is left again at its end
+
+
+def outlives_its_reader(stream: Any) -> Any:
+    """This stream in a form that a closed pipe does not end, and in which any letter can be written. None is a stream
+    that was closed before the start: `print` would take the other one in its place.
+    """
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    stream.flush()
+    raw: Any = getattr(stream.buffer, "raw", stream.buffer)
+    if type(raw) is not io.FileIO:  # the console of Windows
+        stream.reconfigure(errors="replace")
+        return stream
+    output: Any = Output(raw.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        output if raw is stream.buffer else io.BufferedWriter(output),  # none with python -u
+        encoding=stream.encoding,
+        errors="replace",  # a terminal without Greek letters still shows the table
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def without_types(params: Any) -> Any:
@@ -142,10 +176,6 @@ class _Console(Console):
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else escaped(text), style, control)
 
-    def on_broken_pipe(self) -> None:
-        """Leave it to `Group`; rich would end with status 1."""
-        raise BrokenPipeError
-
 
 def stdout_console() -> Console:
     """A console for tables: as wide as the terminal; on a pipe as wide as COLUMNS, or 140."""
@@ -176,9 +206,9 @@ def failure(error: BaseException, command: str) -> str:
         context: Any = getattr(error, "ctx", None)
         path = "locater" if context is None else context.command_path
         return f"{error.format_message().rstrip('.')} ({path} --help)"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'output'}: {error.strerror}"
     cause = error.__cause__ if isinstance(error, UnexpectedEndError) and error.__cause__ else error
+    if isinstance(cause, OSError) and cause.strerror and not isinstance(cause, BrokenPipeError):
+        return f"{cause.filename or 'output'}: {cause.strerror}"
     return (
         f"{command}: unexpected {type(cause).__name__}: {first_line(cause)}; this is a bug in Locater: "
         "please report it with what the same command prints with --debug"

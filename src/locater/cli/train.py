@@ -76,9 +76,10 @@ def _train_one(plan: Plan, json: str | None) -> None:
     if json == "-":
         print(result.to_json())
         return
-    print(summary(result))
     if json is not None:
         write_whole(Path(json), result.to_json() + "\n")
+    print(summary(result))
+    if json is not None:
         print(f"Data written to {json}")
     scan = f" Now: locater scan {result.model}" if is_scanned(plan.attention, plan.layers) else ""
     print(f"Model written to {result.model}.{scan}")
