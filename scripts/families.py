@@ -39,6 +39,10 @@ their own. Settings that the family reads and that no model can have are refused
 (`src/locater/checkpoints/settings.py`). Where a user names tensors, or a registered family reads a part by choice, the scan says what it left out: a
 line in the terminal and on the page, `assumptions.unread` in the JSON.
 
+Which norm an `nn.MultiheadAttention` or an attention in timm's manner reads is known in PyTorch's own encoder and decoder layers and in timm's own blocks. In any other block (OpenAI's CLIP,
+open_clip, torchvision's ViT) and in front of a stack that stands in a larger model, a copy of the live model is run ([discover](discover.md)). Where that does not
+run, and for a file, the layers are read without that norm and a line names them; config.json may name the norm inside the block (`"norm": "ln_1"`, with `"model_type": "torch"`).
+
 `locater.observe` and `locater.Monitor` do not need a family. In a model of any other type they find the layers by their attention calls
 ([observe](observe.md#models-without-a-record)).
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import locater
@@ -134,3 +135,223 @@ def test_a_causal_mask_over_keys_of_another_stream_has_to_be_given() -> None:
     seen = torch.ones(7, 7, dtype=torch.bool).tril()
     wanted = model(x)
     assert (layer.output(y, x, mask=seen[None, None]) - wanted).abs().max() < 1e-6 * wanted.std()
+
+
+class Residual(nn.Module):
+    """A residual attention block of OpenAI's CLIP, as open_clip and torchvision write theirs too."""
+
+    def __init__(self, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.attn, self.ln_1 = nn.MultiheadAttention(32, 4), nn.LayerNorm(32)
+        self.mlp, self.ln_2 = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), nn.LayerNorm(32)
+        self.attn_mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.ln_1(x)
+        x = x + self.attn(z, z, z, need_weights=False, attn_mask=self.attn_mask)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class Embedded(nn.Module):
+    """Something in front of PyTorch's own stack, and a decoder whose memory is normed."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        self.norm, self.memory_norm = nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-6)
+        settings = dict(dropout=0.0, batch_first=True, norm_first=norm_first)
+        encoder = nn.TransformerEncoderLayer(32, 4, 48, **settings)  # type: ignore[arg-type]
+        decoder = nn.TransformerDecoderLayer(32, 4, 48, **settings)  # type: ignore[arg-type]
+        self.encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(decoder, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.norm(x), self.memory_norm(self.encoder(self.norm(x))))
+
+
+class Fused(nn.Module):
+    """Attention with timm's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.num_heads, self.scale = nn.Linear(32, 96), nn.Linear(32, 32), 4, 8**-0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).movedim(-3, 0).transpose(-2, -3)
+        return self.proj(((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Late(nn.Module):
+    """Timm's names, and a norm behind attention in place of in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(32), Fused()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm1(self.attn(x))
+
+
+class Named(nn.Module):
+    """Timm's names, and another one for the norm in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln, self.attn = nn.LayerNorm(32), Fused()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.ln(x))
+
+
+def redrawn(model: nn.Module) -> nn.Module:
+    """With gains and biases as training may leave them: factors of 0.02 to 20."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(noise.exp() if p.ndim == 1 else noise * 0.2)
+    return model.eval()
+
+
+def swapped(model: nn.Module) -> nn.Module:
+    """PyTorch's own layer with a norm of another kind put in."""
+    model.layers[0].norm1 = nn.RMSNorm(32, eps=1e-6)  # type: ignore[union-attr,index]
+    return model
+
+
+def encoder(norm_first: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, norm_first=norm_first)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def attended(model: nn.Module, x: Tensor) -> dict[str, list[Tensor]]:
+    """Inputs (queries, keys) of each module that attends, as the model in float64 gives them, batch first."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def see(module: Any, args: Any, kwargs: Any) -> None:
+            given = [x.detach() for x in args[:2]] * 2
+            first = isinstance(module, Fused) or module.batch_first
+            seen[name] = [x if first else x.transpose(0, 1) for x in given[:2]]
+
+        return see
+
+    handles = [
+        part.register_forward_pre_hook(hook(name), with_kwargs=True)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.MultiheadAttention | Fused)
+    ]
+    with torch.enable_grad():  # no fast path past the attention
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("build", "norms"),
+    [
+        (lambda: nn.Sequential(*(Residual(torch.full((5, 5), -torch.inf).triu(1)) for _ in range(2))), ["layer"] * 2),
+        (lambda: Embedded(True), ["layer"] * 6),
+        (lambda: Embedded(False), ["layer"] * 6),
+        (lambda: encoder(True), ["layer", "layer"]),
+        (lambda: encoder(False), ["none", "layer"]),
+        (lambda: swapped(encoder(True)), ["rms", "layer"]),
+        (Named, ["layer"]),
+        (Late, ["none"]),
+    ],
+    ids=["clip", "embedded-pre", "embedded-post", "encoder-pre", "encoder-post", "rms", "timm-ln", "timm-late"],
+)
+def test_the_norm_in_front_of_attention_is_the_one_that_runs(build: Any, norms: list[str]) -> None:
+    """Scan, discovery and what the modules are given in float64 agree, whatever the block around attention is."""
+    torch.manual_seed(0)
+    model = redrawn(build())
+    x = torch.randn(5, 5, 32, generator=torch.Generator().manual_seed(4))
+    found = {layer.name: layer for layer in locater.discover(model, {_argument(model): x}).layers}
+    layers = locater.attention_layers(model, example={_argument(model): x})
+    assert [layer.norm.kind for layer in layers] == norms
+    rows = locater.scan(model, example={_argument(model): x}).rows
+    model, x = model.double(), x.double()
+    seen = attended(model, x)
+    assert seen.keys() == found.keys() == {layer.name for layer in layers}
+    for number, layer in enumerate(layers):
+        assert layer.unknown_norm is None
+        other = found[layer.name]
+        z = torch.randn(1, 6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        memory = None if layer.kind == "self" else z.flip(1)
+        torch.testing.assert_close(
+            layer.logits(z, memory, normalized=True), other.logits(z, memory, normalized=True), rtol=1e-6, atol=1e-6
+        )
+        part: Any = model.get_submodule(layer.name)
+        weight, bias = (
+            (part.qkv.weight, part.qkv.bias) if isinstance(part, Fused) else (part.in_proj_weight, part.in_proj_bias)
+        )
+        q, k = (
+            nn.functional.linear(y, weight[at : at + 32], bias[at : at + 32]).unflatten(-1, (4, 8)).transpose(1, 2)
+            for y, at in zip(seen[layer.name], (0, 32), strict=True)
+        )
+        wanted = (q @ k.mT * 8**-0.5).detach()
+        # the stream in front of the norm is not seen: its standardised form is, as what the norm gave
+        given = [_standardised(layer.norm, seen[layer.name][0])]
+        given.append(given[0] if layer.kind == "self" else _standardised(layer.memory_norm, seen[layer.name][1]))
+        ours = layer.logits(*given, normalized=True).detach()
+        assert (ours - wanted).abs().max() < 1e-5 * wanted.std()
+        W = weight[:32].view(4, 8, 32).transpose(1, 2) @ weight[32:64].view(4, 8, 32)
+        front = [norm.gain for norm in (layer.norm, layer.norm if memory is None else layer.memory_norm) if norm]
+        gains = [torch.ones(32) if gain is None else gain for gain in front]
+        folded = gains[0].double()[:, None] * W * gains[-1].double()
+        for side, norm in ((-2, layer.norm), (-1, layer.norm if memory is None else layer.memory_norm)):
+            if norm is not None and norm.kind == "layer":
+                folded = folded - folded.mean(side, keepdim=True)
+        size = folded.square().sum((-1, -2)).detach()
+        scanned = torch.tensor([row.frobenius_sq for row in rows if row.layer == number], dtype=torch.float64)
+        torch.testing.assert_close(scanned, size, rtol=1e-4, atol=0)
+
+
+def _argument(model: nn.Module) -> str:
+    return {"TransformerEncoder": "src", "Sequential": "input"}.get(type(model).__name__, "x")
+
+
+def _standardised(norm: Any, y: Tensor) -> Tensor:
+    """z of y = gain z + bias."""
+    if norm is None or norm.kind == "none":
+        return y
+    y = y if norm.bias is None else y - norm.bias.double()
+    return y / norm.gain.double()
+
+
+class Wrapped(nn.Module):
+    """Nobody guesses its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Residual()
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.block(batch["tokens"]["embedded"])
+
+
+def test_a_norm_that_cannot_be_known_is_named(tmp_path: Any) -> None:
+    """A copy of the model does not run, or there is a file alone: the layers are there, with a line about their norm."""
+    notes = locater.scan(Wrapped()).assumptions["notes"]
+    (note,) = [note for note in notes if "norm in front is not known" in note]
+    assert note.startswith("block.attn: ")
+    assert "Residual" in note
+    assert note.endswith("example={...}")
+    assert not any(
+        "not known" in note
+        for note in locater.scan(
+            Wrapped(), example={"batch": {"tokens": {"embedded": torch.randn(5, 2, 32)}}}
+        ).assumptions["notes"]
+    )
+    torch.save(Residual().state_dict(), tmp_path / "model.pt")
+    (note,) = [x for x in locater.scan(tmp_path / "model.pt", heads=4).assumptions["notes"] if "is not known" in x]
+    assert '"norm": "ln_1"' in note
+
+
+def test_a_file_may_name_the_norm_in_front(tmp_path: Any) -> None:
+    model = redrawn(nn.Sequential(Residual(), Residual()))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "torch", "num_heads": 4, "norm": "ln_1"}')
+    example = {"input": torch.randn(5, 1, 32)}
+    for stored, live in zip(locater.scan(tmp_path).rows, locater.scan(model, example=example).rows, strict=True):
+        assert stored.frobenius_sq == pytest.approx(live.frobenius_sq, rel=1e-5)

@@ -198,7 +198,8 @@ def test_modules_of_several_kinds_are_all_read() -> None:
 
 def test_norm_after_attention() -> None:
     class ResPostBlock(Block):
-        pass
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm1(self.attn(x))
 
     layer = attention_layers(ResPostBlock(32, 4, LAYER, nn.Identity, scaled=False))[0]
     assert layer.norm.kind == "none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -17,12 +17,14 @@ from locater.families.build import check_layer, integer
 from locater.families.by_name import layers_by_name
 from locater.families.coverage import attention_like, folded_paths, unread
 from locater.families.discovery.disk import discovered_on_disk, searched_once
-from locater.families.discovery.searching import discovered_in
+from locater.families.discovery.searching import Discovered, discovered_in
 from locater.families.layer import AttentionLayer
 from locater.families.record import Reader
 from locater.families.refusal import contradiction, only_a_part, unknown_architecture
 from locater.families.registry import BUILT_IN, BY_TYPE
 
+NOT_MET = "its attention was not met when a copy of the model ran"
+GIVE = "give inputs of the model as example={...}"
 # the number of heads is a setting of the call there, and of no tensor
 HEADS_UNKNOWN = {*torch_mha.FAMILY.model_types, *timm.FAMILY.model_types}
 
@@ -126,12 +128,13 @@ def read_source(
         if model_type is None or model_type in BY_TYPE:
             raise
         return _discovered(weights, config, example, unreadable, heads, kv_heads)
+    layers, gaps = _with_norms(weights, layers, example)
     _check_counts(weights, layers, heads, kv_heads)
     names = [layer.name for layer in layers]
     left = [] if trusted else unread(weights, names, config.get("num_hidden_layers"))
     if left:
         raise LocaterError(f"{weights.where}: {only_a_part(weights, names, left)}")
-    return Reading(layers)
+    return Reading(layers, gaps)
 
 
 def _discovered(
@@ -161,6 +164,55 @@ def _discovered(
         raise LocaterError(f"{unknown}. Discovery: {gaps}" if gaps else str(unknown))
     _check_counts(weights, discovered.layers, heads, kv_heads)
     return Reading(discovered.layers, discovered.gaps, discovered.whole)
+
+
+def _with_norms(
+    weights: Weights, layers: list[AttentionLayer], example: Mapping[str, Any] | None
+) -> tuple[list[AttentionLayer], list[str]]:
+    """The layers, those without a known norm in front as discovery reads them, and a line for each reason why a norm is
+    still not known.
+    """
+    if all(layer.unknown_norm is None for layer in layers):
+        return layers, []
+    found, missing = Discovered([], [], []), ""
+    if isinstance(weights, ModuleWeights):
+        try:
+            found = discovered_in(weights, example)
+        except LocaterError as error:
+            missing = str(error).removeprefix(f"{weights.where}: ")
+    whole = [other for layer in layers for other in _found(layer, found)]
+    reasons: dict[str, list[str]] = {}
+    for layer in whole:
+        if layer.unknown_norm is not None:
+            why = _why(weights, layer, found, missing)
+            reasons.setdefault(why, []).append(layer.name)
+    return [replace(layer, index=index) for index, layer in enumerate(whole)], [
+        f"{folded_paths(names, most=None)}: {why}" for why, names in reasons.items()
+    ]
+
+
+def _found(layer: AttentionLayer, found: Discovered) -> Sequence[AttentionLayer]:
+    """A layer as it was discovered, once for each way in which the model calls it. The output map stays that of the
+    record, which knows what multiplies it (layer scale).
+    """
+    if layer.unknown_norm is None:
+        return [layer]
+    others = [other for other in found.layers if other.name == layer.name and other.unknown_scale is None]
+    known = [(layer.out, other.value) if other.out and layer.out else (None, None) for other in others]
+    return [
+        replace(other, out=out, value=value, quantised=layer.quantised)
+        for other, (out, value) in zip(others, known, strict=True)
+    ] or [layer]
+
+
+def _why(weights: Weights, layer: AttentionLayer, found: Discovered, missing: str) -> str:
+    folded = "none is" if layer.norm.kind == "none" else "the one that is named so is"
+    start = f"the norm in front is not known, and {folded} folded in, because {layer.unknown_norm}"
+    if not isinstance(weights, ModuleWeights):
+        return start
+    reasons = [refusal.reason for refusal in found.refused if refusal.name == layer.name]
+    reasons += [other.unknown_scale for other in found.layers if other.name == layer.name and other.unknown_scale]
+    return f"{start}, and {next(iter(reasons), missing or NOT_MET)}: {GIVE}"
 
 
 def reader_for(weights: Weights, config: Config) -> Reader:

@@ -11,6 +11,7 @@ from locater.families import torch_mha
 from locater.families.build import norm
 from locater.families.clip import TOWER_BLOCK, tower_layers, towers
 from locater.families.layer import AttentionLayer
+from locater.families.norm import Norm
 from locater.families.record import Family
 
 TOWER = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-6}
@@ -30,7 +31,7 @@ def _pooling(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for layer in torch_mha.layers(weights, config):
         tower = layer.name.removesuffix("head.attention")
         closing = norm(weights, f"{tower}post_layernorm", "layer", config["layer_norm_eps"])
-        yield replace(layer, index=0, kind="cross", memory_norm=closing)
+        yield replace(layer, index=0, kind="cross", norm=Norm(), memory_norm=closing, unknown_norm=None)
 
 
 BLOCK = replace(TOWER_BLOCK, final=("final_layer_norm", "post_layernorm"))

@@ -31,6 +31,7 @@ from locater.families.timm_tap import tap
 PATTERN = r"(?P<prefix>(.*\.)?blocks\.(\d+\.)?)(?P<layer>\d+)\.attn\.qkv\.weight"
 # of plain attention; more (tables over distance, masks) is another kind
 PARTS = r"(qkv|proj|q_norm|k_norm|norm)\.(weight|bias)"
+BLOCKS = "timm.models.vision_transformer"  # whose blocks apply norm1 in front of attention
 KEPT = ("qkv", "proj", "q_norm", "k_norm", "norm")
 # architectures: rotary and post-norm ones look alike on disk
 PLAIN = r"(vit|deit3?|flexivit)_(?!.*(dinov3|eupe|pe_|relpos|rope|rpn_)).*"
@@ -120,6 +121,7 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
     number = block.removesuffix(".").rpartition(".")[2]
     # a norm between values and `proj` (timm's scale_norm) is no part of the record, so the output is left out
     mixes = f"{stem}norm.weight" not in weights.names()
+    before, unknown = _norm_before(weights, config, block, width)
     heads_norms = [_norm(weights, config, f"{stem}{name}", size) for name in ("q_norm", "k_norm")]
     return AttentionLayer(
         name=stem.removesuffix("."),
@@ -132,21 +134,32 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
         value=value if mixes else None,
         out=rescaled(weights, projection(weights, f"{stem}proj"), f"{block}ls1.gamma") if mixes else None,
         scale=size**-0.5 if facts.scale is None else facts.scale,
-        norm=_norm_before(weights, config, block, width),
+        norm=before,
+        unknown_norm=unknown,
         query_norm=heads_norms[0],
         key_norm=heads_norms[1],
     )
 
 
-def _norm_before(weights: Weights, config: Config, block: str, width: int) -> Norm:
+def _norm_before(weights: Weights, config: Config, block: str, width: int) -> tuple[Norm, str | None]:
+    """The norm in front, and why it is a guess where it is: a block of another library may apply `norm1` anywhere."""
     if any(name.startswith(f"{block}adaLN") for name in weights.names()):
         raise LocaterError(
             f"{weights.where}: {block[:-1]} is modulated by a condition (adaLN), "
             "so its weights alone do not tell its logits"
         )
-    if isinstance(weights, ModuleWeights) and "ResPost" in type(weights.submodule(block[:-1])).__name__:
-        return Norm()  # norm1 follows attention there
-    return _norm(weights, config, f"{block}norm1", width) or Norm()
+    path = f"{block}norm1"
+    if not isinstance(weights, ModuleWeights):
+        found = _norm(weights, config, path, width)
+        return found or Norm(), None if found else f"the file holds no {path}.weight"
+    around = weights.submodule(block[:-1])
+    if _offers(around):  # the attention is the model itself
+        return Norm(), None
+    kind = type(around)
+    unknown = None if kind.__module__ == BLOCKS else f"its block, {kind.__name__}, may apply its norms anywhere"
+    if "ResPost" in kind.__name__:
+        return Norm(), unknown  # norm1 follows attention there
+    return _norm(weights, config, path, width) or Norm(), unknown
 
 
 def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None:

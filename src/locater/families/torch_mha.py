@@ -2,16 +2,19 @@
 
 A state dict does not say how many heads there are nor whether norms come first, so a checkpoint needs a config.json
 with `{"model_type": "torch", "num_heads": n, "norm_first": false, "layer_norm_eps": 1e-5}` beside it (or `--heads`); a
-live module has them as attributes. Causal masks are arguments of the call here, so `causal` is False:
-`dataclasses.replace` it if you mask.
+live module has them as attributes. Which norm an attention reads is known in PyTorch's own layers alone; elsewhere a
+live model is discovered, and for a file config.json may name the norm inside the block (`"norm": "ln_1"`). Causal masks
+are arguments of the call here, so `causal` is False: `dataclasses.replace` it if you mask.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 
 from locater.checkpoints.sources import Config
@@ -23,6 +26,11 @@ from locater.families.norm import Norm
 from locater.families.record import Family
 from locater.families.torch_mha_tap import tap
 
+ROLES = ("self_attn", "multihead_attn")  # attention in the layers of PyTorch's encoders and decoders
+BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
+ALONE = ({"layers"}, {"layers", "norm"}, {"encoder", "decoder"})  # how names begin where nothing is around the stacks
+OUTSIDE = "it reads what the model around its stack gives it"
 PATTERN = r"(?P<stem>(?:.*\.)?)(?:in_proj_weight|q_proj_weight)"
 
 
@@ -31,10 +39,11 @@ class _Facts:
     """What the tensors do not tell."""
 
     heads: int
-    norm_first: bool
-    eps: float
+    kind: Kind
+    norm: Norm
+    memory_norm: Norm | None
     extra_key: bool = False  # add_bias_kv or add_zero_attn: a learned or zero key joins the softmax
-    cross: bool | None = None  # None: only the name tells
+    unknown_norm: str | None = None
 
 
 def stems(weights: Weights) -> list[str]:
@@ -50,28 +59,54 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 
 def _facts(weights: Weights, config: Config, path: str) -> _Facts:
     if not isinstance(weights, ModuleWeights):
-        heads = integer(config, weights, "num_heads", "nhead", "num_attention_heads")
-        return _Facts(heads, bool(config.get("norm_first")), config.get("layer_norm_eps", 1e-5))
+        return _facts_on_disk(weights, config, path)
     module = weights.submodule(path)
     if not isinstance(module, nn.MultiheadAttention):
         kind = type(module).__name__
         raise LocaterError(
             f"{weights.where}: {path} has the tensors of nn.MultiheadAttention but is a {kind}: locater.register() it"
         )
-    parent = weights.submodule(path.rpartition(".")[0]) if path else None  # "" is a block that is the model itself
+    placed = _norms_in_front(weights, path, module)
     extra = module.bias_k is not None or module.add_zero_attn
-    if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        cross = isinstance(parent, nn.TransformerDecoderLayer) and path.endswith("multihead_attn")
-        return _Facts(module.num_heads, parent.norm_first, parent.norm1.eps, extra, cross)
-    return _Facts(module.num_heads, False, 1e-5, extra, module.kdim != module.embed_dim)
+    return _Facts(module.num_heads, placed.kind, placed.norm, placed.memory_norm, extra, placed.unknown)
+
+
+def _facts_on_disk(weights: Weights, config: Config, path: str) -> _Facts:
+    heads = integer(config, weights, "num_heads", "nhead", "num_attention_heads")
+    block, _, role = path.rpartition(".")
+    decoder = f"{_in(block, 'norm3')}.weight" in weights.names()
+    kind: Kind = "cross" if decoder and role == "multihead_attn" else "self"
+    eps, given = config.get("layer_norm_eps", 1e-5), config.get("norm")
+    if isinstance(given, str):
+        return _Facts(heads, kind, norm(weights, _in(block, given), "layer", eps), None)
+    unknown = _unknown_on_disk(weights, path, bool(config.get("norm_first")))
+    memory = _memory_norm(weights, block, eps) if kind == "cross" else None
+    return _Facts(
+        heads, kind, _norm_before(weights, block, kind, bool(config.get("norm_first")), eps), memory, False, unknown
+    )
+
+
+def _unknown_on_disk(weights: Weights, path: str, norm_first: bool) -> str | None:
+    """Why the norm that an attention reads is not known from a file; None where its tensors are those of PyTorch's own
+    encoders and decoders.
+    """
+    block, _, role = path.rpartition(".")
+    if not path or (not block and role in ROLES):
+        return None
+    if role not in ROLES or any(f"{_in(block, part)}.weight" not in weights.names() for part in ("norm1", "linear1")):
+        return (
+            "its block is not one of PyTorch's own, and a file does not say which norm it reads: scan the live model, "
+            'or name the norm inside the block in config.json ("norm": "ln_1")'
+        )
+    first = role == ROLES[0] and re.fullmatch(r"(.+\.)?layers\.0", block)
+    if first and not norm_first and {name.split(".")[0] for name in weights.names()} not in ALONE:
+        return (
+            "it reads what the model gives its first layer, and a file does not say what that is: scan the live model"
+        )
+    return None
 
 
 def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionLayer:
-    block, _, role = stem.removesuffix(".").rpartition(".")
-    decoder = f"{_in(block, 'norm3')}.weight" in weights.names()
-    kind: Kind = (
-        "cross" if (facts.cross if facts.cross is not None else decoder and role == "multihead_attn") else "self"
-    )
     q, k, v = (_input_projection(weights, stem, i) for i in range(3))
     out = projection(weights, f"{stem}out_proj")
     head_dim, rest = divmod(q.shape[0], facts.heads)
@@ -91,9 +126,10 @@ def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionL
         value=None if facts.extra_key else v,
         out=None if facts.extra_key else out,
         scale=head_dim**-0.5,
-        norm=_norm_before(weights, block, kind, facts),
-        memory_norm=_memory_norm(weights, block, facts) if kind == "cross" else None,
-        kind=kind,
+        norm=facts.norm,
+        memory_norm=facts.memory_norm,
+        kind=facts.kind,
+        unknown_norm=facts.unknown_norm,
     )
 
 
@@ -107,11 +143,11 @@ def _input_projection(weights: Weights, stem: str, part: int) -> Projection:
     )
 
 
-def _norm_before(weights: Weights, block: str, kind: Kind, facts: _Facts) -> Norm:
+def _norm_before(weights: Weights, block: str, kind: Kind, norm_first: bool, eps: float) -> Norm:
     """The norm that the queries read: in front (norm_first), or the one that closed the step before."""
     stack, _, number = block.rpartition(".")
     decoder = f"{_in(block, 'norm3')}.weight" in weights.names()
-    if facts.norm_first:
+    if norm_first:
         name = _in(block, "norm2" if kind == "cross" else "norm1")
     elif kind == "cross":
         name = _in(block, "norm1")
@@ -121,20 +157,127 @@ def _norm_before(weights: Weights, block: str, kind: Kind, facts: _Facts) -> Nor
             if number.isdigit() and int(number)
             else ""
         )
-    return _norm(weights, name, facts.eps)
+    return _norm(weights, name, eps)
 
 
 def _in(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _memory_norm(weights: Weights, block: str, facts: _Facts) -> Norm:
+def _memory_norm(weights: Weights, block: str, eps: float) -> Norm:
     """The norm that closed the encoder, where the checkpoint holds one beside the decoder (nn.Transformer)."""
-    return _norm(weights, re.sub(r"decoder\.layers\.\d+$", "encoder.norm", block), facts.eps)
+    return _norm(weights, re.sub(r"decoder\.layers\.\d+$", "encoder.norm", block), eps)
 
 
 def _norm(weights: Weights, name: str, eps: float) -> Norm:
     return norm(weights, name, "layer", eps) if f"{name}.weight" in weights.names() else Norm()
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The norms that queries and keys read."""
+
+    kind: Kind
+    norm: Norm = field(default_factory=Norm)
+    memory_norm: Norm | None = None
+    unknown: str | None = None  # why these are not known
+
+
+def _norms_in_front(weights: ModuleWeights, path: str, module: nn.MultiheadAttention) -> Placed:
+    """Of an attention module that is the model itself, its input is all there is."""
+    kind: Kind = "cross" if module.kdim != module.embed_dim else "self"
+    if not path:
+        return Placed(kind)
+    block_path, _, role = path.rpartition(".")
+    block: Any = weights.submodule(block_path)
+    if not _runs_as(block, BLOCKS) or role not in ROLES:
+        return Placed(kind, unknown=f"its block, {type(block).__name__}, may apply its norms anywhere")
+    cross = role == "multihead_attn"
+    memory = _norm_of_memory(weights, block_path) if cross else None
+    if block.norm_first or cross:
+        queries = _norm_at(
+            weights, f"{block_path}." if block_path else "", "norm2" if cross and block.norm_first else "norm1"
+        )
+    else:
+        queries = _norm_of_stream(weights, block_path)
+    unknown = next((x for x in (queries, memory) if isinstance(x, str)), None)
+    return Placed(
+        "cross" if cross else "self",
+        Norm() if isinstance(queries, str) else queries,
+        Norm() if isinstance(memory, str) else memory,
+        unknown,
+    )
+
+
+def _runs_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a module runs as one of these classes is written: a subclass may run otherwise."""
+    steps = ("forward", "_sa_block", "_mha_block")
+    return any(
+        isinstance(module, kind)
+        and all(getattr(type(module), step, None) is getattr(kind, step, None) for step in steps)
+        for kind in kinds
+    )
+
+
+def _norm_of_stream(weights: ModuleWeights, path: str) -> Norm | str:
+    """The norm that made the input of a layer, or why that is not known: the last one of the layer before."""
+    if not path:
+        return Norm()
+    stack_path, _, number = path.rpartition(".")
+    stack = weights.submodule(stack_path)
+    owner_path = stack_path if type(stack) is nn.Sequential else stack_path.rpartition(".")[0]
+    owner = weights.submodule(owner_path)
+    if stack is not owner and not (_runs_as(owner, STACKS) and stack is owner.layers):
+        return OUTSIDE
+    if not number.isdigit():
+        return OUTSIDE
+    if int(number):
+        return _norm_after(weights, f"{stack_path}.{int(number) - 1}" if stack_path else str(int(number) - 1))
+    root = weights.module
+    alone = not owner_path or (_runs_as(root, (nn.Transformer,)) and owner_path in ("encoder", "decoder"))
+    return Norm() if alone else OUTSIDE
+
+
+def _norm_after(weights: ModuleWeights, path: str) -> Norm | str:
+    """The norm at the end of a layer."""
+    block: Any = weights.submodule(path)
+    if not _runs_as(block, BLOCKS):
+        return f"the layer before it, {type(block).__name__}, may apply its norms anywhere"
+    if block.norm_first:
+        return Norm()
+    return _norm_at(weights, f"{path}.", "norm3" if isinstance(block, nn.TransformerDecoderLayer) else "norm2")
+
+
+def _norm_of_memory(weights: ModuleWeights, block_path: str) -> Norm | str:
+    """The norm of the stream that a decoder layer takes its keys from: the one that closed the encoder of the same
+    nn.Transformer.
+    """
+    stack, _, _ = block_path.rpartition(".")
+    owner = stack.rpartition(".")[0]
+    if not block_path or (not owner and _runs_as(weights.module, STACKS)):
+        return Norm()
+    whole_path = owner.rpartition(".")[0]
+    whole: Any = weights.submodule(whole_path)
+    if not _runs_as(whole, (nn.Transformer,)) or not _runs_as(whole.encoder, STACKS):
+        return OUTSIDE.replace("it reads", "its keys read")
+    prefix = f"{whole_path}.encoder" if whole_path else "encoder"
+    if whole.encoder.norm is not None:
+        return _norm_at(weights, f"{prefix}.", "norm")
+    return _norm_after(weights, f"{prefix}.layers.{len(whole.encoder.layers) - 1}")
+
+
+def _norm_at(weights: ModuleWeights, prefix: str, name: str) -> Norm | str:
+    """The norm of this name, or why it is none that can be read."""
+    module: Any = getattr(weights.submodule(prefix.removesuffix(".")), name)
+    if isinstance(module, nn.Identity):
+        return Norm()
+    if type(module) not in (nn.LayerNorm, nn.RMSNorm) or len(module.normalized_shape) != 1:
+        return f"the norm that it reads is a {type(module).__name__}"
+    eps = module.eps
+    if eps is None:  # as nn.RMSNorm computes
+        eps = torch.finfo(module.weight.dtype if module.weight is not None else torch.float32).eps
+    kind = "layer" if type(module) is nn.LayerNorm else "rms"
+    return norm(weights, f"{prefix}{name}", kind, eps, affine=False)
 
 
 def unobservable(module: nn.Module) -> str | None:

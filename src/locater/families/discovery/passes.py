@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from locater.errors import LocaterError, first_line
 from locater.families.discovery.calls import FUSED, SOFTMAX, Call, attention_calls
@@ -163,12 +164,14 @@ def _once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torc
 
 
 def _arguments(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs in float64, without a cache of keys and values."""
-    inputs = {
-        name: x.detach().to("cpu", torch.float64) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in example.items()
-    }
-    inputs = {name: x.detach().cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    """Inputs in float64, also those inside of lists and mappings, without a cache of keys and values."""
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype, copy=True)
+
+    inputs: dict[str, Any] = tree_map(own, dict(example))
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs.setdefault("use_cache", False)
     return inputs

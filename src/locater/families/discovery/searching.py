@@ -119,20 +119,32 @@ def _remembered(weights: ModuleWeights, example: Mapping[str, Any] | None) -> Se
     model, key, facts = weights.module, signature(example), facts_of(weights.module)
     result = _MEMORY.get(model, key, facts)
     if result is None:
-        try:
-            copied = Copy(model, example)
-            with process_state_kept():
-                result = _searched(copied, weights)
-            _MEMORY.put(model, key, facts, result, copied.volatile)
-        except NoInputsError as error:
-            result = NoInputsError(str(error))  # without its traceback, which would keep the model alive
-            _MEMORY.put(model, key, facts, result)
-    if isinstance(result, LocaterError):
+        result, volatile = _search_or_failure(model, weights, example)
+        _MEMORY.put(model, key, facts, result, volatile)
+    if isinstance(result, NoInputsError):
         earlier = _MEMORY.with_any_example(model, facts)
-        if earlier is None:
-            raise NoInputsError(str(result))
-        return earlier
+        if earlier is not None:
+            return earlier
+    if isinstance(result, LocaterError):
+        raise type(result)(str(result))
     return result
+
+
+def _search_or_failure(
+    model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None
+) -> tuple[Search | LocaterError, frozenset[str]]:
+    """(what a search finds, or why its passes do not run, names of facts that these change). The error is without its
+    traceback, which would keep the model alive.
+    """
+    try:
+        copied = Copy(model, example)
+    except NoInputsError as error:
+        return NoInputsError(str(error)), frozenset()
+    try:
+        with process_state_kept():
+            return _searched(copied, weights), copied.volatile
+    except LocaterError as error:
+        return LocaterError(str(error)), copied.volatile
 
 
 def search(model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
