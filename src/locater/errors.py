@@ -6,12 +6,12 @@ class LocaterError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the name of its class where the message is empty.
+    """The first line of an exception's message, cut where it is long, or the name of its class where it is empty.
 
     >>> first_line(ValueError("one\\ntwo")), first_line(KeyError())
     ('one', 'KeyError')
     """
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next((line[:400] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def printable(name: str) -> str:

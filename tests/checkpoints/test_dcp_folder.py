@@ -257,19 +257,54 @@ def test_overlapping_pieces(folder: Path) -> None:
     """Twice the same half: as many numbers as the tensor has, and half of it is missing."""
     import copy
 
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-    def overlap(content: Any) -> None:
-        entry = content.state_dict_metadata["model.layers.0.attention.wk.weight"]
-        half = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([8, 32]))
-        entry.chunks[:] = [half, copy.deepcopy(half)]
+    name = "model.layers.0.attention.wk.weight"
 
+    def overlap(content: Any, second: int = 4) -> None:
+        entry = content.state_dict_metadata[name]
+        first = next(index for index in content.storage_data if index.fqn == name)
+        info = content.storage_data[first]
+        info.length //= 2
+        entry.chunks[:] = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([8, 32])) for at in (0, second)]
+        content.storage_data[MetadataIndex(name, torch.Size([second, 0]))] = copy.copy(info)
+
+    before = (folder / ".metadata").read_bytes()
+    changed(folder, partial(overlap, second=0))
+    with pytest.raises(LocaterError, match=rf"two pieces of {name} begin at \[0, 0\]"):
+        DcpWeights(folder)
+    (folder / ".metadata").write_bytes(before)
     changed(folder, overlap)
     weights = DcpWeights(folder)
     piece = torch.zeros(8, 32, dtype=torch.float64)
     weights._piece = lambda *_: piece  # type: ignore[method-assign]  # both halves can be read
     with pytest.raises(LocaterError, match=r"pieces of layers.0.attention.wk.weight overlap, and others are missing"):
         weights.read("layers.0.attention.wk.weight")
+
+
+def test_pieces_that_are_the_same_bytes(folder: Path, refused: Callable[[Path], str]) -> None:
+    """Every piece names the largest one's bytes: a small file would be read as a large model."""
+
+    def change(content: Any) -> None:
+        tensors = [info for index, info in content.storage_data.items() if index.offset is not None]
+        largest = max(tensors, key=lambda info: info.length)
+        for info in tensors:
+            info.relative_path, info.offset, info.length = largest.relative_path, largest.offset, largest.length
+
+    assert "__0_0.distcp: pieces overlap" in refused(changed(folder, change))
+
+
+def test_attributes_of_functions_and_classes_are_not_set(tmp_path: Path) -> None:
+    """They would stay, and count when the next file is read."""
+    import locater.checkpoints.dcp_metadata as module
+
+    (tmp_path / "__0_0.distcp").touch()
+    for name, state in ((b"ctorch.serialization\n_get_layout\n", b"}K\x01K\x02s"), (b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"N}\x8c\x01xK\x02s\x86")):  # fmt: skip
+        (tmp_path / ".metadata").write_bytes(b"\x80\x04" + name + state + b"b.")
+        with pytest.raises(LocaterError, match=r"not the index of a checkpoint \(attributes of a"):
+            DcpWeights(tmp_path)
+    assert not vars(module._text)
+    assert not hasattr(module.Metadata, "x")
 
 
 def test_no_model_or_several(tmp_path: Path, refused: Callable[[Path], str]) -> None:

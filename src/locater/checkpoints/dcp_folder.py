@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from locater.checkpoints.dcp_metadata import DAMAGED, NAME, Piece, StoredTensor, read_metadata
-from locater.checkpoints.pickle_file import records_in
+from locater.checkpoints.pickle_file import check_archive, records_in
 from locater.checkpoints.weights import DictWeights, Rows
 from locater.errors import LocaterError, first_line
 from locater.files import is_there, regular_file
@@ -36,8 +36,10 @@ class DcpWeights:
         self.where, self._folder = str(folder), folder
         self._tensors = _of_model(read_metadata(folder), self.where)
         ends: dict[str, int] = {}  # of the pieces in each file
+        taken: dict[str, int] = {}  # bytes of each file by pieces with numbers in them
         for piece in (piece for tensor in self._tensors.values() for piece in tensor.pieces):
             ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.length)
+            taken[piece.file] = taken.get(piece.file, 0) + piece.length * all(piece.sizes)
         files = ends.keys()
         missing = sorted(file for file in files if not is_there(folder / file))
         if missing:
@@ -46,8 +48,11 @@ class DcpWeights:
                 "are missing): copy the whole folder, with what every rank has written"
             )
         for file, end in ends.items():
-            if regular_file(folder / file) < end:
+            size = regular_file(folder / file)
+            if size < end:
                 raise LocaterError(f"{folder / file}: has fewer than the {end:,} bytes that {NAME} names: {DAMAGED}")
+            if size < taken[file]:  # the same bytes for many tensors: a small file would become a large model
+                raise LocaterError(f"{folder / file}: pieces overlap, {taken[file]:,} of {size:,} bytes: {DAMAGED}")
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -98,6 +103,7 @@ def _loaded(data: io.BytesIO, where: str) -> Tensor:
         with zipfile.ZipFile(data) as archive:
             records_in(data, archive, where)
             sizes = [record.file_size for record in archive.infolist() if "/data/" in record.filename]
+        check_archive(data, data.getbuffer().nbytes, where)
         data.seek(0)
         values = torch.load(data, map_location="cpu", weights_only=True)
     except LocaterError:

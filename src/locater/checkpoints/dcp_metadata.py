@@ -2,11 +2,14 @@
 them are stored.
 
 It is a pickle, and loading a pickle can run any code. Here it is loaded with an unpickler that knows the dozen names
-that such a file needs, and replaces them by plain records: no class or function of another package is called.
+that such a file needs, and replaces them by plain records: no class or function of another package is called. What a
+few bytes can make endless (text joined to itself, tuples of tuples as keys, lists that stand in many places) is
+bounded, so that time and memory are in proportion to the file.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import reprlib
 from collections.abc import Callable, Mapping
@@ -22,6 +25,10 @@ from locater.files import regular_file
 
 NAME = ".metadata"
 DAMAGED = "the checkpoint is damaged or was cut off while it was written: save it again"
+AXES = 64  # of a tensor; PyTorch has no more
+LONGEST = 1000  # characters of a name
+DEEPEST = 64  # keys that lead to a tensor
+CHUNK_BYTES = 8  # that a piece takes in the index, at the least
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class Record:
     """In place of a class of PyTorch: attributes, and nothing else."""
 
     def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict) and len(state) > DEEPEST:
+            raise pickle.UnpicklingError(f"a record of {len(state):,} entries")
         vars(self).update(state if isinstance(state, dict) else {"state": state})
 
 
@@ -62,7 +71,16 @@ class OtherEntry(Record): ...
 
 
 def _text(*parts: str) -> str:
-    return "/".join(parts)  # of text alone: a list of lists of lists can be short here and endless as text
+    text = "/".join(parts)  # of text alone: a list of lists of lists can be short here and endless as text
+    if len(text) > LONGEST:  # text joined to itself doubles
+        raise pickle.UnpicklingError(f"a path of {len(text):,} characters")
+    return text
+
+
+def _size(numbers: Any = ()) -> tuple[Any, ...]:
+    if not isinstance(numbers, tuple | list) or len(numbers) > AXES:
+        raise pickle.UnpicklingError("a size that is not one")
+    return tuple(numbers)
 
 
 def _record(*_: Any) -> Record:
@@ -87,7 +105,7 @@ KNOWN: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "torch.distributed.checkpoint.metadata": _METADATA,
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": Record, "MEM_FORMAT_ENCODING": _record},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo": Record},
-    "torch": {"Size": tuple},
+    "torch": {"Size": _size},
     "torch.serialization": {"_get_layout": _text},
     "pathlib": dict.fromkeys(("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"), _text),
     "collections": {"OrderedDict": _no_items},
@@ -128,6 +146,24 @@ class _Unpickler(pickle._Unpickler):
     def _load_set(self) -> None:
         raise pickle.UnpicklingError("a set, which such a file does not have")
 
+    def _load_call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(arguments, tuple) or len(arguments) > DEEPEST:
+            raise pickle.UnpicklingError("a call that such a file does not have")
+        self.append(function(*arguments))
+
+    def _load_build(self) -> None:
+        """Attributes are for records alone: those of a function or a class would stay when the next file is read."""
+        state, record = self.stack.pop(), self.stack[-1]
+        if not isinstance(record, Record):
+            raise pickle.UnpicklingError(f"attributes of a {type(record).__name__}")
+        Record.__setstate__(record, state)
+
+    def _load_other(self) -> None:
+        raise pickle.UnpicklingError("a call that such a file does not have")
+
+    dispatch |= {pickle.REDUCE[0]: _load_call, pickle.NEWOBJ[0]: _load_call, pickle.BUILD[0]: _load_build}
+    dispatch |= dict.fromkeys((pickle.NEWOBJ_EX[0], pickle.INST[0], pickle.OBJ[0]), _load_other)
     dispatch |= {pickle.SETITEM[0]: _load_item, pickle.SETITEMS[0]: _load_items, pickle.DICT[0]: _load_dict}
     dispatch |= dict.fromkeys((pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0]), _load_set)
 
@@ -143,10 +179,10 @@ class _Unpickler(pickle._Unpickler):
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor that a checkpoint holds, by its full name; refused where the file is not what PyTorch writes."""
     path = folder / NAME
-    regular_file(path)
+    size = regular_file(path)
     try:
-        with path.open("rb") as file:
-            content = _Unpickler(file).load()
+        # not from the file: a damaged length would ask for gigabytes that are not there
+        content = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except _RefusedNameError as name:
         raise LocaterError(
             f"{path}: names {str(name)!r}, which the index of a checkpoint does not need: refused, since opening it "
@@ -155,37 +191,42 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     except Exception as error:  # on bytes that are no pickle the unpickler can raise anything
         raise LocaterError(f"{path}: not the index of a checkpoint ({first_line(error)}): {DAMAGED}") from None
     try:
-        return _tensors(path, content)
+        return _tensors(path, content, size // CHUNK_BYTES)
     except (AttributeError, TypeError, ValueError) as error:
         raise LocaterError(f"{path}: not the index of a checkpoint ({first_line(error)}): {DAMAGED}") from None
 
 
-def _tensors(path: Path, content: Any) -> dict[str, StoredTensor]:
+def _tensors(path: Path, content: Any, most: int) -> dict[str, StoredTensor]:
     if not isinstance(content, Metadata):
         raise LocaterError(f"{path}: holds a {type(content).__name__}, not the index of a checkpoint")
     stored: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in content.storage_data.items():  # type: ignore[attr-defined]
         if getattr(index, "offset", None) is not None:  # other states, such as counters, have none
-            stored[index.fqn, _whole_numbers(index.offset)] = info
+            stored[_name(index.fqn), _whole_numbers(index.offset)] = info
     paths = getattr(content, "planner_data", None) or {}
-    tensors = {}
+    tensors, pieces = {}, 0
     for name, entry in content.state_dict_metadata.items():  # type: ignore[attr-defined]
         if isinstance(entry, TensorEntry):
             if not isinstance(name, str) or not name.isprintable():
                 raise LocaterError(f"{path}: {_short(name)} is not the name of a tensor: {DAMAGED}")
-            keys = tuple(_key(key) for key in paths.get(name, (name,)))
+            keys = _keys(paths.get(_name(name), (name,)))
             if not all(key.isprintable() for key in keys):
                 raise LocaterError(f"{path}: {name!r:.80} is not the name of a tensor: {DAMAGED}")
+            pieces += len(entry.chunks)  # type: ignore[attr-defined]
+            if pieces > most:  # one list of pieces in the place of many
+                raise LocaterError(f"{path}: names {pieces:,} pieces in {path.stat().st_size:,} bytes: {DAMAGED}")
             tensors[name] = _tensor(path, name, keys, entry, stored)
     return tensors
 
 
 def _tensor(path: Path, name: str, keys: tuple[str, ...], entry: Any, stored: Mapping[Any, Any]) -> StoredTensor:
     properties = entry.properties
-    dtype = getattr(properties, "dtype", None) or properties.state[0]
+    state = getattr(properties, "state", None)
+    dtype = getattr(properties, "dtype", None) or (state[0] if isinstance(state, tuple) and state else None)
     if not isinstance(dtype, torch.dtype):
         raise LocaterError(f"{path}: {name} has no dtype: {DAMAGED}")
     shape, pieces = _whole_numbers(entry.size), []
+    begins: set[tuple[int, ...]] = set()
     for chunk in entry.chunks:
         offsets, sizes = _whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes)
         info = stored.get((name, offsets))
@@ -196,6 +237,9 @@ def _tensor(path: Path, name: str, keys: tuple[str, ...], entry: Any, stored: Ma
         inside = len(offsets) == len(sizes) == len(shape)
         if not inside or any(a + n > size for a, n, size in zip(offsets, sizes, shape, strict=True)):
             raise LocaterError(f"{path}: a piece of {name} is not inside of it: {DAMAGED}")
+        if prod(sizes) and offsets in begins:
+            raise LocaterError(f"{path}: two pieces of {name} begin at {list(offsets)}: {DAMAGED}")
+        begins.add(offsets)
         start, length = _whole_numbers((info.offset, info.length))
         if prod(sizes) * dtype.itemsize > length:
             raise LocaterError(f"{path}: a piece of {name} is larger than the bytes that hold it: {DAMAGED}")
@@ -206,17 +250,26 @@ def _tensor(path: Path, name: str, keys: tuple[str, ...], entry: Any, stored: Ma
 
 
 def _whole_numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list) or len(values) > AXES:
+        raise ValueError(f"{_short(values)} are not sizes")
     numbers = tuple(values)
     if not all(type(x) is int and 0 <= x < 1 << 62 for x in numbers):
         raise ValueError(f"{_short(numbers)} are not sizes")
     return numbers
 
 
-def _key(key: Any) -> str:
-    """A key of the state that was saved: a name, or a place in a list."""
-    if not isinstance(key, str | int):
-        raise ValueError(f"{_short(key)} is not a key")
-    return str(key)
+def _keys(keys: Any) -> tuple[str, ...]:
+    """The keys of the state that was saved: each a name, or a place in a list."""
+    if not isinstance(keys, tuple | list) or not 0 < len(keys) <= DEEPEST:
+        raise ValueError(f"{_short(keys)} is not a path of keys")
+    return tuple(str(key) if type(key) is int else _name(key) for key in keys)
+
+
+def _name(name: Any) -> str:
+    """A name. What else may stand there (tuples of tuples) must not be hashed."""
+    if not isinstance(name, str) or len(name) > LONGEST:
+        raise ValueError(f"{_short(name)} is not a name")
+    return name
 
 
 def _short(value: Any) -> str:
@@ -226,6 +279,12 @@ def _short(value: Any) -> str:
 
 def _file_name(path: Path, name: Any) -> str:
     """The name of a file in the folder of the checkpoint, and nowhere else."""
-    if not isinstance(name, str) or PurePosixPath(name).name != name or "\\" in name or "\0" in name:
+    if (
+        not isinstance(name, str)
+        or len(name) > LONGEST
+        or PurePosixPath(name).name != name
+        or "\\" in name
+        or "\0" in name
+    ):
         raise LocaterError(f"{path}: names the file {_short(name)}, which is not in its folder: refused")
     return name

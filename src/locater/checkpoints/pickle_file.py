@@ -6,6 +6,8 @@ compressed, no record twice, no overlapping records.
 
 from __future__ import annotations
 
+import io
+import mmap
 import pickle
 import struct
 import zipfile
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.checkpoints.pickle_walk import check_legacy_pickles, check_pickle
 from locater.checkpoints.weights import DictWeights, has_dense_data, joined
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
@@ -34,11 +37,11 @@ def open_pickles(files: Sequence[Path], where: str, file_of: Mapping[str, Path] 
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
-        records = archive_records(path)
-        # the format before zip archives cannot be mapped
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=records is not None)
+        content, records = load_pickle(path, mapped=True)
     except LocaterError:
         raise
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
     except pickle.UnpicklingError as error:
         with path.open("rb") as file:
             if file.read(1) not in (b"P", b"\x80"):  # neither an archive nor a pickle
@@ -56,12 +59,40 @@ def _load(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def load_pickle(
+    path: Path, mapped: bool = False, device: torch.device | str = "cpu"
+) -> tuple[Any, dict[int, int] | None]:
+    """What `torch.load` reads after a walk over its pickle, and the records of the archive, None where it is none.
+
+    It raises whatever PyTorch does. `mapped` maps an archive; the format before archives cannot be mapped.
+    """
+    records, size = archive_records(path), regular_file(path)
+    if records is not None:
+        check_archive(path, size, str(path))
+    elif size:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            check_legacy_pickles(content, size, str(path))
+    return torch.load(path, map_location=device, weights_only=True, mmap=mapped and records is not None), records
+
+
+def check_archive(file: Path | io.BytesIO, room: int, where: str) -> None:
+    """Walk over the pickle in an archive, as PyTorch's own reader finds it."""
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    reader = torch._C.PyTorchFileReader(str(file) if isinstance(file, Path) else file)
+    check_pickle(io.BytesIO(reader.get_record("data.pkl")), room, where)
+
+
 def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
         raise LocaterError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors")
-    named = [(str(name), value) for name, value in content.items() if isinstance(value, Tensor)]
+    named = [(name, value) for name, value in content.items() if isinstance(value, Tensor)]
+    other = next((type(name).__name__ for name, _ in named if not isinstance(name, str | int)), None)
+    if other is not None:
+        raise LocaterError(f"{path}: one of its tensors has a {other} for a name: save it under a text")
+    named = [(str(name), value) for name, value in named]
     tensors = dict(named)
     if len(tensors) < len(named):
         raise LocaterError(f"{path}: two of its tensors have one name, once as a text and once as a number: rename one")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.checkpoints.pickle_file import archive_records
+from locater.checkpoints.pickle_file import load_pickle
 from locater.checkpoints.weights import has_dense_data
 from locater.errors import LocaterError, first_line
 from locater.families import Tokens
@@ -85,8 +85,7 @@ class Statistics:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         try:
-            archive_records(Path(path))
-            data = torch.load(path, map_location="cpu", weights_only=True)
+            data, _ = load_pickle(Path(path))
             if data["schema"] != SCHEMA:
                 raise ValueError(f"schema {data['schema']}, not {SCHEMA}")
             inputs = [Input(**x) for x in data["inputs"]]

@@ -20,6 +20,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor, nn
 
+from locater.checkpoints.pickle_file import load_pickle
 from locater.checkpoints.safetensors_file import DTYPES
 from locater.data.tokenizer import CONFIG, FILE
 from locater.errors import LocaterError, first_line
@@ -98,8 +99,10 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
     """The state to resume from. Refused where a file of the checkpoint is not as it was written."""
     _check_sums(path)
     try:
-        state: dict[str, Any] = torch.load(path / STATE, map_location=device, weights_only=True)
-        return state
+        state, _ = load_pickle(path / STATE, device=device)
+        return dict(state)
+    except LocaterError:
+        raise
     except Exception as error:  # a damaged file makes the unpickler raise anything at all
         raise LocaterError(f"{path}: cannot be read ({first_line(error)}): {_way_out(path)}") from None
 
