@@ -13,7 +13,18 @@ from locater.version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
     from locater import attention, control, explain, families, integrations, kernels, measures, testing, theory, train
-    from locater.control import LocAteR
+    from locater.control import (
+        EntropyPenalty,
+        LocAteR,
+        LogitSoftcap,
+        Mimetic,
+        QKClip,
+        QKNorm,
+        SigmaReparam,
+        Surgery,
+        SwapMechanism,
+        Temperature,
+    )
     from locater.families import AttentionLayer, Block, Discovered, Family, attention_layers, discover, register
     from locater.monitor import Monitor
     from locater.observing import Observation, attention_pattern, observe, statistics
@@ -36,18 +47,27 @@ __all__ = [
     "Comparison",
     "ComparisonSeries",
     "Discovered",
+    "EntropyPenalty",
     "Explanations",
     "Family",
     "Fleet",
     "HeadRow",
     "LocAteR",
     "LocaterError",
+    "LogitSoftcap",
+    "Mimetic",
     "Moments",
     "Monitor",
     "Observation",
     "Probe",
+    "QKClip",
+    "QKNorm",
     "Scan",
+    "SigmaReparam",
     "Statistics",
+    "Surgery",
+    "SwapMechanism",
+    "Temperature",
     "__version__",
     "attention",
     "attention_layers",
@@ -85,7 +105,18 @@ _MODULES = (
     "train",
 )
 _NAMES = {  # module: what it gives to the package
-    "control": ("LocAteR",),
+    "control": (
+        "EntropyPenalty",
+        "LocAteR",
+        "LogitSoftcap",
+        "Mimetic",
+        "QKClip",
+        "QKNorm",
+        "SigmaReparam",
+        "Surgery",
+        "SwapMechanism",
+        "Temperature",
+    ),
     "families": ("AttentionLayer", "Block", "Discovered", "Family", "attention_layers", "discover", "register"),
     "monitor": ("Monitor",),
     "observing": ("Observation", "attention_pattern", "observe", "statistics"),

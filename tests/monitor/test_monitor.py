@@ -16,11 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import locater
 from locater import LocaterError
 from locater.attention.call import Call
 from locater.families import attention_layers, effective, fold_graph, folded
+from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.monitor import Monitor, head_table
+from locater.monitor.advice import controls_that_fit, warning_line
 from locater.observing import observe, tally
 from locater.tracking.loggers import read_run
 from tests.control.test_distributed import batch, shard
@@ -645,8 +648,70 @@ def test_one_warning_per_head_and_reason(tmp_path: Path, caplog: pytest.LogCaptu
     assert len(warnings) == len({w["flag"] for w in warnings})  # three steps, each reason once
     explode = next(w for w in warnings if w["flag"] == "exploding")
     assert explode["value"] > 200
-    assert "model.layers.1.self_attn head 1: exploding (max_logit" in caplog.text
+    assert explode["message"].startswith("step 1: model.layers.1.self_attn head 1: exploding (max_logit")
+    assert re.search(r"step 1: exploding \(max_logit \d+\.?\d*\) at 1\.1: logits beyond 200", caplog.text)
     assert next(w for w in warnings if w["flag"] == "max_logit>50")["threshold"] == 50
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "locater"]
+
+
+def test_a_line_for_each_step_and_reason_and_the_advice_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, path = llama(), tmp_path / "run.jsonl"
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 40
+    monitor = Monitor(path, every=1, warn_on="spread>5, max_logit>1e9").attach(model)
+    train(model, monitor, 2)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight *= 1e10
+    train(model, monitor, 1)
+    monitor.detach()
+    written = read_run(path).warnings
+    heads = [(w["layer"], w["head"]) for w in written if w["flag"] == "spread>5"]
+    assert len(heads) == 8
+    assert all(w["message"].startswith(f"step 1: model.layers.{w['layer']}.self_attn head ") for w in written[:8])
+    said = messages(caplog)
+    highest = max(w["value"] for w in written[:8])
+    assert said[0] == (
+        f"step 1: logit spread up to {highest:.2g} exceeds 5 at 0.0, 0.1, 0.2, 0.3, 1.0, 1.1, 1.2, 1.3: "
+        "attention is close to one-hot"
+    )
+    controls = "locater.QKClip(), locater.QKNorm() or locater.LocAteR()"
+    assert said[1] == f"step 1: lower the learning rate, or attach {controls}; the log is {path} (locater watch {path})"
+    assert said[2].startswith("step 3: largest logit up to ")  # and not the advice again
+    assert len(said) == 3
+
+
+def test_many_heads_are_counted_in_a_line() -> None:
+    (condition,) = parse_conditions("entropy<1", {"entropy"}, [])
+    records = [{"layer": 7, "head": head, "value": 0.1 * head} for head in range(40)]
+    line = warning_line(3, condition, records)
+    assert line.startswith("step 3: entropy down to 0 is below 1 at 7.0, 7.1, ")
+    assert "7.11 and 28 more: attention is close to one-hot" in line
+
+
+def test_advice_names_only_what_can_be_attached(tmp_path: Path) -> None:
+    """By names that work: what is advised is attached as it stands there."""
+    peft = pytest.importorskip("peft")
+    normed = make("Qwen3", **GROUPED)
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"]))
+    block = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    plain = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    expected = {
+        llama(): ["QKClip()", "QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
+        normed: ["QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
+        adapted: ["QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
+        plain: ["QKClip()", "LocAteR()"],
+        plain_gpt(): ["QKClip()", "LocAteR()"],
+    }
+    for model, controls in expected.items():
+        assert controls_that_fit(model, OF_FLAGS["locked"]) == controls
+        for call in controls:
+            control = eval(f"locater.{call}", {"locater": locater})
+            control.attach(model)
+            control.detach()
 
 
 def test_the_state_has_the_step_and_what_was_warned_of(tmp_path: Path) -> None:

@@ -434,7 +434,8 @@ def test_every_quantity_says_what_crossing_it_means(column: str) -> None:
         text = explain(condition, 5.265)
         quantity = QUANTITIES[column]
         assert text.startswith(f"{quantity.label} 5.3 {verb} 5: ")
-        assert text.endswith("; ".join(quantity.above if ">" in sign else quantity.below))
+        meaning, remedy = quantity.above if ">" in sign else quantity.below
+        assert text.endswith(f": {meaning}; {remedy.words()}")
     (condition,) = parse_conditions(f"{column}>5", {column}, [])
     assert f"{QUANTITIES[column].label} 5.0004 exceeds 5: " in explain(condition, 5.0004)
 
@@ -447,7 +448,8 @@ def test_a_warning_says_what_it_means_and_what_to_do(tmp_path: Path, caplog: pyt
         attached(model, tmp_path, tmp_path / "run.jsonl", spectrum=True, warn_on="spread>5")
     first = read_run(tmp_path / "run.jsonl").warnings[0]
     assert first["flag"] == "spread>5"
+    said = f"logit spread {first['value']:.2g} exceeds 5: attention is close to one-hot"
     assert (
-        f"head 0: logit spread {first['value']:.2g} exceeds 5: attention is close to one-hot; lower the rate or attach QKClip"
-        in caplog.text
+        f"head 0: {said}; lower the learning rate, or attach locater.QKClip() or locater.LocAteR()" in first["message"]
     )
+    assert "step 1: logit spread up to" in caplog.text

@@ -25,8 +25,8 @@ Layers = Sequence[int] | None
 class Control:
     """A change to a model, or to its training, that can be taken off again.
 
-    A subclass does its work in `_attach` and `_detach`, adds to the loss in `loss`, and acts after an optimizer step in
-    `after_step`. Each of these does nothing by default.
+    A subclass refuses models in `_check`, does its work in `_attach` and `_detach`, adds to the loss in `loss`, and
+    acts after an optimizer step in `after_step`. Each of these does nothing by default.
 
     What a control needs, learns and saves is stated on its class, for the trainers that run it:
 
@@ -53,6 +53,14 @@ class Control:
         self._attach(model)
         self.model = model
         return self
+
+    def can_attach(self, model: nn.Module) -> bool:
+        """Whether `attach` would take the model as it is. Nothing is changed."""
+        try:
+            self._check(model)
+        except Exception:  # whatever reading the weights of a model from elsewhere does
+            return False
+        return self.model is None
 
     def detach(self) -> None:
         """End, and take everything off. May be called twice."""
@@ -105,8 +113,11 @@ class Control:
             raise LocaterError(f"{type(self).__name__} is not attached: control.attach(model) comes first")
         return self.model
 
+    def _check(self, model: nn.Module) -> Any:
+        """Raise where the control is not for this model, and change nothing; what is returned is for `_attach`."""
+
     def _attach(self, model: nn.Module) -> None:
-        """Subclasses begin here; raise before anything is changed."""
+        """Subclasses begin here, by `_check`; raise before anything is changed."""
 
     def _detach(self, model: nn.Module) -> None:
         """Subclasses take off what they put on."""
@@ -121,6 +132,11 @@ class Controls(Control):
 
     def __init__(self, controls: Iterable[Control]) -> None:
         self.controls = list(controls)
+
+    def _check(self, model: nn.Module) -> None:
+        """Each on the model as it is: not on one that those before it have changed."""
+        for control in self.controls:
+            control._check(model)
 
     def _attach(self, model: nn.Module) -> None:
         done: list[Control] = []

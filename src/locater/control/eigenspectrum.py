@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, chosen_layers, device_of
-from locater.control.model_maps import ModelMaps
+from locater.control.model_maps import FOLDS, ModelMaps
 from locater.errors import LocaterError
-from locater.families import attention_layers
+from locater.families import AttentionLayer, attention_layers
 from locater.families.folded import Maps
 
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
@@ -103,7 +103,8 @@ class LocAteR(Control):
         self.part, self.limit, self.layers, self.schedule = part, limit, layers, schedule
         self.step = 0
 
-    def _attach(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> dict[int, AttentionLayer]:
+        """The self-attention layers that are penalised, by their numbers."""
         every = attention_layers(model)
         layers = chosen_layers(every, self.layers, type(model).__name__)
         if not any(part.weight().requires_grad for layer in layers for part in (layer.query, layer.key)):
@@ -112,6 +113,13 @@ class LocAteR(Control):
             )
         numbers = range(len(every)) if self.layers is None else self.layers
         of_self = {number: every[number] for number in numbers if every[number].kind == "self"}
+        if self.form == "stored":
+            for layer in of_self.values():
+                FOLDS["stored"](layer)
+        return of_self
+
+    def _attach(self, model: nn.Module) -> None:
+        of_self = self._check(model)
         self.step = 0
         self._set_strength()
         self._maps = ModelMaps(model, of_self, self.form)  # last: the measured form begins to listen

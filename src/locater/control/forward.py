@@ -187,9 +187,12 @@ class ForwardControl(Control, Generic[Change]):
         """The change for one layer; raises where the layer cannot have it."""
         raise NotImplementedError
 
-    def _attach(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> list[tuple[nn.Module, Change]]:
         layers = controlled_layers(model, self.layers, type(self).__name__)
-        new = [(layer.module, self._change(layer)) for layer in layers]
+        return [(layer.module, self._change(layer)) for layer in layers]
+
+    def _attach(self, model: nn.Module) -> None:
+        new = self._check(model)
         interface.install()
         self._changes = new
         for module, change in new:

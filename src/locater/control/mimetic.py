@@ -46,13 +46,16 @@ class Mimetic(Control):
             raise LocaterError(f"target={target!r}: a number")
         self.target, self.layers = target, layers
 
-    def _attach(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> list[tuple[AttentionLayer, Tensor]]:
+        """Layers and their new keys, all of them before any is written."""
         layers = self_layers(model, self.layers)
         with torch.no_grad():
             for layer in layers:
                 check_writable(model, layer.name, _stored(layer.key, layer.name))
-            keys = [self._key(layer) for layer in layers]  # all of them before any is written
-        for layer, weight in zip(layers, keys, strict=True):
+            return [(layer, self._key(layer)) for layer in layers]
+
+    def _attach(self, model: nn.Module) -> None:
+        for layer, weight in self._check(model):
             rewrite(model, layer.name, partial(_stored, layer.key, layer.name), weight)
 
     def _key(self, layer: AttentionLayer) -> Tensor:

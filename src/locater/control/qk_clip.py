@@ -59,13 +59,16 @@ class QKClip(Control):
         self.limit, self.alpha, self.every = limit, alpha, every
         self.clipped = self.step = 0
 
-    def _attach(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> Observation:
         for layer in attention_layers(model):
             _refuse(layer)
             for part in (_query, _key):
                 check_writable(model, layer.name, part(layer))
+        return Observation(model, StatisticsOptions(0), every=0)
+
+    def _attach(self, model: nn.Module) -> None:
+        self.observation = self._check(model)
         self.clipped = self.step = 0
-        self.observation = Observation(model, StatisticsOptions(0), every=0)
         self.observation.__enter__()
         self.observation.switch.on = True
 

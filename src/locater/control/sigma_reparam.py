@@ -57,7 +57,7 @@ class SigmaReparam(Control):
             raise LocaterError(f"only={only!r}: choose linear or query-key")
         self.layers, self.gamma, self.only = layers, gamma, only
 
-    def _attach(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> list[LiveTensor]:
         tensors = _tensors(model, self.layers, self.only)
         for tensor in tensors:
             if parametrize.is_parametrized(tensor.module, tensor.attribute):
@@ -70,6 +70,10 @@ class SigmaReparam(Control):
                     f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it is not for FSDP2 "
                     "and tensor parallelism"
                 )
+        return tensors
+
+    def _attach(self, model: nn.Module) -> None:
+        tensors = self._check(model)
         # with each tensor, the order of its module's parameters, which registering a parametrization changes
         self.tensors = [(tensor, list(tensor.module._parameters)) for tensor in tensors]
         self.parts: list[SpectralScale] = []

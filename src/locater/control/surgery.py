@@ -104,8 +104,11 @@ class Surgery(Control):
             raise LocaterError(f"layers={layers}: a list of numbers, such as [{layers}]")
         self.no_skip, self.no_mlp, self.no_norm, self.layers = no_skip, no_mlp, no_norm, layers
 
+    def _check(self, model: nn.Module) -> list[Cut]:
+        return self._cuts(model)
+
     def _attach(self, model: nn.Module) -> None:
-        cuts = self._cuts(model)
+        cuts = self._check(model)
         self._switch, self._undo = Switch(), list[Callable[[], None]]()
         try:
             for cut in cuts:

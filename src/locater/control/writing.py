@@ -36,34 +36,53 @@ def rewrite(model: nn.Module, name: str, read: Read, weight: Tensor | None = Non
 
 
 def check_writable(model: nn.Module, name: str, projection: Projection) -> None:
-    """Refuse a projection whose weight `rewrite` would refuse. The weight is written as it is."""
-    rewrite(model, name, lambda: projection, projection.weight().detach().clone())
+    """Refuse a projection whose weight `rewrite` would refuse. Nothing is written: written as it is, a weight that is a
+    selection of parameter entries would change none of them.
+    """
+    with _differentiable(_leaves(model)):
+        current = projection.weight()
+        for leaf, new in _placed(model, name, current, current.detach()):
+            if not torch.equal(new, leaf):
+                raise _refusal(name)
 
 
 def _write(model: nn.Module, name: str, read: Callable[[], Tensor], new: Tensor) -> None:
-    leaves = [leaf for leaf in model.parameters() if leaf.is_floating_point()]
-    with _differentiable(leaves):
+    with _differentiable(_leaves(model)):
         current = read()
         new = new.detach().to(current)
-        if not current.requires_grad:
-            raise LocaterError(
-                f"{name}: its query and key maps are made of no parameter of the model, so nothing can be written"
-            )
-        placed = torch.autograd.grad(current, leaves, new, allow_unused=True, retain_graph=True)
-        marked = torch.autograd.grad(current, leaves, torch.ones_like(current), allow_unused=True)
-    changed = [
-        (leaf, leaf.detach().clone(), values, mark)
-        for leaf, values, mark in zip(leaves, placed, marked, strict=True)
-        if values is not None
-    ]
+        changed = [(leaf, leaf.detach().clone(), after) for leaf, after in _placed(model, name, current, new)]
     with torch.no_grad():
-        for leaf, before, values, mark in changed:
-            leaf.copy_(torch.where(mark != 0, values.to(leaf.dtype), before))
+        for leaf, _, after in changed:
+            leaf.copy_(after)
         if torch.equal(read(), new):
             return
-        for leaf, before, _, _ in changed:
+        for leaf, before, _ in changed:
             leaf.copy_(before)
-    raise LocaterError(
+    raise _refusal(name)
+
+
+def _placed(model: nn.Module, name: str, current: Tensor, new: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters behind a map, each with what it would be if the map is to be `new`."""
+    if not current.requires_grad:
+        raise LocaterError(
+            f"{name}: its query and key maps are made of no parameter of the model, so nothing can be written"
+        )
+    leaves = _leaves(model)
+    placed = torch.autograd.grad(current, leaves, new, allow_unused=True, retain_graph=True)
+    marked = torch.autograd.grad(current, leaves, torch.ones_like(current), allow_unused=True)
+    return [
+        (leaf, torch.where(mark != 0, values.to(leaf.dtype), leaf.detach()))
+        for leaf, values, mark in zip(leaves, placed, marked, strict=True)
+        if values is not None and mark is not None
+    ]
+
+
+def _leaves(model: nn.Module) -> list[nn.Parameter]:
+    return [leaf for leaf in model.parameters() if leaf.is_floating_point()]
+
+
+def _refusal(name: str) -> LocaterError:
+    return LocaterError(
         f"{name}: its query and key maps are more than stored parameters "
         "(an adapter or a parametrization is on them): take it off first"
     )

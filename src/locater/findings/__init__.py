@@ -1,6 +1,14 @@
 """What stands out about a head: flags with thresholds, meaning and way out; verdicts on them; conditions of users."""
 
-from locater.findings.conditions import QUANTITIES, Condition, comparison, explain, parse_conditions
+from locater.findings.conditions import (
+    QUANTITIES,
+    Condition,
+    comparison,
+    explain,
+    parse_conditions,
+    reasons,
+    remedy_for,
+)
 from locater.findings.flags import (
     EXPLODING,
     FLAG_NAMES,
@@ -12,18 +20,21 @@ from locater.findings.flags import (
     flags_of,
     key_variance,
 )
+from locater.findings.remedies import OF_FLAGS, Remedy
 from locater.findings.verdicts import UNTRAINED, Verdict, heads_by_role, judge, near_uniform, untrained
 
 __all__ = [
     "EXPLODING",
     "FLAGS",
     "FLAG_NAMES",
+    "OF_FLAGS",
     "QUANTITIES",
     "ROLES",
     "ROLE_WEIGHT",
     "UNTRAINED",
     "Condition",
     "Flag",
+    "Remedy",
     "Role",
     "Verdict",
     "comparison",
@@ -34,5 +45,7 @@ __all__ = [
     "key_variance",
     "near_uniform",
     "parse_conditions",
+    "reasons",
+    "remedy_for",
     "untrained",
 ]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from locater.errors import LocaterError
-from locater.findings.flags import FLAG_NAMES, Numbers
+from locater.findings.flags import FLAG_NAMES, FLAGS, Flag, Numbers
+from locater.findings.remedies import LOWER_LOGITS, OF_FLAGS, RAISE_LOGITS, Remedy
 
 COMPARISON = r"(\w+)\s*(<=|>=|<|>)\s*(\S+)"
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -96,17 +97,14 @@ class Quantity:
     """A number that comparisons may name: what it means above or below a bound, and what to do."""
 
     label: str
-    above: tuple[str, str]  # meaning, way out
-    below: tuple[str, str]
+    above: tuple[str, Remedy]  # meaning, what to do
+    below: tuple[str, Remedy]
 
 
-_ONE_HOT = "attention is close to one-hot", "lower the rate or attach QKClip"
-_AVERAGES = (
-    "attention averages over its keys, which drives rank collapse",
-    "raise the query-key scale, or attach LocAteR(target=2)",
-)
-_SATURATED = "the softmax saturates and passes on hardly any gradient", "lower the rate or attach QKClip"
-_COMPARE_HEADS = "no fault by itself; compare it with the other heads of its layer"
+_ONE_HOT = "attention is close to one-hot", LOWER_LOGITS
+_AVERAGES = "attention averages over its keys, which drives rank collapse", RAISE_LOGITS
+_SATURATED = "the softmax saturates and passes on hardly any gradient", LOWER_LOGITS
+_COMPARE_HEADS = Remedy("no fault by itself; compare it with the other heads of its layer")
 QUANTITIES = {
     "entropy": Quantity("entropy", _AVERAGES, _ONE_HOT),
     "entropy_ratio": Quantity("entropy ratio", _AVERAGES, _ONE_HOT),
@@ -117,20 +115,20 @@ QUANTITIES = {
         "mean self-logit M",
         (
             "each token attends to tokens like itself",
-            "no fault where M was raised on purpose; else lower the rate or attach LocAteR",
+            Remedy("no fault where M was raised on purpose; else lower the learning rate", ("LocAteR()",)),
         ),
         (
             "a token looks away from tokens like itself",
-            "no fault if the head wants difference; check it with locater probe",
+            Remedy("no fault if the head wants difference; check it with locater probe"),
         ),
     ),
     "sink": Quantity(
         "weight on the first key",
         (
             "the head rests there and adds little",
-            "no fault by itself; a gate, or sigmoid attention, takes the sink away",
+            Remedy("no fault by itself; a gate, or sigmoid attention, takes the sink away"),
         ),
-        ("the first key is no sink for this head", "no fault"),
+        ("the first key is no sink for this head", Remedy("no fault")),
     ),
     "distance": Quantity(
         "distance in tokens",
@@ -140,8 +138,8 @@ QUANTITIES = {
 }
 
 
-def comparison(text: str) -> tuple[str, str, str, str] | None:
-    """Column, sign, meaning and way out of a comparison such as "spread>5"; None for anything else."""
+def comparison(text: str) -> tuple[str, str, str, Remedy] | None:
+    """Column, sign, meaning and remedy of a comparison such as "spread>5"; None for anything else."""
     match = re.fullmatch(COMPARISON, text)
     if match is None or match[1] not in QUANTITIES:
         return None
@@ -152,14 +150,57 @@ def comparison(text: str) -> tuple[str, str, str, str] | None:
 def explain(condition: Condition, value: float | None) -> str:
     """A comparison that holds, in words.
 
-    >>> explain(parse_conditions("spread>5", {"spread"}, [])[0], 5.265)
-    'logit spread 5.3 exceeds 5: attention is close to one-hot; lower the rate or attach QKClip'
+    >>> explain(parse_conditions("spread>5", {"spread"}, [])[0], 5.265).partition("; ")[0]
+    'logit spread 5.3 exceeds 5: attention is close to one-hot'
     """
-    parts = comparison(condition.text)
-    if parts is None or condition.bound is None or value is None:
+    if comparison(condition.text) is None or condition.bound is None or value is None:
         return condition.text
-    column, sign, meaning, way_out = parts
-    # as many digits as tell the value from the bound
+    crossed, meaning = reasons(condition, [value])
+    return f"{crossed}: {meaning}; {remedy_for(condition).words()}"
+
+
+def reasons(condition: Condition, values: Sequence[float | None]) -> tuple[str, str]:
+    """A condition that holds for some heads, whose numbers are `values`: what was found, and its meaning.
+
+    >>> reasons(parse_conditions("spread>5", {"spread"}, [])[0], [5.265, 8.4])[0]
+    'logit spread up to 8.4 exceeds 5'
+    """
+    known = [value for value in values if value is not None]
+    flag = _flag_of(condition)
+    if flag is not None:
+        shown = f" ({flag.needs[0]} {_worst(known, [f'{x:.4g}' for x in known])})" if known else ""
+        return f"{flag.name}{shown}", flag.meaning
+    parts = comparison(condition.text)
+    if parts is None or condition.bound is None or not known:
+        return condition.text, "as asked for"
+    column, sign, meaning, _ = parts
+    worst = _worst(known, [_against(x, condition.bound) for x in known], highest=sign.startswith(">"))
+    return f"{QUANTITIES[column].label} {worst} {_VERBS[sign]} {condition.bound:g}", meaning
+
+
+def remedy_for(condition: Condition) -> Remedy:
+    """What to do about a head that meets a condition."""
+    flag, parts = _flag_of(condition), comparison(condition.text)
+    if flag is not None:
+        return OF_FLAGS.get(flag.name, Remedy(flag.way_out[:1].lower() + flag.way_out[1:]))
+    return Remedy("compare it with the other heads of its layer") if parts is None else parts[3]
+
+
+def _flag_of(condition: Condition) -> Flag | None:
+    return next((flag for flag in FLAGS if flag.name == condition.text), None)
+
+
+def _worst(values: Sequence[float], texts: Sequence[str], highest: bool | None = None) -> str:
+    """The number of one head, or the farthest of several; without a direction, their range."""
+    low, high = (texts[values.index(end(values))] for end in (min, max))
+    if len(set(texts)) == 1:
+        return low
+    if highest is None:
+        return f"{low} to {high}"
+    return f"up to {high}" if highest else f"down to {low}"
+
+
+def _against(value: float, bound: float) -> str:
+    """With as many digits as tell a value from its bound."""
     texts = (f"{value:.{digits}g}" for digits in range(2, 17))
-    shown = next((text for text in texts if float(text) != condition.bound), f"{value:g}")
-    return f"{QUANTITIES[column].label} {shown} {_VERBS[sign]} {condition.bound:g}: {meaning}; {way_out}"
+    return next((text for text in texts if float(text) != bound), f"{value:g}")

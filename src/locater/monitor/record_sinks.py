@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ class RecordSinks:
     def __bool__(self) -> bool:
         """Whether any sink is open."""
         return bool(self._sinks)
+
+    def where(self) -> str:
+        """Which logs are written, and what shows them; nothing where there is none."""
+        paths = [str(sink.path) for sink in self._sinks if isinstance(sink, JsonlSink)]
+        return f"; the log is {paths[0]} (locater watch {shlex.quote(paths[0])})" if paths else ""
 
     def open(self, folder: Path, header: dict[str, Any]) -> None:
         """Open every sink. A log that holds another model's run is refused if the user named it, avoided otherwise."""

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.families.folded import Spectra
-from locater.findings import FLAGS, parse_conditions
+from locater.findings import FLAGS, Condition, parse_conditions, remedy_for
+from locater.monitor.advice import controls_that_fit, warning_line
 from locater.monitor.head_table import COLUMNS, SPECTRUM, Table, WeightSpectra, add_spectra, head_table
 from locater.monitor.pending import Pending
 from locater.monitor.record_sinks import RecordSinks
@@ -81,6 +82,8 @@ class Monitor(TrainerEvents):
         self._sinks = RecordSinks(sinks, self._report_once)
         self._pending = Pending()
         self._reported: set[Any] = set()
+        self._advice: dict[str, str] = {}  # what helps this model, by condition
+        self._together = True  # whether the numbers are those of all ranks, so that all of them warn alike
         self._columns: tuple[str, ...] = ()
         self._weights: WeightSpectra | None = None
         self._log_sites: list[Site] = []  # the layers of the log
@@ -91,6 +94,7 @@ class Monitor(TrainerEvents):
         if self.observation is not None:
             raise LocaterError("this monitor is attached already: detach it first, or make another")
         self._reported.clear()
+        self._advice.clear()
         self._pending.clear()
         wanted, layers, heads = self._sample
         observation = Observation(model, wanted, layers, heads, every=0, lenient=True, loss_only=self.passes == "loss")
@@ -196,9 +200,11 @@ class Monitor(TrainerEvents):
     def _log_observed_step(self, loss: Any, scalars: dict[str, Any]) -> list[Record]:
         """Write the step and its warnings. All is computed before any of it is read: the device is waited for once."""
         assert self.observation is not None
+        self._together = True
         try:
             self.observation.reduce()
         except LocaterError as reason:
+            self._together = False
             self._report_once(f"the run goes on with the numbers of this rank alone: {reason}")
         sites, (spectra, error) = self._layers_of_log(self.observation), self._read_spectra()
         values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
@@ -252,21 +258,41 @@ class Monitor(TrainerEvents):
             self._report_once(f"the run goes on without M and spread: {type(error).__name__}: {error}")
 
     def _warn(self, table: Table) -> list[Record]:
-        """Write and log the warnings that are new at this step."""
+        """Write the warnings that are new at this step, and log a line for each reason."""
         assert self.observation is not None
         names = {site.number: site.name for site in self._log_sites}
-        warnings = []
-        for (layer, head), row in table.items():
-            for condition in self.conditions:
-                key = (layer, head, condition.text)
-                if key not in self.warned and condition.test(row):
-                    self.warned.add(key)
-                    warnings.append(warning_record(self.step, layer, head, names[layer], row, condition))
-        for record in warnings:
-            self._sinks.write(record)
+        warnings: list[Record] = []
+        for condition in self.conditions:
+            new = [
+                (*place, row)
+                for place, row in table.items()
+                if (*place, condition.text) not in self.warned and condition.test(row)
+            ]
+            if not new:
+                continue
+            advice = self._advice_for(condition)
+            records = [
+                warning_record(self.step, layer, head, names[layer], row, condition, advice) for layer, head, row in new
+            ]
+            self.warned |= {(layer, head, condition.text) for layer, head, _ in new}
+            for record in records:
+                self._sinks.write(record)
             if is_first_rank():
-                logger.warning(record["message"])
+                logger.warning(warning_line(self.step, condition, records))
+            self._report_once(f"{advice}{self._sinks.where()}", about=advice)
+            warnings += records
         return warnings
+
+    def _advice_for(self, condition: Condition) -> str:
+        """What to do about a reason, with the controls that this model takes. They are tried on all ranks or on none,
+        since reading weights that are split over ranks takes all of them.
+        """
+        assert self.observation is not None
+        if condition.text not in self._advice:
+            remedy = remedy_for(condition)
+            fitting = controls_that_fit(self.observation.model, remedy) if self._together else []
+            self._advice[condition.text] = remedy.words(fitting)
+        return self._advice[condition.text]
 
     def _flush(self, wait: bool = False) -> None:
         """Write the losses of unobserved steps that have arrived from the device; with `wait` all of them."""
@@ -275,7 +301,7 @@ class Monitor(TrainerEvents):
 
     def _report_once(self, message: str, about: Any = None) -> None:
         """Log trouble of the monitor itself, once about each thing: it must not end a training run."""
-        key = id(about) if about is not None else message
+        key = message if about is None else about if isinstance(about, str) else id(about)
         if key not in self._reported and is_first_rank():
             logger.warning("step %d: %s", self.step, message)
         self._reported.add(key)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from locater.findings import FLAGS, Condition, explain
+from locater.findings import FLAGS, Condition, reasons
 from locater.version import __version__
 
 Record = dict[str, Any]
@@ -47,16 +47,14 @@ def end_record(step: int) -> Record:
     return {"kind": "end", "step": step, "time": time.time()}
 
 
-def warning_record(step: int, layer: int, head: int, name: str, row: Record, condition: Condition) -> Record:
+def warning_record(
+    step: int, layer: int, head: int, name: str, row: Record, condition: Condition, advice: str
+) -> Record:
     """A head that meets a condition. `row` has its columns, `name` is that of its layer."""
     flag = next((f for f in FLAGS if f.name == condition.text), None)
     column = condition.column or (flag.needs[0] if flag else None)
     value = row.get(column) if column else None
-    if flag is None:
-        reason = explain(condition, value)
-    else:
-        shown = "" if value is None else f" ({column} {value:.4g})"
-        reason = f"{flag.name}{shown}: {flag.meaning}. {flag.way_out}"
+    crossed, meaning = reasons(condition, [value])
     return {
         "kind": "warning",
         "step": step,
@@ -67,5 +65,5 @@ def warning_record(step: int, layer: int, head: int, name: str, row: Record, con
         "flag": condition.text,
         "value": value,
         "threshold": condition.bound,
-        "message": f"step {step}: {name} head {head}: {reason}",
+        "message": f"step {step}: {name} head {head}: {crossed}: {meaning}; {advice}",
     }

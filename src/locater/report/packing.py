@@ -210,7 +210,8 @@ def _comparisons(warnings: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]
     for flag in {group["flag"] for group in warnings} - set(FLAG_NAMES):
         about = comparison(flag)
         if about is not None:
-            column, _, meaning, way_out = about
+            column, _, meaning, remedy = about
+            way_out = remedy.words()
             meanings[flag] = {"meaning": meaning, "way_out": way_out[:1].upper() + way_out[1:], "needs": [column]}
     return meanings
 
