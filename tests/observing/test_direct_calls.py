@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from locater.attention.direct import from_flex
 from locater.errors import LocaterError
@@ -256,6 +257,223 @@ def test_rows_of_padding_do_not_count(low: float) -> None:
     expected = [float(torch.special.entr(maps[:, h]).sum(-1)[real].mean()) for h in range(HEADS)]
     assert [row.entropy for row in rows] == pytest.approx(expected, abs=1e-5)
     assert {row.rows for row in rows} == {BATCH * TOKENS - 2}
+
+
+# several calls from one place of the code
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+
+
+def fused_with_an_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return fused(q[:, None], k[:, None], v[:, None])[:, 0]
+
+
+def head_by_head(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def way(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(x.chunk(HEADS, -1) for x in (q, k, v)), strict=True)
+        return torch.cat([attend(*part) for part in parts], -1)
+
+    return way
+
+
+@pytest.mark.parametrize("heads", [HEADS, None], ids=["told", "not told"])
+@pytest.mark.parametrize("attend", [by_hand, fused, fused_with_an_axis])
+def test_a_loop_over_heads_has_a_row_for_each(attend: Callable[..., Tensor], heads: int | None) -> None:
+    if attend is fused and heads is None:
+        pytest.skip("covered by hand: without an axis and a number of heads there is one head either way")
+    rows, model, x = observed(head_by_head(attend), heads)
+    assert [(row.layer, row.head, row.rows) for row in rows] == [(0, head, BATCH * TOKENS) for head in range(HEADS)]
+    assert [row.entropy for row in rows] == pytest.approx(entropies(model.maps(x)), abs=1e-5)
+
+
+class SixHeads(nn.Module):
+    """Chunks of two heads, of one map for queries, keys and values, in reverse order every second pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (6, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return torch.cat([fused(*(y[:, at : at + 2] for y in (q, k, v))) for at in (0, 2, 4)], 1)
+
+    def maps(self, x: Tensor) -> Tensor:
+        q, k, _ = (y.unflatten(-1, (6, -1)).transpose(1, 2) for y in self.qkv(x).detach().double().chunk(3, -1))
+        return (q @ k.mT).softmax(-1)
+
+
+def test_chunks_of_heads_are_one_layer_and_heads_can_be_chosen() -> None:
+    torch.manual_seed(0)
+    model, batches = SixHeads(), [2 * torch.randn(BATCH, TOKENS, WIDTH) for _ in range(3)]
+    expected = entropies(torch.cat([model.maps(x) for x in batches]))
+    for heads in (None, [1, 2, 5], [4]):
+        with observe(model, heads=heads, outputs=True) as seen:
+            for x in batches:
+                model(x)
+        assert [row.head for row in seen.rows] == (heads or list(range(6)))
+        assert [row.entropy for row in seen.rows] == pytest.approx([expected[h] for h in heads or range(6)], abs=1e-5)
+        assert {row.rows for row in seen.rows} == {3 * BATCH * TOKENS}
+        assert None not in [row.output_stable_rank for row in seen.rows]
+
+
+class Heads(nn.Module):
+    """Maps of each head in modules of their own, and blocks that are no modules."""
+
+    def __init__(self, blocks: int = 1, shared: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.shared = blocks, shared
+        self.maps = nn.ModuleList(nn.Linear(WIDTH, 8) for _ in range(2 * HEADS * (1 if shared else blocks)))
+        self.back = nn.Linear(8 * HEADS, WIDTH)
+        self.skip: int | None = None
+
+    def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+        """Each block's number, its input, and its queries and keys, head by head."""
+        for block in range(self.blocks):
+            if block == self.skip:
+                continue
+            start = 0 if self.shared else 2 * HEADS * block
+            made = [self.maps[start + at](x) for at in range(2 * HEADS)]
+            yield block, x, made
+            x = x + self.back(torch.cat(self.attend(made), -1))
+
+    def attend(self, made: list[Tensor]) -> list[Tensor]:
+        return [by_hand(made[2 * head], made[2 * head + 1], made[2 * head + 1]) for head in range(HEADS)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((made[0] for _, _, made in self.parts(x)), torch.zeros(()))
+
+    def expected(self, x: Tensor) -> dict[int, list[float]]:
+        found = {}
+        with torch.no_grad():
+            for block, _, made in self.parts(x):
+                maps = [(q.double() @ k.double().mT).softmax(-1) for q, k in zip(made[::2], made[1::2], strict=True)]
+                found[block] = entropies(torch.stack(maps, 1))
+        return found
+
+
+def test_maps_of_each_head_and_blocks_without_modules_have_rows_of_their_own() -> None:
+    torch.manual_seed(0)
+    model, x = Heads(blocks=2), 3 * torch.randn(BATCH, TOKENS, WIDTH)
+    expected = model.expected(x)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-2)
+    with observe(model) as seen:
+        model(x)
+        model.skip = 0  # as LayerDrop does: what is left is the second block, not the first
+        model(x)
+    assert [(row.layer, row.head) for row in seen.rows] == [(block, head) for block in (0, 1) for head in range(HEADS)]
+    assert [row.entropy for row in seen.rows[:HEADS]] == pytest.approx(expected[0], abs=1e-5)
+    model.skip = None
+    second = model.expected(x)[1]
+    model.skip = 0
+    mean = [(a + b) / 2 for a, b in zip(second, model.expected(x)[1], strict=True)]
+    assert [row.entropy for row in seen.rows[HEADS:]] == pytest.approx(mean, abs=1e-5)
+
+
+def test_blocks_that_share_their_weights_are_one_layer() -> None:
+    torch.manual_seed(0)
+    model, x = Heads(blocks=3, shared=True), 3 * torch.randn(BATCH, TOKENS, WIDTH)
+    with observe(model) as seen:
+        model(x)
+    found = model.expected(x)
+    mean = [sum(found[block][head] for block in range(3)) / 3 for head in range(HEADS)]
+    assert [(row.layer, row.head, row.rows) for row in seen.rows] == [(0, h, 3 * BATCH * TOKENS) for h in range(HEADS)]
+    assert [row.entropy for row in seen.rows] == pytest.approx(mean, abs=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_loop_over_heads_that_is_checkpointed_is_counted_once(reentrant: bool) -> None:
+    class Checkpointed(SixHeads):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model, x = Checkpointed(), torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+    with observe(model) as seen:
+        model(x).square().mean().backward()
+    assert [row.entropy for row in seen.rows] == pytest.approx(entropies(model.maps(x)), abs=1e-5)
+    assert {row.rows for row in seen.rows} == {BATCH * TOKENS}
+
+
+def gained(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads of the same queries and keys, which a gain tells apart."""
+    return sum((by_hand(q * gain, k, v) for gain in (0.5, 1.0, 2.0)), torch.zeros(()))
+
+
+def parts_of_keys(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sum((by_hand(q, *part) for part in zip(k.chunk(2, 1), v.chunk(2, 1), strict=True)), torch.zeros(()))
+
+
+def test_a_loop_whose_tensors_are_not_followed_is_refused() -> None:
+    def unseen(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = (torch.from_numpy(x.detach().numpy().copy()) for x in (q, k, v))
+        return torch.cat([by_hand(*part) for part in zip(*(x.chunk(HEADS, -1) for x in made), strict=True)], -1)
+
+    with pytest.raises(LocaterError, match="3 times from one place of its code, by heads or by parts of the tokens"):
+        observed(unseen, None)
+
+
+@pytest.mark.parametrize("way", [gained, parts_of_keys])
+def test_calls_that_cannot_be_told_apart_are_refused(way: Callable[..., Any]) -> None:
+    with pytest.raises(LocaterError, match="more than once from the same queries: what tells these calls apart is not"):
+        observed(way, None)
+
+
+def test_adapters_of_each_head_before_one_map_tell_heads_apart() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(HEADS))
+            self.to_q, self.to_k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def operands(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+            return [(self.to_q(y), self.to_k(y)) for y in (m(x) for m in self.before)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([by_hand(q, k, k) for q, k in self.operands(x)], -1)
+
+    torch.manual_seed(0)
+    model, x = Adapted(), 3 * torch.randn(BATCH, TOKENS, WIDTH)
+    with observe(model) as seen:
+        model(x)
+    maps = torch.stack([(q.double() @ k.double().mT).softmax(-1).detach() for q, k in model.operands(x)], 1)
+    assert [row.entropy for row in seen.rows] == pytest.approx(entropies(maps), abs=1e-5)
+
+
+def test_heads_one_at_a_time_through_the_attention_interface() -> None:
+    pytest.importorskip("transformers")
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def interface(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(split(x).chunk(HEADS, 1) for x in (q, k, v)), strict=True)
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return torch.cat([attend(m, *part, None, scaling=1.0, is_causal=False)[0] for part in parts], -1)[:, :, 0]
+
+    for heads in (HEADS, None):
+        rows, model, x = observed(interface, heads)
+        assert [row.head for row in rows] == list(range(HEADS))
+        assert [row.entropy for row in rows] == pytest.approx(entropies(model.maps(x)), abs=1e-5)
+
+
+def test_a_compiled_model_that_attends_several_times_says_so() -> None:
+    pytest.importorskip("transformers")
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def interface(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(split(x).chunk(HEADS, 1) for x in (q, k, v)), strict=True)
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return torch.cat([attend(m, *part, None, scaling=1.0, is_causal=False)[0] for part in parts], -1)[:, :, 0]
+
+    model = torch.compile(Attention(interface, None), backend="eager")
+    with observe(model) as seen:
+        model(torch.randn(BATCH, TOKENS, WIDTH))
+    assert any(note.startswith("attended more than once in a pass: ") for note in seen.notes)
+    torch._dynamo.reset()
 
 
 def by_windows(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Layers of a model whose architecture has no record: each module that attends is found by its calls.
 
 Every module of the model has a listener. A module becomes a layer at its first attention call: heads are counted from
-the queries, layers are numbered in the order of their first calls. Attention is heard at the interface of transformers,
-at the taps of attention that is known by its class, and, inside a module that runs, by `DirectCalls`. The query-key map
-of such a layer is not known; whatever needs it is None.
+the queries, layers are numbered in the order of their first calls. Several calls from one place of its code in one
+run are told apart by what made their queries and keys (`repeated_calls`). Attention is heard at the interface of
+transformers, at the taps of attention that is known by its class, and, inside a module that runs, by `DirectCalls`. The
+query-key map of such a layer is not known; whatever needs it is None.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.overrides import _get_current_function_mode
 
 from locater.attention.call import Call
 from locater.attention.listeners import Switch, is_measured
@@ -26,11 +28,12 @@ from locater.families.listening import is_tapped, refuse_unobservable
 from locater.families.split_heads import SplitHeads
 from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice, ChoiceError, chosen_heads
-from locater.observing.direct_calls import Caller, Describe
+from locater.observing.direct_calls import Caller, DirectCalls, Heard, Kept
 from locater.observing.flex_calls import flex_calls
 from locater.observing.following import paused, place_in_code, running
 from locater.observing.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
 from locater.observing.hearing import compiled_parts
+from locater.observing.repeated_calls import Layer, layers_of
 from locater.observing.site import Site, clear
 
 # these choose another way of computing while a function mode is active, whose last digits differ
@@ -81,7 +84,12 @@ class CalledLayers:
         self.refused: dict[str, str] = {}  # modules whose attention is not measured, and why
         self.ran: set[str] = set()
         self.heard: set[str] = set()
-        self._by_key: dict[tuple[str, int, str, Place | None], Site | None] = {}
+        self._by_key: dict[tuple[Any, ...], Site | None] = {}
+        self._several: set[tuple[Any, ...]] = set()  # places whose calls in one run are of several heads or layers
+        self._in_this_pass: dict[
+            tuple[Any, ...], int
+        ] = {}  # calls of each key, where it is not known which run they are of
+        self.repeated: set[str] = set()  # modules with more than one of these
         self._axes: dict[str, dict[Any, Any]] = {}  # of the calls of each module, as far as they are known
         self.frames: list[Frame] = []
         self.compiled = bool(compiled_parts(model))  # a graph is not interrupted: the interface alone is heard
@@ -110,10 +118,14 @@ class CalledLayers:
                 yield instead(module, "forward", partial(running, self, name))
         yield from flex_calls(self.report)
 
-    def report(self, describe: Describe) -> None:
+    def begin_pass(self) -> None:
+        """The model is called anew."""
+        self._in_this_pass.clear()
+
+    def report(self, heard: Heard) -> None:
         """An attention call of the innermost module that runs."""
         if self.frames:
-            self.frames[-1].calls.append((describe, place_in_code()))
+            self.frames[-1].calls.append((heard, place_in_code()))
 
     def fail(self, error: Exception) -> None:
         """A call of the innermost module could not be heard."""
@@ -127,46 +139,76 @@ class CalledLayers:
         """
         frame = next((frame for frame in reversed(self.frames) if frame.module is listener.module), None)
         if frame is not None:
-            tapped = is_tapped(listener.module, None)
-            frame.calls[:] = [] if tapped else [(call, place) for call, place in frame.calls if place is not None]
             frame.errors.clear()
+            if not is_tapped(listener.module, None):
+                frame.calls[:] = [(heard, place) for heard, place in frame.calls if place is not None]
+                frame.announced.append(_announced(call))  # counted when the module has run
+                return
+            frame.calls.clear()
         try:
-            self._count(listener, call, frame)
+            if frame is None and not is_tapped(listener.module, None):
+                self._note_repetition(listener.name, call)
+            self._count(listener, *self._placed(listener, call, frame))
         except ChoiceError:
             raise
         except Exception as error:
             self.refuse(listener.name, error)
 
+    def _note_repetition(self, name: str, call: Call) -> None:
+        """Several calls of a module in one pass may be heads one at a time, where nothing says when it runs."""
+        key = (name, call.query.shape[1])
+        self._in_this_pass[key] = self._in_this_pass.get(key, 0) + 1
+        if self._in_this_pass[key] > 1:
+            self.repeated.add(name)
+
     def refuse(self, name: str, error: Exception) -> None:
         """Remember why a call of a module is not measured: the first reason of each module."""
         self.refused.setdefault(name, first_line(error))
 
-    def _count(self, listener: _Listener, call: Call, frame: Frame | None, place: Place | None = None) -> None:
-        """Add a call to its layer. A module that attends in several places of its code has a layer for each: a map of
-        contents and one of positions (LiLT), pictures to text and text to pictures (Grounding DINO).
-        """
+    def _placed(self, listener: _Listener, call: Call, frame: Frame | None) -> tuple[Call, str, bool]:
+        """A call, whether it is self- or cross-attention, and whether its keys are tokens in order."""
         kind = kind_of(listener.name, listener.module, call, {} if frame is None else frame.arguments)
-        placed = True
         if kind == "cross" and frame is not None and is_local(call, frame):
-            kind, placed, call = "self", False, without_padding(call, frame)
-        key = (listener.name, call.query.shape[1], kind if placed else "local", place)
+            return without_padding(call, frame), "self", False
+        return call, kind, True
+
+    def _count(
+        self,
+        listener: _Listener,
+        call: Call,
+        kind: str,
+        placed: bool,
+        place: Place | None = None,
+        layer: Any = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Add a call to its layer. A module that attends in several places of its code has a layer for each: a map of
+        contents and one of positions (LiLT), pictures to text and text to pictures (Grounding DINO). `part`: which of
+        the layer's heads, where it attends by some of them at a time.
+        """
+        at, parts = part
+        key = (listener.name, call.query.shape[1] * parts, kind if placed else "local", place, layer)
         if key not in self._by_key:
-            site = self._site(listener, call, len(self._by_key), kind, placed)
+            site = self._site(listener, call, len(self._by_key), kind, placed, parts)
             self._by_key[key] = site
             if site is not None:
                 self.sites.append(site)
         site = self._by_key[key]
         before = list(self.switch.missed)
         if site is not None:
-            site.see(call)
+            site.see(call, None if parts == 1 else at * call.query.shape[1])
         if list(self.switch.missed) == before:
             self.heard.add(listener.name)
 
-    def _site(self, listener: _Listener, call: Call, number: int, kind: str, placed: bool) -> Site | None:
+    def _site(self, listener: _Listener, call: Call, number: int, kind: str, placed: bool, parts: int) -> Site | None:
         if self.chosen is not None and number not in self.chosen:
             return None
         split = self.split.of(listener.name)
-        count, keys = call.query.shape[1] * split.parts, call.key.shape[1] * split.parts
+        if parts > 1 and split.parts > 1:
+            raise LocaterError(
+                f"{listener.name}: its heads are split over ranks, and it attends by some of them at a time"
+            )
+        count, keys = call.query.shape[1] * split.parts * parts, call.key.shape[1] * split.parts * parts
         picked = chosen_heads(count, self.heads)
         size = call.output.shape[-1] if call.output is not None and call.output.ndim == 4 else None
         site = Site(
@@ -194,21 +236,54 @@ class CalledLayers:
         announced = list(missed)  # what went wrong at the interface or at a tap of this module
         missed.clear()
         errors, listener = frame.errors, self._of_module.get(id(frame.module))
-        if listener is not None and frame.calls:
-            caller = Caller(self._heads_around(frame), frame.tokens, self._axes.setdefault(frame.name, {}))
-            for describe, place in frame.calls:
-                try:
-                    self._count(listener, describe(caller), frame, place)
-                except ChoiceError:
-                    raise
-                except Exception as reason:
-                    errors.append(reason)
+        if listener is not None and (frame.calls or frame.announced):
+            errors += self._count_all(listener, frame)
             errors += missed
             missed.clear()
         if not frame.calls:  # else the module's own calls were heard in place of the announced one
             errors = [*errors, *announced]
         for error in errors:
             self.refuse(frame.name, error)
+
+    def _count_all(self, listener: _Listener, frame: Frame) -> list[Exception]:
+        """Count the calls that a module made in one run; returns why some of them could not be."""
+        errors: list[Exception] = []
+        told = self._heads_around(frame)
+        caller = Caller(told, frame.tokens, self._axes.setdefault(frame.name, {}))
+        alike: dict[tuple[Any, ...], list[tuple[Heard, Call]]] = {}
+        for heard, place in [*((heard, None) for heard in frame.announced), *frame.calls]:
+            try:
+                call, kind, placed = self._placed(listener, heard.describe(caller), frame)
+                alike.setdefault((kind, placed, place, call.query.shape[1]), []).append((heard, call))
+            except Exception as reason:
+                errors.append(reason)
+        for (kind, placed, place, heads), calls in alike.items():
+            try:
+                for layer in self._layers(frame, calls, (kind, placed, place, heads)):
+                    if heads == 1 and place is not None and told not in (None, 1, len(layer.parts)):
+                        raise LocaterError(
+                            f"it attends by one of its {told} heads at a time, and which one is not known"
+                        )
+                    for at, numbers in enumerate(layer.parts):
+                        for number in numbers:
+                            self._count(
+                                listener, calls[number][1], kind, placed, place, layer.key, (at, len(layer.parts))
+                            )
+            except ChoiceError:
+                raise
+            except Exception as reason:
+                errors.append(reason)
+        return errors
+
+    def _layers(self, frame: Frame, calls: list[tuple[Heard, Call]], place: tuple[Any, ...]) -> list[Layer]:
+        """The layers of calls from one place of a module's code."""
+        key = (frame.name, *place)
+        if len(calls) == 1 and key not in self._several:
+            return [Layer([[0]])]
+        layers = layers_of(calls, frame.tokens, self.model)
+        if len(calls) > 1 and layers[0].key is not None:
+            self._several.add(key)
+        return layers
 
     def _heads_around(self, frame: Frame) -> int | None:
         """The number of heads that a module says, or the one around it: attention may be a part of its own. Where heads
@@ -254,6 +329,12 @@ class CalledLayers:
         for reason, names in by_reason.items():
             part = "a part of the calls is not measured" if self.heard.issuperset(names) else "not measured"
             notes.append(f"{part}: {folded_paths(names, most=None)}: {reason}")
+        if self.repeated:
+            notes.append(
+                f"attended more than once in a pass: {folded_paths(sorted(self.repeated), most=None)}: of a compiled "
+                "model it is not known whether that is a layer that is used again or heads one at a time, whose "
+                "numbers would be those of all together: observe it before it is compiled"
+            )
         local = [site.name for site in self.sites if not site.placed]
         if local:
             notes.append(
@@ -283,6 +364,19 @@ class CalledLayers:
         module = self.weights.modules().get(name)
         followed = module is not None and not type(module).__module__.startswith("torch.nn.")
         return not followed and name.rpartition(".")[0] in self.ran
+
+
+def _announced(call: Call) -> Heard:
+    """A call that the attention interface announced, and that is counted later."""
+    mode = _get_current_function_mode()
+    query, key = mode.steps(call) if isinstance(mode, DirectCalls) else (None, None)
+    kept = Kept(*(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None))
+
+    def describe(caller: Caller) -> Call:
+        _ = kept.tensors  # raises where they were overwritten
+        return call
+
+    return Heard(describe, query, key)
 
 
 def _implementation(module: nn.Module) -> str | None:

@@ -22,7 +22,7 @@ from locater.attention.call import Call
 from locater.attention.direct import from_fused, from_multi_head, from_softmax
 from locater.attention.head_axes import HeadAxes, axes_by_count, axes_by_labels
 from locater.errors import LocaterError
-from locater.observing.origins import Origins, Step, factors, flat, labels_of, signature
+from locater.observing.origins import Origins, Step, factors, flat, labels_of, right_of, signature
 
 FUSED = functional.scaled_dot_product_attention
 MULTI_HEAD = functional.multi_head_attention_forward
@@ -59,22 +59,25 @@ class Caller:
     def _axes(self, step: Step | None, shape: torch.Size, fused: bool) -> HeadAxes:
         labels = None if step is None else _labels(step, shape)
         if labels is not None:
-            axes = axes_by_labels(labels)
-            if self.heads in (None, 1) or axes != HeadAxes():
-                return axes
-            raise LocaterError(f"it attends by one of its {self.heads} heads at a time, and which one is not known")
+            return axes_by_labels(labels)
         if fused and self.heads is None and len(shape) >= 3:  # (..., H, T, D) by definition
             return HeadAxes((len(shape) - 2,))
         return axes_by_count(shape, self.heads, self.tokens)
 
 
-Describe = Callable[[Caller], Call]
+@dataclass(frozen=True)
+class Heard:
+    """A call that was heard: how to describe it, and the steps that made its queries (or logits) and its keys."""
+
+    describe: Callable[[Caller], Call]
+    query: Step | None = None
+    key: Step | None = None
 
 
 class DirectCalls(TorchFunctionMode):
-    """Hands each attention call that it sees to `report(describe)`, and what went wrong to `fail(error)`."""
+    """Hands each attention call that it sees to `report(heard)`, and what went wrong to `fail(error)`."""
 
-    def __init__(self, report: Callable[[Describe], None], fail: Callable[[Exception], None]) -> None:
+    def __init__(self, report: Callable[[Heard], None], fail: Callable[[Exception], None]) -> None:
         super().__init__()
         self.report, self.fail = report, fail
         self._logits = WeakTensorKeyDictionary()  # results of products of two activations, and what was made of them
@@ -131,7 +134,13 @@ class DirectCalls(TorchFunctionMode):
     def _softmax(self, out: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         if input in self._logits and dim in (-1, input.ndim - 1):
             step, kept = self._origins.of(input), Kept(input)
-            self.report(lambda caller: from_softmax(kept.tensors[0], caller.axes(step, input.shape[:-1])))
+            self.report(
+                Heard(
+                    lambda caller: from_softmax(kept.tensors[0], caller.axes(step, input.shape[:-1])),
+                    step,
+                    None if step is None else right_of(step),
+                )
+            )
 
     def _fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
@@ -145,16 +154,29 @@ class DirectCalls(TorchFunctionMode):
             output, query, key = kept.tensors
             return from_fused(output, query, key, axes, attn_mask=next(iter(masks.tensors), None), **terms)
 
-        self.report(describe)
+        self.report(Heard(describe, self._origins.of(query), self._origins.of(given["key"])))
 
     def _multi_head(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
-        kept = Kept(out, given.arguments["query"], given.arguments["key"])
-        self.report(lambda caller: _projected_again(given.arguments, *kept.tensors))
+        query, key = given.arguments["query"], given.arguments["key"]
+        kept = Kept(out, query, key)
+        weights = [given.arguments[name] for name in PROJECTIONS if given.arguments[name] is not None]
+        self.report(
+            Heard(
+                lambda caller: _projected_again(given.arguments, *kept.tensors),
+                self._origins.mapped(query, query, weights),
+                self._origins.mapped(key, key, weights),
+            )
+        )
+
+    def steps(self, call: Call) -> tuple[Step | None, Step | None]:
+        """The steps that made the queries and keys of a call."""
+        return self._origins.of(call.query), self._origins.of(call.key)
 
 
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight")
 MULTI_HEAD_SIGNATURE = inspect.signature(MULTI_HEAD)
 
 

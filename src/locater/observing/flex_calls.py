@@ -13,12 +13,12 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from locater.attention.direct import from_flex
 from locater.attention.stand_ins import Undo
-from locater.observing.direct_calls import Describe, DirectCalls
+from locater.observing.direct_calls import DirectCalls, Heard
 
 HOME = "torch.nn.attention.flex_attention"
 
 
-def flex_calls(report: Callable[[Describe], None]) -> Iterator[Undo]:
+def flex_calls(report: Callable[[Heard], None]) -> Iterator[Undo]:
     """Report direct calls of FlexAttention from now on; yields what ends it. Nothing where no file has loaded it."""
     home: Any = sys.modules.get(HOME)
     if home is None:
@@ -33,7 +33,7 @@ def flex_calls(report: Callable[[Describe], None]) -> Iterator[Undo]:
             if isinstance(_get_current_function_mode(), DirectCalls):
                 stack.enter_context(_pop_mode_temporarily())
             out = original(*args, **kwargs)
-        report(lambda caller: _described(out, *args, **kwargs))
+        report(Heard(lambda caller: _described(out, *args, **kwargs)))
         return out
 
     for module in list(sys.modules.values()):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from locater.attention.call import Call
 from locater.attention.direct import HIDDEN
 from locater.families.coverage import HEADS
-from locater.observing.direct_calls import Describe
+from locater.observing.direct_calls import Heard
 
 CROSS = re.compile(r"cross|encoder_att|enc_dec|encdec|multihead_attn", re.IGNORECASE)
 Place = tuple[tuple[CodeType, int], ...]  # functions and lines, from the call up to the module's forward
@@ -28,7 +28,8 @@ class Frame:
     name: str
     module: nn.Module
     arguments: dict[str, Any]
-    calls: list[tuple[Describe, Place | None]] = field(default_factory=list)  # and where; None: by the interface
+    calls: list[tuple[Heard, Place | None]] = field(default_factory=list)  # and where; None: by the interface
+    announced: list[Heard] = field(default_factory=list)  # what the interface said of the latter
     errors: list[Exception] = field(default_factory=list)  # for which calls of it were not heard
 
     @property

@@ -323,6 +323,8 @@ def _passing(
     if not torch.compiler.is_compiling():
         refuse_split_tokens(model)
         forget_masks()
+        if watch.by_calls is not None:
+            watch.by_calls.begin_pass()
     if padding is not None:
         padding.before(model, args, kw)
     # a counter inside a graph would be compiled anew at each value

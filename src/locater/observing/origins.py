@@ -7,14 +7,15 @@ on labels, which say where in the result of a map each number was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.attention.head_axes import BASE
@@ -33,6 +34,21 @@ LARGEST = 1 << 24  # labels that are written out
 
 
 @dataclass(frozen=True)
+class Memory:
+    """The numbers of a tensor, by where they are: equal for equal places in the same storage, never for another one."""
+
+    storage: StorageWeakRef  # is not taken for a later storage at the same address
+    place: tuple[Any, ...]
+    version: int | None = None  # how often they were written to; of a parameter that does not count
+
+    @classmethod
+    def of(cls, x: Tensor) -> Memory:
+        learned = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x.is_inference()
+        place = x.storage_offset(), x.shape, x.stride(), x.dtype
+        return cls(StorageWeakRef(x.untyped_storage()), place, None if learned else x._version)
+
+
+@dataclass(frozen=True)
 class Step:
     """How a tensor was made by moving numbers of others; without `func`, the result of a map.
 
@@ -46,6 +62,10 @@ class Step:
     kwargs: Mapping[str, Any] | None = None
     part: int | None = None
     channel: int = -1  # the axis of channels of a map's result
+    right: Step | None = None  # of a product: the steps of its right factor
+    made: tuple[Memory, ...] = ()  # of a map: its weights
+    read: tuple[Memory, ...] = ()  # its input
+    fed: tuple[Memory, ...] = ()  # the weights of the map that made its input, where that is known
 
 
 class Origins:
@@ -64,7 +84,7 @@ class Origins:
             self._move(name, func, args, kwargs, out)
         elif isinstance(out, Tensor) and (out.is_floating_point() or out.is_complex()):
             if name in MAPS or (name in PRODUCTS and _is_map(args)):
-                self._map(name, args, out)
+                self._map(name, args, kwargs, out)
             elif name not in PRODUCTS:
                 self._keep(args, kwargs, out)
 
@@ -76,13 +96,23 @@ class Origins:
         step = self.of(left)
         if step is not None:
             how = _einsum_of_labels if words else _matmul_of_labels
-            self._steps[out] = Step(out.shape, step.width, how, (step, right.shape, *words))
+            arguments = (step, right.shape, *words)
+            self._steps[out] = Step(out.shape, step.width, how, arguments, right=self.of(right))
 
-    def _map(self, name: str, args: tuple[Any, ...], out: Tensor) -> None:
+    def mapped(self, out: Tensor, x: Tensor, weights: Sequence[Tensor], channel: int = -1) -> Step:
+        """The step of a map with these weights, of x."""
+        before = self.of(x)
+        fed = () if before is None else tuple(memory for base in bases(before) for memory in base.made)
+        made = tuple(Memory.of(weight) for weight in weights)
+        return Step(out.shape, out.shape[channel], channel=channel, made=made, read=(Memory.of(x),), fed=fed)
+
+    def _map(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
         channel = 1 if name in CHANNELS_SECOND else -1
         before = self.of(args[0]) if args and isinstance(args[0], Tensor) else None
         if before is None or name != "linear" or args[0].shape[-1] >= before.width:  # else a map of each head
-            self._steps[out] = Step(out.shape, out.shape[channel], channel=channel)
+            tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+            x = tensors.pop(1 if name == "addmm" else 0)
+            self._steps[out] = self.mapped(out, x, tensors, channel)
 
     def _move(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
@@ -109,6 +139,26 @@ class Origins:
             self._steps[out] = steps[0]
 
 
+def bases(step: Step) -> list[Step]:
+    """The results of maps that a tensor was made of; of a product, those of its left factor."""
+    inside = [x for x in tree_leaves((step.args, dict(step.kwargs or {})), is_leaf=_is_step) if isinstance(x, Step)]
+    return [step] if step.func is None else [base for x in inside for base in bases(x)]
+
+
+def right_of(step: Step) -> Step | None:
+    """The steps of the keys of logits: of the right factor of the product that they were made of."""
+    while step.func is not None and step.func not in (_matmul_of_labels, _einsum_of_labels):
+        before = next((x for x in tree_leaves(step.args, is_leaf=_is_step) if isinstance(x, Step)), None)
+        if before is None:
+            return None
+        step = before
+    return step.right
+
+
+def _is_step(x: Any) -> bool:
+    return isinstance(x, Step)
+
+
 def signature(step: Step | None) -> Any:
     """What tells the steps of one call from those of another, whatever the sizes are."""
     if step is None:
@@ -127,7 +177,7 @@ def labels_of(step: Step, thin: bool = True) -> Tensor:
     args, kwargs = tree_map(
         lambda x: labels_of(x, thin) if isinstance(x, Step) else x,
         (step.args, dict(step.kwargs or {})),
-        is_leaf=lambda x: isinstance(x, Step),
+        is_leaf=_is_step,
     )
     if step.func in (_matmul_of_labels, _einsum_of_labels):
         if not thin and prod(step.shape) > LARGEST:

@@ -112,11 +112,28 @@ class Site:
         plain = not (options.rows or options.rest or options.offsets or options.outputs)
         return self.switch.fused and plain and self.picked is None
 
-    def see(self, call: Call) -> None:
-        """Add one call. Traced by torch.compile: an operator and nothing else."""
-        if is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
-            own = self.kind == "self" and self.placed
+    def see(self, call: Call, first: int | None = None) -> None:
+        """Add one call, of all heads or of those from `first` on. Traced by torch.compile: an operator and nothing
+        else.
+        """
+        own = self.kind == "self" and self.placed
+        if first is not None:
+            if is_measured(self, call):
+                self._see_some(call, first, own)
+        elif is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
             tally(call, self.here, self.options, own, self.picked, self.switch.mailbox)
+
+    def _see_some(self, call: Call, first: int, own: bool) -> None:
+        """Add a call of the heads from `first` on."""
+        end = first + call.query.shape[1]
+        chosen = [(at, head - first) for at, head in enumerate(self.heads) if first <= head < end]
+        if chosen:
+            rows = slice(chosen[0][0], chosen[-1][0] + 1)
+            into = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
+            picked = None
+            if len(chosen) < end - first:
+                picked = torch.tensor([head for _, head in chosen], device=call.query.device)
+            tally(call, into, self.options, own, picked, self.switch.mailbox)
 
     def _has_own_heads(self, call: Call) -> bool:
         """Whether a call has the heads of this rank: rows of others would be counted as theirs. Raises where not."""
