@@ -68,6 +68,7 @@ def test_every_flag_has_a_severity_and_says_what_to_do() -> None:
         "nonfinite",
         "uniform",
         "sharp",
+        "silent",
         "exploding",
         "locked",
     }
@@ -103,6 +104,20 @@ def test_a_local_head_has_a_role_and_one_that_sees_itself_has_none() -> None:
 def test_a_role_excuses_nothing_else() -> None:
     row = {"flags": ("nonfinite", "exploding"), "previous": 0.99}
     assert judge([row], 256)[0].faults == ("nonfinite", "exploding")
+
+
+@pytest.mark.parametrize("flag", ["nonfinite", "silent"])
+def test_a_head_that_writes_nothing_has_no_role(flag: str) -> None:
+    row = {**COLLAPSED, "previous": 0.99}
+    assert judge([row], 256)[0].role == "previous-token"
+    (broken, *_) = judge([{**row, "flags": (flag, *COLLAPSED["flags"])}, row, row], 256)
+    assert (broken.role, broken.notes) == (None, {})
+
+
+def test_output_maps_that_begin_at_zero_are_no_fault_of_single_heads() -> None:
+    rows = [{"flags": ("silent",)}] * 4 + [{"flags": ()}]
+    assert [verdict.faults for verdict in judge(rows, 256)] == [()] * 5
+    assert judge(rows[1:], 256)[0].faults == ("silent",)
 
 
 def test_a_measurement_overrules_a_prediction() -> None:

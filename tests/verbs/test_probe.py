@@ -5,8 +5,9 @@ what is left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from locater.data.images import image_batches
 from locater.families import AttentionLayer, Norm, attention_layers
 from locater.families.normed import NormedProjection
 from locater.findings import parse_conditions
+from locater.findings.flags import NO_ROLE
 from locater.numerics import spearman
 from locater.observing.circuits import circuit_scores
 from locater.observing.collecting import collected
 from locater.observing.inputs import run
 from locater.predict.prediction import logit_bound
+from locater.verbs.load import load_model
 from locater.verbs.probe_result import (
     BOUND,
     MEASURED,
@@ -36,7 +39,7 @@ from locater.verbs.probe_result import (
     PROBE_FLAGS,
     ProbeRow,
 )
-from locater.verbs.probing import agreement
+from locater.verbs.probing import agreement, written_norms
 from tests.families import CASES
 from tests.parity import Case, model_of
 
@@ -606,6 +609,91 @@ def test_nan_in_the_stream_reaches_every_head_after_it() -> None:
         assert row.prior_entropy is not None
     assert found.agreement["predicted_entropy"]["heads"] == 4
     json.loads(found.to_json())
+
+
+def _zero_values(attention: Any) -> None:
+    attention.v_proj.weight[:32] = 0  # of heads 0 and 1, which share them
+
+
+def _zero_outputs(attention: Any) -> None:
+    attention.o_proj.weight[:, :64] = 0
+
+
+def _nan_values(attention: Any) -> None:
+    attention.v_proj.weight[3, 5] = torch.nan
+
+
+def _inf_outputs(attention: Any) -> None:
+    attention.o_proj.weight[5, 3] = attention.o_proj.weight[7, 40] = torch.inf
+
+
+@pytest.mark.parametrize(
+    ("plant", "flag"),
+    [
+        (None, None),
+        (_zero_values, "silent"),
+        (_zero_outputs, "silent"),
+        (_nan_values, "nonfinite"),
+        (_inf_outputs, "nonfinite"),
+    ],
+)
+def test_a_head_that_cannot_write_is_named(plant: Callable[[Any], None] | None, flag: str | None) -> None:
+    """Heads 3.0 and 3.1 of the demo."""
+    demo = load_model(str(files("locater") / "demo"))
+    attention = demo.model.layers[3].self_attn
+    with torch.no_grad():
+        if plant is not None:
+            plant(attention)
+    found = probe(demo, ids(6, 40))
+    broken = [(row.layer, row.head) for row in found.rows if flag in row.flags and row.layer <= 3]
+    assert broken == ([] if plant is None else [(3, 0), (3, 1)])
+    assert [flag in verdict.faults for verdict in found.verdicts[12:16]] == [plant is not None] * 2 + [False] * 2
+    notes = [note for note in found.assumptions["notes"] if "NaN" in note]
+    assert [note.startswith("NaN or infinite weights in 3.0, 3.1 (layer.head):") for note in notes] == (
+        [True] if flag == "nonfinite" else []
+    )
+    assert flag is None or flag in PROBE_FLAGS
+
+
+@pytest.mark.parametrize("plant", ["nothing", "no values", "no outputs", "NaN in values", "NaN in outputs"])
+def test_a_head_that_cannot_write_has_no_role(plant: str) -> None:
+    """A previous-token head built by hand looks where it did, and moves nothing."""
+    made = built()
+    core = made.transformer
+    with torch.no_grad():
+        for block in core.h:  # the second copies what it attends to as well
+            block.attn.c_attn.weight[:WORDS, 2 * WIDTH :] += 0.1 * torch.eye(WORDS, WIDTH)
+            block.attn.c_proj.weight[:] = torch.eye(WIDTH)
+        values, outputs = core.h[0].attn.c_attn.weight[:, 2 * WIDTH :], core.h[0].attn.c_proj.weight
+        if plant != "nothing":
+            broken = values if "values" in plant else outputs
+            broken[:] = broken * (torch.nan if "NaN" in plant else 0)
+    found = probe(made, ids(6, 40))
+    first = found.rows[0]
+    assert found.verdicts[0].role == ("previous-token" if plant == "nothing" else None)
+    assert ((0, 0) in found.roles.get("previous-token", [])) == (plant == "nothing")
+    assert [name for name in first.flags if name in NO_ROLE] == (
+        [] if plant == "nothing" else ["nonfinite" if "NaN" in plant else "silent"]
+    )
+    assert found.records()[0]["role"] == found.verdicts[0].role
+    if plant != "NaN in values":  # whose numbers are gone, as those of its output
+        assert first.previous > 0.9
+
+
+@pytest.mark.parametrize("label", ["gpt2", "qwen2", "gemma3", "phi3", "gpt_neox", "falcon", "deepseek_v3", "t5"])
+def test_what_heads_can_write_is_the_norm_of_values_and_outputs(label: str) -> None:
+    """Against O_h V_h itself, in float64."""
+    for layer in layers_of(label):
+        norms = written_norms(layer)
+        assert layer.value is not None
+        assert layer.out is not None
+        value, size = layer.value.weight().double(), layer.value.shape[0] // layer.kv_heads
+        bias = torch.zeros(len(value)) if layer.value.bias is None else layer.value.bias
+        value = torch.cat([value, bias.detach().double()[:, None]], 1)
+        for head, norm in enumerate(norms):
+            key = head // layer.group
+            product = layer.out.weight().double()[:, head * size :][:, :size] @ value[key * size : (key + 1) * size]
+            assert norm == pytest.approx(float(product.detach().norm()), rel=1e-5)
 
 
 def test_the_mean_field_of_a_norm_is_not_used_for_the_bound() -> None:

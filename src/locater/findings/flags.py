@@ -32,7 +32,10 @@ class Flag:
 
 @dataclass(frozen=True)
 class Role:
-    """What a head does, read from measured columns. `shown` is a sentence about the first column of `needs`."""
+    """What a head does, read from measured columns. `shown` is a sentence about the first column of `needs`.
+
+    A head with one of the flags `NO_ROLE` does nothing with what it attends to.
+    """
 
     name: str
     needs: tuple[str, ...]
@@ -61,7 +64,7 @@ FLAGS: tuple[Flag, ...] = (
         "fault",
         ("finite",),
         lambda finite, length: not finite,
-        "its weights hold NaN or infinite values, or are so large that their products overflow: "
+        "its weights or what it reads hold NaN or infinite values, or are so large that products overflow: "
         "everything after it is lost",
         "Restore an earlier checkpoint and lower the learning rate; nothing else of this head can be computed",
     ),
@@ -87,6 +90,14 @@ FLAGS: tuple[Flag, ...] = (
         "or attach QKClip, QKNorm or LocAteR",
         on_purpose=True,
         confirmed=lambda entropy_ratio: entropy_ratio < LOCKED,
+    ),
+    Flag(
+        "silent",
+        "fault",
+        ("written",),
+        lambda written, length: written == 0,
+        "it writes nothing: its values or its columns of the output map are zero, so where it attends has no effect",
+        "If it was not pruned on purpose, restore these weights: a conversion or a merge has lost them",
     ),
     Flag(
         "repels-itself",
@@ -170,6 +181,7 @@ ROLES: tuple[Role, ...] = (
         "{:.1f} tokens away on average",
     ),
 )
+NO_ROLE = ("nonfinite", "silent")
 FLAG_NAMES = tuple(flag.name for flag in FLAGS)
 
 

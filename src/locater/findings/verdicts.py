@@ -5,10 +5,10 @@ A head with a role is sharp on purpose, and a measurement overrules a prediction
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from locater.findings.flags import FLAG_NAMES, FLAGS, LEVEL, ROLES, Flag, Numbers, Role, applies, key_variance
+from locater.findings.flags import FLAG_NAMES, FLAGS, LEVEL, NO_ROLE, ROLES, Flag, Numbers, Role, applies, key_variance
 
 # variance of logits of a nearly uniform head: trained models lie above it (docs/log.md, 2026-11-16), a new GPT-2 below
 NEAR_UNIFORM = 0.1
@@ -29,13 +29,18 @@ def judge(rows: Sequence[Numbers], length: int) -> list[Verdict]:
     >>> judge([{"flags": ("sharp", "locked"), "entropy_ratio": 0.03, "previous": 0.99}], length=256)[0].faults
     ()
     """
-    alike = untrained(rows)
+    alike = {"uniform": untrained(rows), "silent": _started_at_zero(rows)}
     return [_verdict(row, length, alike) for row in rows]
 
 
 def untrained(rows: Sequence[Numbers]) -> bool:
     """Whether so many heads are nearly uniform that it is a property of the model and not of single heads."""
     return bool(rows) and sum(near_uniform(row) for row in rows) >= UNTRAINED * len(rows)
+
+
+def _started_at_zero(rows: Sequence[Numbers]) -> bool:
+    """Whether so many heads write nothing that the output maps have their initial value of zero."""
+    return bool(rows) and sum("silent" in row["flags"] for row in rows) >= UNTRAINED * len(rows)
 
 
 def near_uniform(row: Numbers) -> bool:
@@ -63,8 +68,9 @@ def heads_by_role(rows: Sequence[Numbers], verdicts: Sequence[Verdict]) -> dict[
     }
 
 
-def _verdict(row: Numbers, length: int, alike: bool) -> Verdict:
-    role = next((role for role in ROLES if applies(role, row, length)), None)
+def _verdict(row: Numbers, length: int, alike: Mapping[str, bool]) -> Verdict:
+    acts = not set(row["flags"]) & set(NO_ROLE)
+    role = next((role for role in ROLES if acts and applies(role, row, length)), None)
     reasons = {flag.name: _excuse(flag, row, role, alike) for flag in FLAGS if flag.name in row["flags"]}
     unknown = (name for name in row["flags"] if name not in FLAG_NAMES)
     reasons |= dict.fromkeys(unknown, "A flag of another version of Locater: scan the model again")
@@ -72,7 +78,7 @@ def _verdict(row: Numbers, length: int, alike: bool) -> Verdict:
     return Verdict(faults, {name: reason for name, reason in reasons.items() if reason}, role.name if role else None)
 
 
-def _excuse(flag: Flag, row: Numbers, role: Role | None, alike: bool) -> str:
+def _excuse(flag: Flag, row: Numbers, role: Role | None, alike: Mapping[str, bool]) -> str:
     """Why a flag of this head is no fault; empty where it is one."""
     if flag.severity == "note":
         return flag.way_out
@@ -83,6 +89,6 @@ def _excuse(flag: Flag, row: Numbers, role: Role | None, alike: bool) -> str:
     ratio = row.get("entropy_ratio")
     if flag.confirmed is not None and ratio is not None and not flag.confirmed(ratio):
         return f"Predicted, and not seen: its measured entropy is {ratio:.2f} of that of uniform attention"
-    if flag.name == "uniform" and alike:
+    if alike.get(flag.name):
         return "As nearly all heads of this model: it looks untrained"
     return ""

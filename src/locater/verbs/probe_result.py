@@ -82,10 +82,10 @@ PREDICTED = tuple(name for name in PROBE_COLUMNS if name.startswith("predicted_"
 PRIOR = tuple(name for name in PROBE_COLUMNS if name.startswith("prior_"))
 BOUND = ("logit_bound",)
 MEASURED = tuple(name for name in PROBE_COLUMNS if name not in (*PREDICTED, *PRIOR, *BOUND))
-# M, S, F, key bias and skew over the measured tokens decide flags; not all of them are columns
-PROBE_FLAGS = tuple(
-    flag.name for flag in FLAGS if set(flag.needs) <= {*PROBE_COLUMNS, "finite", "M", "S", "F", "key_bias", "skew"}
-)
+# M, S, F, key bias and skew over the measured tokens decide flags, and so does what a head can write; not all of them
+# are columns
+UNLISTED = ("finite", "written", "M", "S", "F", "key_bias", "skew")
+PROBE_FLAGS = tuple(flag.name for flag in FLAGS if set(flag.needs) <= {*PROBE_COLUMNS, *UNLISTED})
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.findings import flags_of
 from locater.missing import finite_or_none
-from locater.numerics import spearman
+from locater.numerics import spearman, upcast
 from locater.observing.circuits import Circuit, circuit_scores, period_of
 from locater.observing.collecting import Progress, collected
 from locater.observing.inputs import run
@@ -26,6 +26,7 @@ from locater.observing.rows import SeenHead
 from locater.observing.stream import SeenLayer
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import logit_bound, predict
+from locater.report.tables import head_list
 from locater.theory import kept_at_entropy
 from locater.verbs.head_rows import row_keys
 from locater.verbs.load import load_model
@@ -40,7 +41,7 @@ from locater.verbs.probe_result import (
     ProbeRow,
     stream_after,
 )
-from locater.verbs.scan_result import LENGTH, TOKENS, HeadRow, Scan
+from locater.verbs.scan_result import LENGTH, TOKENS, Scan
 from locater.verbs.scanning import column_of, root_mean_square, scan
 
 LONGEST = 1024  # tokens that heads are run on for predictions
@@ -99,7 +100,8 @@ def probe_on_batches(
         for batch in progress(for_measurement, len(for_measurement)) if progress else for_measurement:
             run(module, batch)
     prior = scan(module, length=predicted.assumptions["length"])
-    probe_rows = _rows(module, seen.rows, statistics, predicted, prior, circuits)
+    written = {number: written_norms(layer) for number, layer in enumerate(attention_layers(module))}
+    probe_rows = _rows(module, seen.rows, statistics, predicted, prior, circuits, written)
     inputs = {entry.layer: entry for entry in statistics.inputs}
     observed = {row.layer for row in seen.rows}
     layers = [
@@ -119,7 +121,8 @@ def probe_on_batches(
         "tokens": predicted.assumptions["tokens"],
         "notes": _notes(
             predicted, for_statistics is for_measurement, seen.silent, period_of(module) if circuits else None
-        ),
+        )
+        + _origin(probe_rows, prior, written),
         "length": predicted.assumptions["length"],
         "measured_sequences": count_sequences(for_measurement),
         "statistics_sequences": count_sequences(for_statistics),
@@ -134,6 +137,7 @@ def _rows(
     predicted: Scan,
     prior: Scan,
     circuits: Mapping[HeadKey, Circuit],
+    written: Mapping[int, Sequence[float | None]],
 ) -> list[ProbeRow]:
     """One row per head that was observed."""
     layers = list(attention_layers(module))
@@ -150,8 +154,31 @@ def _rows(
         key = (row.layer, row.head)
         predictions = {name: values[row.head] for name, values in by_layer[row.layer].items()}
         predictions["prior_localization"] = unit_tokens[key]
-        rows.append(_row(row, predictions, scanned.get(key), circuits.get(key), predicted.assumptions["length"]))
+        theory = {} if key not in scanned else vars(scanned[key])
+        theory = {**theory, "written": written[row.layer][row.head]}
+        rows.append(_row(row, predictions, theory, circuits.get(key), predicted.assumptions["length"]))
     return rows
+
+
+@torch.no_grad()
+def written_norms(layer: AttentionLayer) -> list[float | None]:
+    """The Frobenius norm of O_h V_h of every head, with the bias of its values as one more column: 0 for a head that
+    writes nothing, whatever it attends to. NaN where the maps are not finite, None where they are not known.
+    """
+    if layer.value is None or layer.out is None:
+        return [None] * layer.heads
+    value, out = upcast(layer.value.weight()), upcast(layer.out.weight())
+    if layer.value.bias is not None:
+        value = torch.cat([value, layer.value.bias.to(value)[:, None]], 1)
+    if out.shape[1] * layer.kv_heads != value.shape[0] * layer.heads:  # its heads are mixed in another way
+        return [None] * layer.heads
+    V = value.unflatten(0, (layer.kv_heads, -1))  # (K, v, d)
+    W_O = out.unflatten(1, (layer.heads, -1)).transpose(0, 1).to(V)  # (H, d, v)
+    values = (V @ V.mT).repeat_interleave(layer.group, 0)
+    outputs = W_O.mT @ W_O
+    squared = (outputs * values).sum((1, 2))
+    rounding = 1e-6 * outputs.norm(dim=(1, 2)) * values.norm(dim=(1, 2))
+    return [float(x) for x in squared.where(~(squared <= rounding), 0).sqrt()]
 
 
 def _layer_predictions(layer: AttentionLayer, entry: Input | None, length: int) -> dict[str, list[float | None]]:
@@ -178,22 +205,40 @@ def _layer_predictions(layer: AttentionLayer, entry: Input | None, length: int) 
     }
 
 
+def _origin(rows: Sequence[ProbeRow], prior: Scan, written: Mapping[int, Sequence[float | None]]) -> list[str]:
+    """Where NaN or infinite numbers come from: the weights of some heads, or something else in front of a layer."""
+    lost = [(row.layer, row.head) for row in rows if "nonfinite" in row.flags]
+    if not lost:
+        return []
+    flagged = {(row.layer, row.head) for row in prior.rows if "nonfinite" in row.flags}
+    own = [(i, h) for i, h in lost if (i, h) in flagged or not math.isfinite(written[i][h] or 0)]
+    if own:
+        return [
+            f"NaN or infinite weights in {head_list(own)} (layer.head): what reads their output has no numbers either"
+        ]
+    return [
+        f"NaN or infinite numbers reach layer {lost[0][0]} and do not come from weights of attention: "
+        "look at MLPs, norms and embeddings before it, or at the precision"
+    ]
+
+
 def _row(
     seen: SeenHead,
     predictions: Mapping[str, float | None],
-    scanned: HeadRow | None,
+    theory: Mapping[str, Any],
     circuit: Circuit | None,
     length: int,
 ) -> ProbeRow:
-    """`scanned` is the head's row in the scan with statistics: its M, F and localization are those of these tokens."""
+    """`theory` is the head's row in the scan with statistics, whose M, F and localization are those of these tokens,
+    and what the head can write.
+    """
     own = {f.name for f in fields(ProbeRow)}
-    theory = {} if scanned is None else vars(scanned)
     values = {name: value for name, value in vars(seen).items() if name in own}
     values["typical_kept"] = None if not seen.participation else seen.participation**-0.5
     values |= vars(circuit) if circuit is not None else {}
     values |= predictions
     values |= {column: theory.get(name) for name, column in OLD_COLUMNS.items()}
-    finite = "nonfinite" not in (*seen.flags, *theory.get("flags", ()))
+    finite = "nonfinite" not in (*seen.flags, *theory.get("flags", ())) and math.isfinite(theory["written"] or 0)
     return ProbeRow(**{**values, "flags": flags_of({**theory, **values, "finite": finite}, length)})
 
 
