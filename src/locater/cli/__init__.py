@@ -12,6 +12,7 @@ import typer
 
 from locater.cli import compare, demo, explain, fleet, probe, reproduce, scan, train, watch
 from locater.cli.shell import Command, Group, command_in, examples, failure, outlives_its_reader, without_debug
+from locater.errors import without_secrets
 from locater.escapes import escaped_output
 from locater.version import __version__
 
@@ -64,5 +65,6 @@ def main() -> None:
                 import traceback
 
                 traceback.print_exc()
-            print("locater: " + " ".join(failure(error, command_in(args)).split()), file=sys.stderr)
+            line = without_secrets(failure(error, command_in(args)))
+            print("locater: " + " ".join(line.split()), file=sys.stderr)
         sys.exit(2)

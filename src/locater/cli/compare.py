@@ -10,6 +10,7 @@ from rich.console import Console
 from locater.cli.options import Download, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
+from locater.errors import without_secrets
 from locater.findings import parse_conditions
 from locater.verbs.scan_result import LENGTH, SCAN_FLAGS
 
@@ -62,7 +63,7 @@ def command(
     else:
         scans, labels = result.scans, result.labels
     sources = zip(labels, (a, b, *(more or ())), scans, strict=True)
-    title = "\n".join(f"{label}: {name} ({len(scan.rows)} heads)" for label, name, scan in sources)
+    title = [f"{label}: {without_secrets(name)} ({len(scan.rows)} heads)" for label, name, scan in sources]
 
     def show(console: Console) -> None:
         if isinstance(result, Comparison):

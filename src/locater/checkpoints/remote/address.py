@@ -36,6 +36,9 @@ class Address:
         if self.scheme == "http":
             root = re.sub(r"//[^/]*@", "//", self.root)
             return f"{root}/{self.path}" if self.path else root
+        if self.scheme in BUCKETS:
+            root = self.root.rpartition("@")[2]
+            return f"{self.scheme}://{root}" + (f"/{self.path}" if self.path else "")
         if self.plain:
             return f"{self.root}/{self.path}" if self.path else self.root
         revision = "" if self.revision is None else f"@{_quoted(self.revision)}"
@@ -82,11 +85,11 @@ def remote_address(source: str) -> Address | None:
     if scheme in ("http", "https"):
         try:
             parts = urlsplit(f"{scheme}://{rest}")
-            host = parts.hostname
-        except ValueError as error:  # half of the brackets of an IPv6 address
-            raise LocaterError(f"{scheme}://...: not a URL ({error}): write https://host/path") from None
+            host, _ = parts.hostname, parts.port
+        except ValueError:  # half of the brackets of an IPv6 address; a password with a slash, which looks like a port
+            raise LocaterError(f"{scheme}://...: not a URL: write https://host/path") from None
         if not host:
-            raise LocaterError(f"{source}: no host in it: write https://host/path")
+            raise LocaterError(f"{scheme}://...: no host in it: write https://host/path")
         return Address("http", f"{scheme}://{parts.netloc}", parts.path.strip("/"), query=parts.query)
     bucket, _, path = rest.strip("/").partition("/")
     if not bucket or "//" in f"/{path}":

@@ -1,5 +1,5 @@
-"""A small HTTP client for byte ranges: connections are kept, bodies go straight into a buffer, and `close` ends reads
-that wait.
+"""A small HTTP client for byte ranges: connections are kept, bodies go straight into a buffer, `close` ends reads that
+wait, and a server that sends its answer too slowly is not waited for.
 
 The standard library is enough, so plain URLs need no extra package. Proxies are those of the environment.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import socket
 import ssl
 import threading
+import time
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -23,12 +26,74 @@ from locater.version import __version__
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0  # without a single byte
+ANSWER_SECONDS = 60.0  # for a status and its headers, however many times `100 Continue` comes before them
+ANSWER_BYTES = 1 << 20  # of them
+LEAST_RATE = 256  # bytes a second of a body, over any READ_SECONDS
 Key = tuple[str, str]  # scheme, host with port
 GONE = (ConnectionError, http.client.BadStatusLine, BrokenPipeError)  # a kept connection that the server has closed
 
 
 class Unreachable(Exception):  # noqa: N818
     """No connection to a host could be made."""
+
+
+class TooSlow(TimeoutError):  # noqa: N818
+    """Bytes come, but not as fast as they have to."""
+
+
+class _Paced(io.RawIOBase):
+    """What a socket sends, within a deadline: the timeout of a socket starts again with each byte."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._raw = sock, sock.makefile("rb", buffering=0)
+        self._since, self._count, self._body = time.monotonic(), 0, False
+
+    def begin_body(self) -> None:
+        self._since, self._count, self._body = time.monotonic(), 0, True
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        seconds = READ_SECONDS if self._body else ANSWER_SECONDS
+        left = self._since + seconds - time.monotonic()
+        if left <= 0 or (not self._body and self._count > ANSWER_BYTES):
+            self._judge(seconds)
+            left = seconds
+        self._sock.settimeout(min(left, READ_SECONDS))
+        try:
+            count = self._raw.readinto(buffer)
+        except TimeoutError:
+            if self._count:
+                self._judge(seconds)
+            raise
+        self._count += count or 0
+        return count
+
+    def _judge(self, seconds: float) -> None:
+        """At the end of a period: refuse what came too slowly, or begin the next one."""
+        if not self._body:
+            raise TooSlow(f"no answer after {self._count:,} bytes of headers")
+        if self._count < LEAST_RATE * seconds:
+            raise TooSlow(f"less than {LEAST_RATE} bytes a second")
+        self._since, self._count = time.monotonic(), 0
+
+    def close(self) -> None:
+        if not self.closed:
+            self._raw.close()
+        super().close()
+
+
+class _Reply(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, **settings: Any) -> None:
+        super().__init__(sock, *args, **settings)
+        self.fp.close()
+        self._paced = _Paced(sock)
+        self.fp = io.BufferedReader(self._paced, 1 << 16)
+
+    def begin(self) -> None:
+        super().begin()
+        self._paced.begin_body()
 
 
 class HttpClient:
@@ -102,6 +167,7 @@ class HttpClient:
             connection = idle.pop() if idle else None
             kept = connection is not None
             connection = connection or _new_connection(*key)
+            connection.response_class = _Reply
             self._busy.add(connection)
         if not kept:
             try:
@@ -165,11 +231,14 @@ def _context() -> ssl.SSLContext:
 
 def reason(error: BaseException, host: str) -> str:
     """A failed connection in words."""
+    host = f"{host:.100}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate of {host} is not trusted ({error.verify_message})"
     if isinstance(error, socket.gaierror):
         return f"the host {host} cannot be found (is there a network?)"
+    if isinstance(error, TooSlow):
+        return f"{host} is too slow: {error}"
     if isinstance(error, TimeoutError):
         return f"{host} does not answer in time"
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    words = f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__:.200}"
     return f"{host} cannot be reached ({words})"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import http.client
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
-from locater.checkpoints.remote.http_client import HttpClient, Unreachable, reason
+from locater.checkpoints.remote.http_client import HttpClient, TooSlow, Unreachable, reason
 from locater.checkpoints.remote.retrying import TEMPORARY, Temporary, pause, retry_after
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.files import JSON_LIMIT
 
 T = TypeVar("T")
@@ -22,6 +23,9 @@ MOVED = (301, 302, 303, 307, 308)
 MISSING = (404, 410)
 PART = 1 << 20  # bytes between two writes of a download
 CHANGED = "changed while it was read: start again"
+LARGEST = 1 << 62  # bytes of a file; a size is sent as digits, and there may be thousands of them
+PROGRESS = 1 << 16  # bytes; a body that is cut before them is resumed
+CUTS = 20  # times, for one range
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class Refusal(Exception):  # noqa: N818 - an answer, and often not an error
     def __init__(self, status: int, words: str) -> None:
         super().__init__(f"{status} {words}".strip())
         self.status = status
+
+
+class ForbiddenRedirect(Exception):  # noqa: N818
+    """A redirection to another protocol than HTTP, or to one that is less safe."""
 
 
 class HttpFile:
@@ -71,11 +79,14 @@ class HttpFile:
         """Put the bytes from `start` on into `view`; how many there were, fewer only where the file ends. A cut body is
         resumed where it ended.
         """
-        filled, stop = 0, start + len(view)
+        filled, stop, cuts = 0, start + len(view), 0
         while filled < len(view) and (self.size is None or start + filled < self.size):
             first = start + filled
             asked = {"Range": f"bytes={first}-{stop - 1}", **self._condition()}
-            filled += self._exchange("GET", asked, partial(self._fill, first, view[filled:]))
+            got = self._exchange("GET", asked, partial(self._fill, first, view[filled:]))
+            filled, cuts = filled + got, cuts + (got < PROGRESS)
+            if cuts > CUTS:
+                raise LocaterError(f"{self.where}: the connection is cut ({cuts} times): try again later")
         return filled
 
     def whole(self) -> bytes | None:
@@ -91,10 +102,18 @@ class HttpFile:
         self._exchange("GET", {}, partial(self._copy, path))
 
     def _copy(self, path: Path, reply: http.client.HTTPResponse) -> None:
+        free, part = shutil.disk_usage(path.parent).free, memoryview(bytearray(PART))
+        if reply.length is None:
+            raise LocaterError(f"{self.where}: its server does not say how large it is, so it is not downloaded")
+        if reply.length > free:
+            raise LocaterError(
+                f"{self.where}: {reply.length:,} bytes, and {path.parent} has room for {free:,}: set TMPDIR to a "
+                "folder with more room"
+            )
         with path.open("wb") as target:
-            while chunk := reply.read(PART):
-                target.write(chunk)
-                self._client.traffic.add(bytes=len(chunk))
+            while count := reply.readinto(part):
+                target.write(part[:count])
+                self._client.traffic.add(bytes=count)
         if reply.length:
             raise Temporary("the connection is cut")
 
@@ -134,8 +153,8 @@ class HttpFile:
     ) -> T:
         url = location.url
         for _ in range(REDIRECTS):
-            host = urlsplit(url).netloc.rpartition("@")[2]
             try:
+                host = urlsplit(url).netloc.rpartition("@")[2]
                 with self._client.response(method, url, {**asked, **self._headers(url)}) as reply:
                     self._client.met.add(host)
                     if reply.status not in MOVED:
@@ -143,14 +162,20 @@ class HttpFile:
                         result = take(reply)
                         self._moved(location, url)
                         return result
-                    reply.read()
-                    url = urljoin(url, reply.getheader("Location") or "")
+                    reply.readinto(bytearray(PROGRESS))  # a short body keeps the connection
+                    url = _redirected(url, reply.getheader("Location") or "")
             except Unreachable as error:
                 if host not in self._client.met:
                     raise LocaterError(f"{self.where}: {error}") from None
                 raise Temporary(str(error)) from None
             except (OSError, http.client.HTTPException) as error:
                 raise Temporary(reason(error, host)) from None
+            except ForbiddenRedirect as error:
+                raise LocaterError(f"{self.where}: {error}") from None
+            except (ValueError, OverflowError) as error:  # of the standard library, for what it does not expect
+                raise LocaterError(
+                    f"{self.where}: its server's answer is not HTTP ({first_line(error):.200})"
+                ) from None
         raise LocaterError(f"{self.where}: more than {REDIRECTS} redirections: give the address that they lead to")
 
     def _fill(self, start: int, view: memoryview, reply: http.client.HTTPResponse) -> int:
@@ -165,9 +190,13 @@ class HttpFile:
             raise LocaterError(f"{self.where}: its server does not send ranges of files: add --download")
         self._pin(reply, size)
         wanted, got = min(len(view), size - start), 0
+        if wanted <= 0:
+            return 0
         try:
-            while got < wanted and (count := reply.readinto(view[got:wanted])):
+            while got < wanted and (count := reply.readinto(view[got : min(got + PART, wanted)])):
                 got += count
+        except TooSlow:
+            raise
         except (OSError, http.client.HTTPException) as error:
             if not got:
                 raise Temporary(f"the connection is cut ({reason(error, 'the server')})") from None
@@ -178,28 +207,30 @@ class HttpFile:
         return got
 
     def _body(self, reply: http.client.HTTPResponse) -> bytes:
-        body = reply.read(JSON_LIMIT + 1)
-        self._client.traffic.add(bytes=len(body))
+        body, part = bytearray(), memoryview(bytearray(PART))
+        while len(body) <= JSON_LIMIT and (count := reply.readinto(part)):
+            body += part[:count]
+            self._client.traffic.add(bytes=count)
         if len(body) > JSON_LIMIT:
             raise LocaterError(
                 f"{self.where}: more than {JSON_LIMIT:,} bytes, too large for a configuration or an index"
             )
         if reply.length:
             raise Temporary("the connection is cut")
-        return body
+        return bytes(body)
 
     def _size_and_version(self, reply: http.client.HTTPResponse) -> tuple[int, str]:
-        reply.read()
-        version, size = reply.getheader("ETag") or reply.getheader("Last-Modified"), reply.getheader("Content-Length")
-        if version is None or not (size or "").isdecimal():
+        reply.read()  # nothing, of a HEAD
+        version, size = _version(reply), _size(reply.getheader("Content-Length") or "")
+        if version is None or size is None:
             raise LocaterError(
                 f"{self.where}: its server gives no size, or neither ETag nor date, so a change would not be seen"
             )
-        return int(size or 0), version
+        return size, version
 
     def _pin(self, reply: http.client.HTTPResponse, size: int) -> None:
         """Remember size and version of the file, or compare them with those that were seen first."""
-        version = reply.getheader("ETag") or reply.getheader("Last-Modified")
+        version = _version(reply)
         with self._lock:
             if self.size is None:
                 self.size = size
@@ -211,7 +242,7 @@ class HttpFile:
     def _condition(self) -> dict[str, str]:
         """What makes a server refuse if the file has changed. A weak ETag cannot be asked for."""
         version = self._version
-        if not self._conditional or version is None or version.startswith("W/"):
+        if not self._conditional or version is None or version.startswith("W/") or not version.isprintable():
             return {}
         return {"If-Match" if version.startswith('"') else "If-Unmodified-Since": version}
 
@@ -258,19 +289,51 @@ class HttpFile:
 def _check(reply: http.client.HTTPResponse) -> None:
     """Raise for every answer but the bytes that were asked for."""
     if reply.status in TEMPORARY:
-        words = f"the server answers {reply.status} {reply.reason}".strip()
+        words = f"the server answers {reply.status} {reply.reason:.200}".strip()
         raise Temporary(words, retry_after(reply.getheader("Retry-After")))
     if reply.status not in (200, 206):
-        raise Refusal(reply.status, reply.getheader("X-Error-Message") or reply.reason)
+        raise Refusal(reply.status, f"{reply.getheader('X-Error-Message') or reply.reason:.200}")
     if reply.getheader("Content-Encoding", "identity") != "identity":
         raise Refusal(reply.status, "with a compressed body, which has no ranges: add --download")
 
 
 def _content_range(reply: http.client.HTTPResponse) -> tuple[int, int]:
     """(first byte, size of the file) of `Content-Range: bytes 0-99/1000`."""
-    unit, _, rest = (reply.getheader("Content-Range") or "").partition(" ")
-    span, _, size = rest.partition("/")
-    first = span.partition("-")[0]
-    if unit != "bytes" or not first.isdecimal() or not size.isdecimal():
-        raise Refusal(reply.status, f"without a range of known size ({reply.getheader('Content-Range')})")
-    return int(first), int(size)
+    header = reply.getheader("Content-Range") or ""
+    unit, _, rest = header.partition(" ")
+    span, _, end = rest.partition("/")
+    first, size = _size(span.partition("-")[0]), _size(end)
+    if unit != "bytes" or first is None or size is None:
+        raise Refusal(reply.status, f"without a range of known size ({header:.100})")
+    return first, size
+
+
+def _size(digits: str) -> int | None:
+    """A number of bytes; None for what cannot be one.
+
+    >>> _size("12"), _size("-1"), _size("9" * 5000)
+    (12, None, None)
+    """
+    number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else LARGEST
+    return number if number < LARGEST else None
+
+
+def _version(reply: http.client.HTTPResponse) -> str | None:
+    """What changes with the content."""
+    return reply.getheader("ETag") or reply.getheader("Last-Modified")
+
+
+def _redirected(url: str, location: str) -> str:
+    """Where a redirection leads: to http or https, and never from https to http."""
+    # headers are read as Latin-1, and may hold bytes that have to be quoted in a request
+    target = urljoin(url, quote(location.encode("latin-1", "replace"), safe="%/:?#[]@!$&'()*+,;=~"))
+    if not may_lead(url, target):
+        before, after = urlsplit(url).scheme, urlsplit(target).scheme
+        raise ForbiddenRedirect(f"its server redirects from {before}: to {after:.20}:, which is not followed")
+    return target
+
+
+def may_lead(url: str, target: str) -> bool:
+    """Whether a server behind one address may send its clients to another."""
+    before, after = urlsplit(url).scheme, urlsplit(target).scheme
+    return after == "https" or (before, after) == ("http", "http")

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from locater.checkpoints.remote.address import Address
+from locater.checkpoints.remote.http_file import may_lead
 from locater.checkpoints.remote.retrying import TEMPORARY, Temporary, retry_after, tried
 from locater.errors import LocaterError, first_line
 
@@ -45,29 +46,33 @@ class HubModel:
 def hub_model(address: Address) -> HubModel:
     """The commit of a revision, and all files there: one request."""
     settings: dict[str, Any] = {"revision": address.revision, "files_metadata": True, "timeout": ANSWER_SECONDS}
-    info = asked(address, lambda: _api(address).model_info(address.root, **settings))
-    files = {}
-    for sibling in info.siblings or ():
-        lfs = sibling.lfs
-        digest = lfs.sha256 if lfs is not None else sibling.blob_id
-        files[sibling.rfilename] = HubFile(int(sibling.size or 0), str(digest))
-    return HubModel(str(info.sha), files)
+
+    def model() -> HubModel:
+        info = _api(address).model_info(address.root, **settings)
+        files = {}
+        for sibling in info.siblings or ():
+            lfs = sibling.lfs
+            digest = lfs.sha256 if lfs is not None else sibling.blob_id
+            files[str(sibling.rfilename)] = HubFile(int(sibling.size or 0), str(digest))
+        return HubModel(str(info.sha), files)
+
+    return asked(address, model)
 
 
 def hub_revisions(address: Address) -> list[str]:
     """Names of all branches and tags."""
     endpoint = _api(address).endpoint
 
-    def refs() -> Any:  # list_repo_refs waits for ever where the hub does not answer
+    def refs() -> list[str]:  # list_repo_refs waits for ever where the hub does not answer
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
         url = f"{endpoint}/api/models/{address.root}/refs"
         response = get_session().get(url, headers=build_hf_headers(), timeout=ANSWER_SECONDS)
         hf_raise_for_status(response)
-        return response.json()
+        document = response.json()
+        return list(dict.fromkeys(str(ref["name"]) for kind in ("branches", "tags") for ref in document.get(kind, ())))
 
-    document = asked(address, refs)
-    return list(dict.fromkeys(str(ref["name"]) for kind in ("branches", "tags") for ref in document.get(kind, ())))
+    return asked(address, refs)
 
 
 def hub_location(address: Address, commit: str) -> Any:
@@ -76,9 +81,11 @@ def hub_location(address: Address, commit: str) -> Any:
 
     def head() -> Any:
         api = _api(address)
-        return api.get_hf_file_metadata(
-            url=hf_hub_url(address.root, address.path, revision=commit, endpoint=api.endpoint)
-        )
+        url = hf_hub_url(address.root, address.path, revision=commit, endpoint=api.endpoint)
+        found = api.get_hf_file_metadata(url=url)
+        if not may_lead(url, found.location):
+            raise LocaterError(f"{address}: the hub redirects to no https address, which is not followed")
+        return found
 
     return asked(address, head, met=True)
 

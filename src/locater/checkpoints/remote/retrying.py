@@ -45,9 +45,9 @@ def retry_after(header: str | None) -> float | None:
     except ValueError:
         try:
             date = parsedate_to_datetime(header)
-        except (TypeError, ValueError):
+            seconds = (date - datetime.now(UTC if date.tzinfo else None)).total_seconds()
+        except (TypeError, ValueError, OverflowError):
             return None
-        seconds = (date - datetime.now(UTC if date.tzinfo else None)).total_seconds()
     return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 

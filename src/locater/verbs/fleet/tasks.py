@@ -10,7 +10,7 @@ from locater.checkpoints.anywhere import identity
 from locater.checkpoints.digested import DigestedWeights, joined_digest
 from locater.checkpoints.sources import Wrapped
 from locater.checkpoints.weights import Weights
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError, first_line, without_secrets
 from locater.files import read_json
 from locater.verbs.fleet.jobs import Job, Task, reader_version
 from locater.verbs.fleet.parts import to_bytes
@@ -67,8 +67,8 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, LocaterError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'reading'}: {error.strerror}"
-    return f"unexpected {type(error).__name__}: {first_line(error)}"
+        return without_secrets(f"{error.filename or 'reading'}: {error.strerror}")
+    return without_secrets(f"unexpected {type(error).__name__}: {first_line(error)}")
 
 
 def _scan_and_write(job: Job, store: Store) -> None:
