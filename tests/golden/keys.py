@@ -52,6 +52,7 @@ NEW: dict[str, tuple[str, ...]] = {
     "compare": (
         *("layers[*][*].provenance",),
         *("changes",),  # what changed most
+        *("equal", "tensors"),  # whether every number is equal, and then what of all other tensors
         *("heads[*].difference.effective_rank", "medians.effective_rank"),
     ),
     "probe": (

@@ -165,7 +165,7 @@ def test_gaps_failures_and_repeats_are_shown_and_not_filled(browser: Any, page: 
     assert visit.text("#note-a").startswith("step 300: missing: the run has a checkpoint every 50 steps")
     assert "elsewhere (not found)" in visit.text("#missing")
     visit.page.click("#missing button:has-text('150')")
-    assert visit.text("#note-a").endswith("the same weights as step 100")
+    assert visit.text("#note-a").endswith("the same queries, keys and norms as step 100")
     assert "(= 100)" in visit.text("#when")
     assert visit.page.locator("#lines .repeat").count() == 1
     for place in ("#note-a", "#missing"):

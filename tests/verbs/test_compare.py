@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
@@ -11,13 +12,16 @@ from statistics import median
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import ComparisonSeries, LocaterError, Scan, compare, scan
 from locater.report.change_words import changes_sentences
 from locater.report.series_words import fault_sentence, series_sentences
+from locater.verbs.compare_result import ComparedTensors
 from tests.conftest import Result
 
+Run = Callable[..., Result]
 DEMO = Path(str(files("locater") / "demo"))
 
 
@@ -53,13 +57,49 @@ def test_what_changed_most() -> None:
 
 def test_nothing_changed_and_shapes_that_differ() -> None:
     same = compare(DEMO, DEMO)
-    assert changes_sentences(same) == ["No number of any head changed by more than 1% of its range."]
+    assert changes_sentences(same) == ["Identical: all 56 tensors have equal bytes."]
     assert max(same.column_changes().values()) == 0
     other = compare(DEMO, one_head_larger()[0])
     assert (other.changes, other.column_changes(), changes_sentences(other)) == ([], {}, [])
     assert json.loads(other.to_json())["changes"] == {"columns": {}, "heads": []}
     with pytest.raises(LocaterError, match="different heads"):
         other.condition_rows()
+
+
+UNREAD = "Compared are queries, keys and norms; values, output maps, MLPs and embeddings were not read."
+
+
+def test_equal_heads_are_told_from_equal_models(run: Run, tmp_path: Path) -> None:
+    """What a scan does not read is compared where its numbers are equal, or is said not to be."""
+    tensors = load_file(DEMO / "model.safetensors")
+    shutil.copy(DEMO / "config.json", tmp_path)
+    save_file({name: tensor.clone() for name, tensor in reversed(tensors.items())}, tmp_path / "model.safetensors")
+    shown = run("compare", DEMO, tmp_path).out
+    assert "Identical: all 56 tensors have equal bytes." in shown
+    assert "B - A" not in shown, "a table of zeros"
+
+    name = "model.layers.3.self_attn.v_proj.weight"
+    tensors[name][5, 11] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    (said,) = changes_sentences(compare(DEMO, tmp_path))
+    assert said.endswith(f"which says nothing of values, output maps and MLPs. 1 of 56 tensors differs: {name}.")
+    document = json.loads(run("compare", DEMO, tmp_path, "--json", "-").out)
+    assert document["equal"]
+    assert document["tensors"] == {"compared": 56, "different": [name], "only_a": [], "only_b": []}
+
+    apart = {**tensors, "extra": torch.zeros(2)}
+    del apart["model.norm.weight"]
+    save_file(apart, tmp_path / "model.safetensors")
+    assert compare(DEMO, tmp_path).tensors == ComparedTensors(55, [name], ["model.norm.weight"], ["extra"])
+
+    scans = scan(DEMO), scan(tmp_path)
+    assert changes_sentences(compare(*scans)) == [f"Every number of every head is equal. {UNREAD}"]
+    tensors["model.layers.0.self_attn.q_proj.weight"][0] *= 1.01
+    save_file(tensors, tmp_path / "model.safetensors")
+    close = compare(DEMO, tmp_path)
+    assert not close.equal
+    assert close.tensors is None
+    assert changes_sentences(close) == [f"No number of any head changed by more than 1% of its range. {UNREAD}"]
 
 
 def test_a_head_that_breaks_comes_first() -> None:

@@ -371,7 +371,7 @@ def test_the_command_says_what_there_is(steps: Path, scanned: Path, tmp_path: Pa
     assert shown.status == 1
     assert f"{scanned}: 5 of 5 checkpoints done." in shown.out
     assert "5 from 0 to 400" in shown.out
-    assert "equal weights: 100, 300" in shown.out.lower()
+    assert "equal queries, keys and norms: 100, 300" in shown.out.lower()
     document = json.loads((tmp_path / "fleet.json").read_text())
     assert document == locater.Fleet.open(scanned).to_dict()
     rows = table(scanned)

@@ -118,7 +118,7 @@ def test_a_step_that_two_sources_claim() -> None:
     same = trajectory(twice, {})["runs"][0]
     assert [x["source"] for x in same["steps"]] == ["a/step-0", "a/step-10"]
     assert same["aside"] == [
-        {"source": "copy/10", "step": 10, "reason": "the same step and the same weights as a/step-10"}
+        {"source": "copy/10", "step": 10, "reason": "the same step, with the queries, keys and norms of a/step-10"}
     ]
     other = trajectory([{**x, "digest": x["source"]} for x in twice], {})
     assert [x["step"] for x in other["runs"][0]["steps"]] == [0]
@@ -141,7 +141,7 @@ def test_checkpoints_without_a_step() -> None:
     table = [*rows("a", (0, 10), heads=1), row("a", None, source="main", digest="a10")]
     mixed = trajectory(table, {})["runs"][0]
     assert [x["step"] for x in mixed["steps"]] == [0, 10]
-    assert mixed["aside"][0]["reason"] == "no step is known of it; its weights are those of step 10"
+    assert mixed["aside"][0]["reason"] == "no step is known of it; its queries, keys and norms are those of step 10"
 
 
 def test_a_change_of_shape_is_two_parts() -> None:

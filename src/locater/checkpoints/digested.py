@@ -1,4 +1,4 @@
-"""A digest of the tensors that were read, so that two checkpoints with equal weights show as such."""
+"""A digest of the tensors that were read, so that two checkpoints in which these are equal show as such."""
 
 from __future__ import annotations
 

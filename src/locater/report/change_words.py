@@ -10,9 +10,11 @@ from locater.report.scan_columns import Change, in_words, quantities
 from locater.report.tables import number
 
 if TYPE_CHECKING:
-    from locater.verbs.compare_result import Comparison
+    from locater.verbs.compare_result import ComparedTensors, Comparison
 
 NAMED_COLUMNS, NAMED_CHANGES = 3, 6  # columns and heads that sentences name
+NAMED_TENSORS = 3
+UNREAD = "Compared are queries, keys and norms; values, output maps, MLPs and embeddings were not read."
 NOTABLE = 0.01  # of the range of a number: smaller changes are not named
 
 
@@ -22,12 +24,27 @@ def changes_sentences(comparison: Comparison) -> list[str]:
         return []
     columns = [name for name, size in comparison.column_changes().items() if size >= NOTABLE]
     heads = [change for change in comparison.head_changes() if change.size >= NOTABLE]
+    if comparison.equal:
+        return _equal_words(comparison.tensors)
     if not heads:
-        return [f"No number of any head changed by more than {NOTABLE:.0%} of its range."]
+        return [f"No number of any head changed by more than {NOTABLE:.0%} of its range. {UNREAD}"]
     named = "; ".join(_column_words(comparison, name) for name in columns[:NAMED_COLUMNS])
     listed = "; ".join(_by_column(heads[:NAMED_CHANGES]))
     most = [f"Changed most over heads: {named}."] if named else []
     return [*most, f"Heads that changed most (layer.head): {listed}."]
+
+
+def _equal_words(tensors: ComparedTensors | None) -> list[str]:
+    """What was compared, where no head differs."""
+    if tensors is None:
+        return [f"Every number of every head is equal. {UNREAD}"]
+    if not tensors.apart:
+        return [f"Identical: all {tensors.compared:,} tensors have equal bytes."]
+    count = tensors.compared + len(tensors.only_a) + len(tensors.only_b)
+    named = ", ".join(tensors.apart[:NAMED_TENSORS])
+    more = f" and {len(tensors.apart) - NAMED_TENSORS:,} more" if len(tensors.apart) > NAMED_TENSORS else ""
+    apart = f"{len(tensors.apart):,} of {count:,} tensors differ{'s' * (len(tensors.apart) == 1)}: {named}{more}."
+    return [f"Every number of every head is equal, which says nothing of values, output maps and MLPs. {apart}"]
 
 
 def _column_words(comparison: Comparison, name: str) -> str:

@@ -82,7 +82,9 @@ def short_names(names: Sequence[str | None]) -> list[str]:
 
 
 def sentences(document: Mapping[str, Any]) -> list[str]:
-    """When flags first appear, what failed and why, which checkpoints have equal weights."""
+    """When flags first appear, what failed and why, which checkpoints have equal queries, keys and
+    norms: no other tensor was read.
+    """
     found = []
     names = short_names([run["run"] for run in document["runs"]])
     several = len(names) > 1
@@ -92,9 +94,11 @@ def sentences(document: Mapping[str, Any]) -> list[str]:
         if run["flags"]:
             said.append(f"first step of each flag: {'; '.join(_flags(run['flags']))}.")
         for group in run["duplicates"][:NAMED]:
-            said.append(f"equal weights: {_listed([_named(entry) for entry in group])}.")
+            said.append(f"equal queries, keys and norms: {_listed([_named(entry) for entry in group])}.")
         if len(run["duplicates"]) > NAMED:
-            said.append(f"{len(run['duplicates']) - NAMED} more groups of equal weights: --json lists them.")
+            said.append(
+                f"{len(run['duplicates']) - NAMED} more groups with equal queries, keys and norms: --json lists them."
+            )
         if run["without_step"]:
             said.append(f"{counted(run['without_step'], 'checkpoint')} without a step.")
         found += [lead + line if several else line[0].upper() + line[1:] for line in said]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.missing import known_median
-from locater.report.change_words import NAMED_CHANGES, NAMED_COLUMNS, NOTABLE
+from locater.report.change_words import NAMED_CHANGES, NAMED_COLUMNS, NOTABLE, UNREAD
 from locater.report.scan_columns import in_words, quantities
 from locater.report.tables import MOST_SHOWN, number
 from locater.report.terminal import empty_table, fitting
@@ -25,7 +25,7 @@ def series_sentences(series: ComparisonSeries) -> list[str]:
     labels, columns = series.labels, series.column_changes()
     heads = [change for change in series.head_changes() if change.size >= NOTABLE]
     if not heads:
-        return [f"No number of any head changed by more than {NOTABLE:.0%} of its range between neighbours."]
+        return [f"No number of any head changed by more than {NOTABLE:.0%} of its range between neighbours. {UNREAD}"]
     named = [name for name, sizes in columns.items() if max(sizes) >= NOTABLE][:NAMED_COLUMNS]
     listed = ", ".join(
         f"{x.layer}.{x.head} {in_words()[x.column]} from {number(x.before)} in {labels[x.start]} "

@@ -135,6 +135,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if not comparison.aligned:
         console.print("Their shapes differ, so heads are not subtracted.", highlight=False)
         return
+    if comparison.equal:
+        return
     lines = _change_lines(comparison)[:MOST_SHOWN]
     _print_tables([_line_table("heads that changed most (B - A)", list(SCAN), lines, console.width)], LEGEND, console)
 

@@ -39,6 +39,21 @@ class HeadChange:
     lost: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class ComparedTensors:
+    """Every tensor of two sources, with all that a scan does not read."""
+
+    compared: int
+    different: list[str]  # names of tensors with another shape, type or number
+    only_a: list[str]
+    only_b: list[str]
+
+    @property
+    def apart(self) -> list[str]:
+        """Names of all tensors that are not equal in both."""
+        return [*self.different, *self.only_a, *self.only_b]
+
+
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Two scans side by side. `rows` is empty unless they are `aligned`: the same layers with the same heads."""
@@ -47,6 +62,7 @@ class Comparison:
     b: Scan
     aligned: bool
     rows: list[HeadChange]
+    tensors: ComparedTensors | None = None  # of sources with equal heads, where all their tensors could be read
 
     def __repr__(self) -> str:
         heads = f"{len(self.rows)} heads" if self.aligned else f"{len(self.a.rows)} and {len(self.b.rows)} heads"
@@ -67,6 +83,14 @@ class Comparison:
         from locater.report.plots import plot
 
         return plot(of_comparison(self, column))
+
+    @property
+    def equal(self) -> bool:
+        """Whether every number and flag of every head is equal in both: those of queries, keys and norms."""
+        return self.aligned and all(
+            not (row.gained or row.lost) and all(a[name] == b[name] for name in DIFFERENCES)
+            for row, a, b in zip(self.rows, self.a.rows, self.b.rows, strict=True)
+        )
 
     @cached_property
     def changes(self) -> list[Change]:
@@ -115,6 +139,8 @@ class Comparison:
             "source": [self.a.source, self.b.source],
             "assumptions": self.a.assumptions,
             "aligned": self.aligned,
+            "equal": self.equal,
+            "tensors": None if self.tensors is None else asdict(self.tensors),
             "medians": {name: list(pair) for name, pair in self.medians().items()},
             "changes": {
                 "columns": self.column_changes(),

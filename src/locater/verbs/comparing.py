@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
-from locater.checkpoints.sources import Source
+import torch
+from torch import nn
+
+from locater.checkpoints.sources import Source, open_source
+from locater.checkpoints.weights import Weights
 from locater.errors import LocaterError
-from locater.verbs.compare_result import Comparison, compare_scans
+from locater.verbs.compare_result import ComparedTensors, Comparison, compare_scans
 from locater.verbs.scan_result import LENGTH, Scan
 from locater.verbs.scanning import Progress, scan
 from locater.verbs.series import ComparisonSeries, series
@@ -60,7 +65,8 @@ def compare(
     if more:
         _check_distinct((a, b, *more))
         return series([_scan(x, length, raw, progress, download) for x in (a, b, *more)])
-    return compare_scans(*(_scan(x, length, raw, progress, download) for x in (a, b)))
+    result = compare_scans(*(_scan(x, length, raw, progress, download) for x in (a, b)))
+    return replace(result, tensors=_tensors(a, b)) if result.equal else result
 
 
 def _check_distinct(sources: Sequence[Source | Scan]) -> None:
@@ -72,6 +78,38 @@ def _check_distinct(sources: Sequence[Source | Scan]) -> None:
             name = source if isinstance(source, str | os.PathLike) else getattr(source, "source", "one model")
             raise LocaterError(f"{name} is given more than once: compare each source once, in the order of training")
         seen.add(key)
+
+
+def _tensors(a: Source | Scan, b: Source | Scan) -> ComparedTensors | None:
+    """Every tensor of two sources whose heads are equal: what a scan does not read may differ. None for scans, and for
+    checkpoints that are elsewhere, of which a scan reads a small part.
+    """
+    sources = [x for x in (a, b) if _is_here(x)]
+    if len(sources) < 2:
+        return None
+    first, second = (open_source(x)[0] for x in sources)  # type: ignore[arg-type]
+    names, others = set(first.names()), set(second.names())
+    both = sorted(names & others)
+    try:
+        different = [name for name in both if not _same(first, second, name)]
+    except LocaterError:  # a tensor that is stored in a way that cannot be read, and that no head needs
+        return None
+    return ComparedTensors(len(both), different, sorted(names - others), sorted(others - names))
+
+
+def _is_here(source: Source | Scan) -> bool:
+    if isinstance(source, Scan):
+        return False
+    path = not isinstance(source, nn.Module)
+    return not path or (os.path.exists(source) and Path(source).suffix != ".json")  # type: ignore[arg-type]
+
+
+def _same(first: Weights, second: Weights, name: str) -> bool:
+    """Whether a tensor has the same shape, type and bytes in both."""
+    if first.shape(name) != second.shape(name):
+        return False
+    a, b = (weights.read(name).detach().cpu().contiguous() for weights in (first, second))
+    return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _scan(source: Source | Scan, length: int, raw: bool, progress: Progress | None, download: bool) -> Scan:

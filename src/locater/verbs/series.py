@@ -119,6 +119,8 @@ class ComparisonSeries:
             "source": [scan.source for scan in self.scans],
             "assumptions": self.scans[0].assumptions,
             "aligned": True,
+            "equal": all(pair.equal for pair in self.pairs),
+            "tensors": None,
             "medians": self.medians(),
             "changes": {
                 "columns": {name: max(sizes) for name, sizes in self.column_changes().items()},

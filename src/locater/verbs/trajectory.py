@@ -37,7 +37,9 @@ class Checkpoint:
     source: str
     run: str
     step: int | None
-    digest: str | None  # equal where the weights that were read are equal; None where no row has one
+    digest: (
+        str | None
+    )  # equal where queries, keys and norms are equal: no other tensor was read; None where no row has one
     rows: list[Row]
 
     @property
@@ -209,7 +211,7 @@ def _in_order(checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], list
         first, *others = by_step[step]
         if not others or all(x.digest is not None and x.digest == first.digest for x in others):
             drawn.append(first)
-            aside += [(x, f"the same step and the same weights as {first.source}") for x in others]
+            aside += [(x, f"the same step, with the queries, keys and norms of {first.source}") for x in others]
         else:
             names = ", ".join(x.source for x in by_step[step][:3])
             aside += [
@@ -218,7 +220,7 @@ def _in_order(checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], list
     places = {x.digest: x.step for x in drawn if x.digest is not None}
     for x in checkpoints:
         if x.step is None:
-            same = f"; its weights are those of step {places[x.digest]}" if x.digest in places else ""
+            same = f"; its queries, keys and norms are those of step {places[x.digest]}" if x.digest in places else ""
             aside.append((x, f"no step is known of it{same}"))
     return drawn, [{"source": x.source, "step": x.step, "reason": reason} for x, reason in aside]
 
@@ -255,7 +257,7 @@ def _rounded(x: np.ndarray) -> np.ndarray:
 
 
 def _duplicates(runs: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Groups of checkpoints with equal weights, within runs and across them."""
+    """Groups of checkpoints with equal queries, keys and norms, within runs and across them."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         for x in run["steps"]:

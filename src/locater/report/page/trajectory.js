@@ -10,7 +10,7 @@ function titles() {
     const at = indexOf(run), id = "ab"[i], same = at < 0 ? null : run.same[at];
     element(`title-${id}`).textContent = `${letter(i)}${run.name}${at < 0 ? "" : `, ${stepName(run, state.step)}`}`;
     element(`note-${id}`).textContent = at < 0 ? `${stepName(run, state.step)}: ${absent(run, state.step)}`
-      : same !== null ? `${run.sources[at]} · the same weights as ${stepName(run, run.steps[same])}` : `${run.sources[at]} · ${METRICS[state.metric].label}`;
+      : same !== null ? `${run.sources[at]} · the same queries, keys and norms as ${stepName(run, run.steps[same])}` : `${run.sources[at]} · ${METRICS[state.metric].label}`;
     readout(id, run, state.layer, state.head);
   });
   const run = RUNS[state.a], at = slots.indexOf(state.step), why = indexOf(run) < 0 ? ` <span class="gap">no checkpoint</span>` : run.same[indexOf(run)] !== null ? ` (= ${run.steps[run.same[indexOf(run)]].toLocaleString("en")})` : "";
@@ -75,10 +75,10 @@ function missing() {
     list(`${letter(i)}Sources that could not be read`, run.failed.map(([step, words]) => `${go(step, stepName(run, step))} <span>${escape(words)}</span>`), `failed${i}`);
     const groups = new Map();
     run.same.forEach((first, s) => { if (first !== null) groups.set(first, [...(groups.get(first) ?? [first]), s]); });
-    list(`${letter(i)}Steps with equal weights`, [...groups.values()].map(g => g.slice(0, 12).map(s => go(run.steps[s], run.numbered ? count(run.steps[s]) : run.sources[s])).join(" = ") + (g.length > 12 ? ` <span>and ${count(g.length - 12)} more</span>` : "")), `same${i}`);
+    list(`${letter(i)}Steps with equal queries, keys and norms`, [...groups.values()].map(g => g.slice(0, 12).map(s => go(run.steps[s], run.numbered ? count(run.steps[s]) : run.sources[s])).join(" = ") + (g.length > 12 ? ` <span>and ${count(g.length - 12)} more</span>` : "")), `same${i}`);
     list(`${letter(i)}Not shown`, run.aside.map(([source, reason]) => `${escape(source)} <span>${escape(reason)}</span>`), `aside${i}`);
   });
-  list("Equal weights in several runs", DATA.duplicates.filter(g => new Set(g.map(x => x[0])).size > 1).map(g => escape(g.slice(0, 6).map(([run, step]) => `${run} ${count(step)}`).join(" = "))), "across");
+  list("Equal queries, keys and norms in several runs", DATA.duplicates.filter(g => new Set(g.map(x => x[0])).size > 1).map(g => escape(g.slice(0, 6).map(([run, step]) => `${run} ${count(step)}`).join(" = "))), "across");
   list("Sources that could not be read and whose step is not known", DATA.unplaced.map(escape), "unplaced");
   element("missing").innerHTML = parts.join("");
   element("card-missing").hidden = !parts.length;

@@ -41,7 +41,7 @@ class FleetSource:
     step: int | None
     status: str  # "done", "failed" or "to do"
     heads: int | None = None
-    digest: str | None = None  # of the tensors that were read: equal for equal weights
+    digest: str | None = None  # of the tensors that were read: queries, keys and norms
     identity: str | None = None
     reason: str | None = None  # of a failure
     tries: int | None = None

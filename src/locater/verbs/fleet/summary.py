@@ -93,7 +93,7 @@ def _failure(entry: FleetSource) -> dict[str, Any]:
 
 
 def _duplicates(done: Sequence[FleetSource]) -> list[list[dict[str, Any]]]:
-    """Groups of checkpoints with equal weights: the same tensors with the same bytes."""
+    """Groups of checkpoints whose queries, keys and norms are the same tensors with the same bytes."""
     groups: dict[str | None, list[dict[str, Any]]] = {}
     for entry in done:
         groups.setdefault(entry.digest, []).append({"source": entry.source, "step": entry.step})
