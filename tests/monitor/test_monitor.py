@@ -609,6 +609,125 @@ def _expect(model: Any, into: list[list[float]]) -> None:
         into[:] = [(x.scale * x.moments().trace).tolist() for x in maps]
 
 
+def maps_by_hand(model: Any) -> tuple[list[list[float]], list[list[float]]]:
+    """M and spread of a plain GPT's heads, in float64 from its weights alone: tokens z of unit size in every direction
+    pass the gain and the bias of a LayerNorm, which has taken out their mean.
+    """
+    M, spread = [], []
+    for block in model.blocks:
+        gain, shift = block.norm.weight.double(), block.norm.bias.double()
+        centred = torch.diag(gain) @ (torch.eye(32) - 1 / 32).double()
+        weight, bias = block.qkv.weight.double(), block.qkv.bias.double()
+        q, k = (weight[at : at + 32].unflatten(0, (4, 8)) for at in (0, 32))
+        W = (q @ centred).mT @ (k @ centred) / 8**0.5  # (H, d, d)
+        shifted = (q @ shift) + bias[:32].unflatten(0, (4, 8))  # the constant part of a query
+        term = (shifted[:, None] @ (k @ centred))[:, 0] / 8**0.5
+        M.append(W.diagonal(dim1=-2, dim2=-1).sum(-1).tolist())
+        spread.append((W.square().sum((-2, -1)) + term.square().sum(-1)).sqrt().tolist())
+    return M, spread
+
+
+def trained_gpt() -> Any:
+    """With gains and biases that are not 1 and 0, dropout, and a norm over the batch."""
+    model = plain_gpt()
+    for block in model.blocks:
+        torch.nn.init.uniform_(block.norm.weight, 0.5, 2)
+        torch.nn.init.normal_(block.norm.bias, std=0.3)
+        torch.nn.init.normal_(block.qkv.bias, std=0.3)
+    norm = torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 64), torch.nn.Unflatten(0, (1, -1))
+    model.head = torch.nn.Sequential(torch.nn.Dropout(0.3), torch.nn.Flatten(0, 1), *norm)
+    return model
+
+
+class OfBatches(torch.nn.Module):
+    """Inputs of such a forward cannot be guessed."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.blocks, self.inner = model.blocks, model
+
+    def forward(self, batch: dict[str, Tensor], scale: float) -> Any:
+        return self.inner(batch["tokens"]) * scale
+
+
+LONG = torch.randint(64, (6, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("passes", ["loss", "all"])
+@pytest.mark.parametrize("kind", ["itself", "a dictionary", "a part"])
+def test_a_loop_of_ones_own_has_the_maps(tmp_path: Path, kind: str, passes: Any, caplog: Any) -> None:
+    """Discovered with the first batch, and read anew at each step."""
+    inner = trained_gpt().train()
+    model = {"itself": inner, "a dictionary": OfBatches(inner), "a part": Wrapped(inner)}[kind]
+    arguments = {"itself": (LONG,), "a dictionary": ({"tokens": LONG}, 0.5), "a part": (LONG,)}[kind]
+    run = inner if kind == "a part" else model.train()
+    monitor = Monitor(tmp_path / "run.jsonl", every=2, passes=passes).attach(model)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        run(*arguments).backward()
+        optimizer.step()
+        if step != 1:
+            expected.append(maps_by_hand(inner))
+        monitor.after_step()
+    monitor.detach()
+    log = read_run(tmp_path / "run.jsonl")
+    for step, (M, spread) in zip(log.steps, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(step["heads"]["M"]), torch.tensor(M), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(step["heads"]["spread"]), torch.tensor(spread), rtol=1e-4, atol=1e-5)
+    warned = {(w["layer"], w["head"]) for w in log.warnings if w["flag"] == "spread>5"}
+    assert {(layer, head) for layer in (0, 1) for head in range(4) if expected[0][1][layer][head] > 5} <= warned
+    assert warned
+    assert not any("not known" in line or "without M" in line for line in messages(caplog))
+
+
+def test_discovering_the_maps_disturbs_nothing(tmp_path: Path) -> None:
+    """Weights, statistics of batches and random numbers are those of a run without a monitor, to the last bit."""
+    ends = []
+    for watched in (False, True):
+        model = trained_gpt().train()
+        torch.manual_seed(1)
+        monitor: Any = Monitor(tmp_path / "run.jsonl", every=2).attach(model) if watched else _Deaf()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            model(LONG).backward()
+            gradients = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            monitor.after_step()
+            assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+            optimizer.zero_grad()
+        monitor.detach()
+        assert model.training
+        ends.append([*(x.clone() for x in model.state_dict().values()), torch.rand(4)])
+        assert not any("locater" in name for module in model.modules() for name in vars(module))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert read_run(tmp_path / "run.jsonl").steps[0]["heads"]["spread"][1][3] is not None
+
+
+class TrainsAlone(PlainGPT):
+    """A copy of it in evaluation mode does not run."""
+
+    def forward(self, input_ids: Tensor) -> Any:  # type: ignore[override]
+        if not self.training:
+            raise RuntimeError("call train() first")
+        return super().forward(input_ids)
+
+
+def test_maps_that_cannot_be_discovered_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = Monitor(tmp_path / "run.jsonl", every=1).attach(model := TrainsAlone().train())
+    for _ in range(3):
+        model(LONG).backward()
+        monitor.after_step()
+    monitor.detach()
+    said = [line for line in messages(caplog) if "M and spread" in line]
+    assert len(said) == 1
+    assert said[0].startswith("step 1: the run goes on without M and spread: TrainsAlone: its forward pass ")
+    assert "call train() first" in said[0]
+    steps = read_run(tmp_path / "run.jsonl").steps
+    assert len(steps) == 3
+    assert all(step["heads"]["spread"][0] == [None] * 4 for step in steps)
+    assert all(step["heads"]["entropy"][0][0] > 0 for step in steps)
+
+
 def watch_sharded(rank: int, folder: Path) -> None:
     """The same model whole and sharded over two processes; the first compares what was logged of both."""
     logged = []

@@ -35,6 +35,8 @@ class Switch:
     fused: bool = False  # attention runs in our kernel, which returns the statistics too, where that takes the call
     loss_only: bool = False  # count only passes with gradients: those that a loss comes from
     counts_pass: bool | None = None  # with `loss_only`: whether the pass that is running counts; None between passes
+    keeps_call: bool = False  # keep what the first pass that counts was called with
+    call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the module, its arguments
     left_out: int = 0  # passes that did not count, as far as they ran outside of a compiled graph
     missed: deque[Exception] = field(default_factory=lambda: deque(maxlen=1))  # why a call was last left out
     number: int = field(default_factory=lambda: next(_numbers))
@@ -81,21 +83,23 @@ def is_on(switch: Switch) -> bool:
 
 def begins_pass(switch: Switch) -> bool:
     """Whether a part of the model that is called now is the outermost one, so that `run_pass` decides."""
-    return switch.on and switch.loss_only and switch.counts_pass is None
+    return switch.on and (switch.loss_only or switch.keeps_call) and switch.counts_pass is None
 
 
-def run_pass(switch: Switch, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` of a model or of a part of it. The outermost such call is a pass: with `loss_only` it counts where
-    gradients are enabled when it begins. Inside they may be off all the same: reentrant checkpointing computes its
-    blocks without.
+def run_pass(switch: Switch, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` of a model, or of the part of it that `module` is. The outermost such call is a pass: with
+    `loss_only` it counts where gradients are enabled when it begins. Inside they may be off all the same: reentrant
+    checkpointing computes its blocks without.
     """
     if not begins_pass(switch):
         return forward(*args, **kwargs)
-    switch.counts_pass = torch.is_grad_enabled()
+    switch.counts_pass = not switch.loss_only or torch.is_grad_enabled()
     if torch.compiler.is_compiling():  # a graph could not break inside of `try`, and a counter would recompile it
         out = forward(*args, **kwargs)
         switch.counts_pass = None
         return out
+    if switch.keeps_call and switch.call is None and is_on(switch):
+        switch.call = (module, args, kwargs)
     switch.left_out += not switch.counts_pass and (switch.trained is None or switch.trained.training)
     try:
         return forward(*args, **kwargs)

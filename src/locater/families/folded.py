@@ -24,6 +24,7 @@ from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights, Rows, take_rows
 from locater.families.effective import Effective, effective
 from locater.families.fold_graph import LayerStack, layer_stacks, tensor_kind
+from locater.families.layer import AttentionLayer
 from locater.families.reading import layers_of
 from locater.spectrum import cross_moments, moments
 
@@ -88,7 +89,7 @@ class FoldedStacks:
     """The chosen layers of a model, numbered as in a scan. Raises what reading or recording them raises.
 
     `fold` makes the maps of a layer; `inputs` are, by the number of a layer, further tensors for it, read anew at each
-    call.
+    call. `layers` reads the layers that are numbered, where these are not those of a scan.
 
     A model that moves to another device or dtype, or that gets an adapter, is recorded anew at the next call; though
     not inside a compiled step, so begin when the model is where it will be trained.
@@ -100,9 +101,11 @@ class FoldedStacks:
         chosen: Sequence[int],
         fold: Callable[..., Effective] = effective,
         inputs: Mapping[int, Inputs] | None = None,
+        layers: Callable[[ModuleWeights], list[AttentionLayer]] | None = None,
     ) -> None:
         self.model, self.chosen, self.fold = model, list(chosen), fold
         self.inputs = inputs or {}
+        self._layers = layers or (lambda weights: list(layers_of(weights, config_of(model))))
         self._record()
 
     def maps(self) -> list[Maps]:
@@ -192,7 +195,7 @@ class FoldedStacks:
         self._wrappers = [(wrapper, _active_copy(wrapper)) for wrapper in wrappers]
 
     def _fold(self) -> Iterator[Effective]:
-        layers = list(layers_of(self._weights, config_of(self.model)))
+        layers = self._layers(self._weights)
         for i in self.chosen:
             yield self.fold(
                 layers[i], *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from locater.families import attention_layers, effective
+from locater.checkpoints.weights import ModuleWeights
+from locater.families import AttentionLayer, attention_layers, effective
 from locater.families.folded import FoldedStacks, Spectra, spectra_of
 from locater.findings import key_variance
 from locater.missing import finite_or_none
+from locater.monitor.first_batch import DiscoveredLayers
 from locater.observing.rows import numbers_of, totals
 from locater.observing.site import Site
 
@@ -21,6 +24,7 @@ COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "di
 SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of logits over unit tokens
 _MEANS = tuple(name for name in COLUMNS if name != "max_logit")
 
+ReadLayers = Callable[[ModuleWeights], list[AttentionLayer]]
 Table = dict[tuple[int, int], dict[str, Any]]  # (layer, head): columns
 
 
@@ -53,14 +57,15 @@ def add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[list
 class WeightSpectra:
     """Reads the query-key maps of chosen layers from a model's weights, again at each step.
 
-    Layers of one shape are read together. Where a model does not allow that, each layer is read on its own.
+    Layers of one shape are read together. Where a model does not allow that, each layer is read on its own. `layers`
+    reads all layers of the model; without it they are those of a scan.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[int]) -> None:
-        self.model, self.layers = model, list(layers)
+    def __init__(self, model: nn.Module, numbers: Sequence[int], layers: ReadLayers | None = None) -> None:
+        self.model, self.numbers, self._layers = model, list(numbers), layers
         self.stacks: FoldedStacks | None = None
         with contextlib.suppress(Exception):  # `read` then goes layer by layer, and raises what cannot be read
-            self.stacks = FoldedStacks(model, self.layers)
+            self.stacks = FoldedStacks(model, self.numbers, layers=layers)
 
     @torch.no_grad()
     def read(self) -> list[Spectra]:
@@ -70,5 +75,17 @@ class WeightSpectra:
                 return self.stacks.spectra()
             except Exception:
                 self.stacks = None  # from here on layer by layer
-        layers = list(attention_layers(self.model))  # read anew: norm gains are folded in as they are at this step
-        return [spectra_of(number, effective(layers[number])) for number in self.layers]
+        # read anew: norm gains are folded in as they are at this step
+        layers = attention_layers(self.model) if self._layers is None else self._layers(ModuleWeights(self.model))
+        return [spectra_of(number, effective(layers[number])) for number in self.numbers]
+
+
+class DiscoveredSpectra(WeightSpectra):
+    """The same of layers that were discovered, numbered as the sites that the log has."""
+
+    def __init__(self, discovered: DiscoveredLayers) -> None:
+        super().__init__(discovered.part, list(discovered.sites), discovered.read)
+        self._sites = discovered.sites
+
+    def read(self) -> list[Spectra]:
+        return [replace(part, layers=[self._sites[place].number for place in part.layers]) for part in super().read()]

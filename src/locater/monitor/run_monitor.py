@@ -19,11 +19,20 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.families.folded import Spectra
 from locater.findings import FLAGS, Condition, parse_conditions, remedy_for
 from locater.monitor.advice import controls_that_fit, warning_line
-from locater.monitor.head_table import COLUMNS, SPECTRUM, Table, WeightSpectra, add_spectra, head_table
+from locater.monitor.first_batch import discover_layers
+from locater.monitor.head_table import (
+    COLUMNS,
+    SPECTRUM,
+    DiscoveredSpectra,
+    Table,
+    WeightSpectra,
+    add_spectra,
+    head_table,
+)
 from locater.monitor.pending import Pending
 from locater.monitor.record_sinks import RecordSinks
 from locater.monitor.run_records import Record, end_record, header, loss_record, step_record, warning_record
@@ -31,6 +40,7 @@ from locater.monitor.trainer_events import TrainerEvents
 from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice
 from locater.observing.observation import Observation
+from locater.observing.ranks import ranks_agree
 from locater.observing.rows import accumulators, fetched
 from locater.observing.site import Site
 from locater.tracking.loggers import Sink
@@ -109,6 +119,7 @@ class Monitor(TrainerEvents):
             raise
         self.observation = observation
         spectra = self.spectrum and known
+        observation.switch.keeps_call = self.spectrum and not known
         self._weights = WeightSpectra(model, [site.number for site in observation.sites]) if spectra else None
         if begin is not None:
             self._sinks.write(begin)
@@ -168,6 +179,7 @@ class Monitor(TrainerEvents):
         assert self.observation is not None
         switch = self.observation.switch
         switch.on, switch.counts_pass, switch.left_out = self.step % self.every == 0, None, 0
+        switch.call = None  # a batch is not kept alive
 
     def _close(self) -> None:
         observation, self.observation, self._weights = self.observation, None, None
@@ -190,12 +202,33 @@ class Monitor(TrainerEvents):
         if not self._log_sites and observation.sites:
             self._log_sites = list(observation.sites)
             self._sinks.write(self._open_log(observation))
+            self._discover_maps(observation)
         for note in observation.notes if self._log_sites else ():
-            self._report_once(note)
+            if self._weights is None or note != observation.by_calls.unknown_maps:
+                self._report_once(note)
         later = [site.name for site in observation.sites[len(self._log_sites) :]]
         if later:
             self._report_once(f"layers that ran later than others for the first time are not in the log: {later[0]}")
         return self._log_sites
+
+    def _discover_maps(self, observation: Observation) -> None:
+        """Find the query-key maps of layers that were found by their calls, with the batch of their first pass."""
+        call, observation.switch.keeps_call = observation.switch.call, False
+        if call is None or not self._together:
+            return
+        found, reason = None, "ranks found other layers than this one"
+        try:
+            found = discover_layers(self._log_sites, *call)
+        except Exception as error:
+            reason = first_line(error)
+        # maps that are split over ranks are read by all of them or by none
+        numbers = [] if found is None else [site.number for site in found.sites.values()]
+        if not ranks_agree(observation.model, repr(numbers)) or found is None:
+            self._report_once(f"the run goes on without M and spread: {reason}")
+            return
+        self._weights = DiscoveredSpectra(found)
+        if found.gaps:
+            self._report_once(f"M and spread are not known of some layers: {'; '.join(found.gaps[:3])}")
 
     def _log_observed_step(self, loss: Any, scalars: dict[str, Any]) -> list[Record]:
         """Write the step and its warnings. All is computed before any of it is read: the device is waited for once."""

@@ -311,10 +311,15 @@ class CalledLayers:
         return [name for name in self._unheard() if name not in others]
 
     @property
+    def unknown_maps(self) -> str:
+        """The first of the notes."""
+        why = self.reason.partition(". ")[0]
+        return f"the query-key maps of these layers are not known, so what needs them is left out: {why}"
+
+    @property
     def notes(self) -> list[str]:
         """What the rows do not say, each in a line."""
-        why = self.reason.partition(". ")[0]
-        notes = [f"the query-key maps of these layers are not known, so what needs them is left out: {why}"]
+        notes = [self.unknown_maps]
         if self.silent:
             notes.append(f"attention modules that never ran: {folded_paths(self.silent, most=None)}")
         if self.unheard:

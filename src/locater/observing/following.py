@@ -25,7 +25,7 @@ def running(
 ) -> Any:
     """Replaces the forward of a module: notes that it runs, and counts its calls at the end."""
     if begins_pass(layers.switch):
-        return run_pass(layers.switch, partial(running, layers, name, module, forward), *args, **kwargs)
+        return run_pass(layers.switch, module, partial(running, layers, name, module, forward), *args, **kwargs)
     if not is_on(layers.switch):
         return forward(*args, **kwargs)
     frame = Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
@@ -50,7 +50,7 @@ def paused(
 ) -> Any:
     """Replaces the forward of a module of PyTorch, which is heard by its tap: it computes as without a mode."""
     if begins_pass(layers.switch):
-        return run_pass(layers.switch, partial(paused, layers, name, module, forward), *args, **kwargs)
+        return run_pass(layers.switch, module, partial(paused, layers, name, module, forward), *args, **kwargs)
     if is_on(layers.switch):
         layers.ran.add(name)
     with ExitStack() as stack:

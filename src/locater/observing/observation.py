@@ -309,7 +309,7 @@ def _entry(module: nn.Module) -> str:
 
 def _run_pass(switch: Switch, part: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     """Replaces the forward of a part of the model."""
-    return run_pass(switch, forward, *args, **kw)
+    return run_pass(switch, part, forward, *args, **kw)
 
 
 def _passing(
@@ -331,4 +331,4 @@ def _passing(
     if watch.every and not torch.compiler.is_compiling():
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
-    return run_pass(watch.switch, forward, *args, **kw)
+    return run_pass(watch.switch, model, forward, *args, **kw)

@@ -64,14 +64,21 @@ def combine(model: nn.Module, sites: Sequence[Site], streams: Sequence[Stream], 
 def _refuse_different_layers(model: nn.Module, sites: Sequence[Site], group: Any) -> None:
     """Raise, on every rank, where ranks heard different layers: one may have had a batch with images."""
     layers = ";".join(f"{site.number} {site.name} {site.kind} {site.count}" for site in sites)
-    number = zlib.crc32(layers.encode())
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    ends = torch.tensor([number, -number], device=device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-    largest, smallest = ends.tolist()
-    if largest != -smallest:
+    if not ranks_agree(model, layers, group):
         raise LocaterError(
             f"{type(model).__name__}: ranks heard different attention layers, whose numbers cannot be combined: read "
             "seen.rows on each rank, give every rank batches that reach the same towers, or reduce over the ranks of "
             "one stage of a pipeline, seen.reduce(group)"
         )
+
+
+def ranks_agree(model: nn.Module, text: str, group: Any = None) -> bool:
+    """Whether all ranks have the same text: one collective, which every rank calls."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    number = zlib.crc32(text.encode())
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    ends = torch.tensor([number, -number], device=device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    largest, smallest = ends.tolist()
+    return bool(largest == -smallest)

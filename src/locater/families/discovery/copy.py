@@ -114,9 +114,11 @@ def _is_of_model(hook: object) -> bool:
 
 
 def _own_tensors(part: nn.Module) -> Memo:
-    """Tensors that a module keeps as plain attributes, without their gradients."""
-    kept = [x for x in vars(part).values() if isinstance(x, Tensor)]
-    return {id(x): x.detach().clone() for x in kept}
+    """Buffers, and tensors that a module keeps as plain attributes without their gradients; copied to the CPU at once,
+    so that the device of the model needs no memory for it.
+    """
+    kept = [x for x in (*vars(part).values(), *part._buffers.values()) if isinstance(x, Tensor)]
+    return {id(x): x.detach().to("cpu", copy=True) for x in kept}
 
 
 class Around(nn.Module):
