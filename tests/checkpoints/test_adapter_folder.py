@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import locater
+from locater.checkpoints.adapter_folder import _Alphas
+from locater.checkpoints.local_files import files_of
 from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
@@ -139,6 +141,127 @@ def refused(folder: Path, says: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def edited(folder: Path, change: Any) -> None:
+    """The adapter's tensors with some replaced."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, **change(tensors)}, file)
+
+
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def test_an_adapter_in_float64(tmp_path: Path) -> None:
+    """More precise than its base: each map is what the live model computes with, in the precision of the base."""
+    saved(tmp_path, "lora")
+    before = {row.head: row.M for row in locater.scan(tmp_path / "adapter").rows}
+    edited(tmp_path, lambda tensors: {name: tensor.double() for name, tensor in tensors.items()})
+    assert {row.head: row.M for row in locater.scan(tmp_path / "adapter").rows} == pytest.approx(before, rel=1e-5)
+    weights, _ = open_source(tmp_path / "adapter")
+    assert weights.read("model.layers.0.self_attn.q_proj.weight").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "says"),
+    [
+        ("lora_A.weight", torch.tensor(1.0), "lora_A and lora_B of model.layers.0.self_attn.q_proj.weight are [] and [32, 3]"),
+        ("lora_A.weight", torch.ones(32), "are [32] and [32, 3], which make no map"),
+        ("lora_B.weight", torch.ones(32, 2), "are [3, 32] and [32, 2], which make no map"),
+        ("lora_B.weight", torch.ones(32, 3, 1), "which make no map"),
+        ("lora_A.weight", torch.ones(3, 32).to(torch.int8), "lora_A.weight is stored as torch.int8"),
+        ("lora_magnitude_vector", torch.ones(1), "lora_magnitude_vector of model.layers.0.self_attn.q_proj.weight is [1]"),
+        ("lora_B.bias", torch.ones(5), "which its base model"),
+    ],
+)  # fmt: skip
+def test_tensors_that_make_no_adapter(name: str, tensor: torch.Tensor, says: str, tmp_path: Path) -> None:
+    saved(tmp_path, "lora")
+    edited(tmp_path, lambda tensors: {f"{QUERY}.{name}": tensor})
+    refused(tmp_path / "adapter", says)
+
+
+def test_a_replaced_tensor_of_another_shape(tmp_path: Path) -> None:
+    saved(tmp_path, "lora")
+    edited(tmp_path, lambda tensors: {"base_model.model.model.layers.0.input_layernorm.weight": torch.ones(1)})
+    refused(tmp_path / "adapter", "layers.0.input_layernorm.weight has the shape [1], the base has [32]")
+
+
+PATHS = [f"model.layers.{i}.self_attn.{name}" for i in (0, 1, 10) for name in ("q_proj", "k_proj", "o_proj")] + [
+    "lm_head",
+    "layersx1.q_proj",
+]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["q_proj", "layers.1.self_attn.q_proj", "layers.1.q_proj", "self_attn.q", r"layers\.\d+\.self_attn\.q_proj", ".*layers.[01]..*", "(q|k)_proj",
+     "^model.layers.0.self_attn.k_proj", r"model\.layers\.(0|10)\..*_proj$", "lm_head", "(?:model.)?layers.0.*", "[^q]_proj", "q_proj|k_proj", "", "."],
+)  # fmt: skip
+def test_keys_of_alpha_pattern_match_as_those_of_peft(key: str) -> None:
+    from peft.utils.other import get_pattern_key
+
+    alphas = _Alphas({"lora_alpha": 1, "alpha_pattern": {key: 2}}, "here")
+    for path in PATHS:
+        assert alphas[path] == (2 if get_pattern_key([key], path) == key else 1), path
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("(a+)+b", "a group that is repeated"), ("(.*)*", "a group that is repeated"), ("(a|aa)+$", "a group that is repeated"),
+        ("a?" * 60 + "a" * 60, "would take too long"), (".*" * 30 + "x", "would take too long"), ("(a|a)" * 40, "would take too long"),
+        (r"(a)\1", "which is not read here"), ("(?=a)b", "which is not read here"), ("(", "is no regular expression"),
+    ],
+)  # fmt: skip
+def test_keys_of_alpha_pattern_that_would_not_end(key: str, says: str) -> None:
+    settings = {"lora_alpha": 1, "alpha_pattern": {key: 2}}
+    with pytest.raises(LocaterError, match=says):
+        _ = _Alphas(settings, "here")["a" * 60]
+
+
+def test_a_folder_with_such_a_key(tmp_path: Path) -> None:
+    saved(tmp_path, "lora")
+    rewrite(tmp_path, alpha_pattern={"(a+)+b": 2.0})
+    refused(tmp_path / "adapter", "adapter_config.json: the key (a+)+b of alpha_pattern has a group that is repeated")
+    rewrite(tmp_path, alpha_pattern={"x" * 2000: 2.0})
+    refused(tmp_path / "adapter", "not a table of numbers by the names of maps")
+
+
+def test_adapters_on_one_another(tmp_path: Path) -> None:
+    """Two that name each other are refused; one on another is read as the sum of both."""
+    saved(tmp_path, "lora")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "second")
+    rewrite(tmp_path, base_model_name_or_path=str(tmp_path / "second"))
+    path = tmp_path / "second" / "adapter_config.json"
+    twice = locater.scan(tmp_path / "adapter")
+    assert twice.assumptions["base"] == f"{tmp_path / 'second'} (an adapter on {tmp_path / 'second' / '../base'})"
+    name = "model.layers.0.self_attn.q_proj.weight"
+    plain, once, both = (open_source(tmp_path / place)[0].read(name) for place in ("base", "second", "adapter"))
+    assert torch.allclose(both - once, once - plain, atol=1e-6)
+    files = {path.name for path in files_of(tmp_path / "adapter")}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "../adapter"}))
+    refused(tmp_path / "adapter", "an adapter on adapters that name each other, and no model below them")
+    assert len(files_of(tmp_path / "adapter")) == 4
+
+
+def test_a_base_that_the_user_names(tmp_path: Path, run: Any) -> None:
+    saved(tmp_path, "lora")
+    expected = [asdict(row) for row in locater.scan(tmp_path / "adapter").rows]
+    for address in ("https://127.0.0.1:9/base", "s3://bucket/base", "http:/127.0.0.1:9/base", "gs://bucket/base"):
+        rewrite(tmp_path, base_model_name_or_path=address)
+        refused(
+            tmp_path / "adapter", "an address that the adapter chose, so it is not asked: give it yourself with --base"
+        )
+    scan = locater.scan(tmp_path / "adapter", base=str(tmp_path / "base"))
+    assert [asdict(row) for row in scan.rows] == expected
+    assert scan.assumptions["base"] == str(tmp_path / "base")
+    shown = run("scan", tmp_path / "adapter", "--base", tmp_path / "base")
+    assert "an adapter, read on its base model" in shown.out
+    assert "not an adapter, so it has no base" in run("scan", tmp_path / "base", "--base", tmp_path / "base").err
+
+
 def test_folders_that_are_not_whole(tmp_path: Path) -> None:
     saved(tmp_path, "lora")
     other = tmp_path / "other"
@@ -147,7 +270,7 @@ def test_folders_that_are_not_whole(tmp_path: Path) -> None:
     (other / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "hidden_size": 64})).save_pretrained(other)
     rewrite(tmp_path, base_model_name_or_path=str(other))
-    refused(tmp_path / "adapter", "is for [32, 32], the base has [64, 64]")
+    refused(tmp_path / "adapter", "is for [16, 32], the base has [32, 64]")
     rewrite(tmp_path, base_model_name_or_path="../base")
     shutil.copy(tmp_path / "base" / "model.safetensors", tmp_path / "adapter")
     refused(tmp_path / "adapter", "holds both adapter_config.json and model.safetensors")

@@ -19,11 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import locater
-from locater.checkpoints.remote import Traffic
+from locater.checkpoints.remote import Traffic, identity
 from locater.checkpoints.remote.address import remote_address
 from locater.checkpoints.remote.ahead import blocks_of
 from locater.checkpoints.remote.remote_weights import FIRST
 from locater.checkpoints.sources import open_source
+from locater.errors import LocaterError
 from locater.families import llama
 from locater.families.registry import BY_TYPE
 from tests.range_server import RangeServer
@@ -290,6 +291,62 @@ def test_an_adapter_on_the_hub(hub: RangeServer) -> None:
     for got, want in zip(locater.scan("hf://org/adapter").rows, live.rows, strict=True):
         assert got.M == pytest.approx(want.M, rel=1e-5)
         assert got.F == pytest.approx(want.F, rel=1e-5)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_adapter_from_elsewhere_opens_nothing_here(
+    hub: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    """Neither a folder of this machine, by its path or by a name like one of the hub, nor an address; also not when its
+    own files lie in the hub's cache.
+    """
+    peft = pytest.importorskip("peft")
+    from huggingface_hub import snapshot_download
+
+    base = saved(tmp_path / "org" / "base", "llama")
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    adapter = hub.root / "org" / "adapter" / "main"
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    names = (str(base), "../base", "./org/base", f"{hub.url}/files/org/base/main", "s3://bucket/base", "org/base")
+    for number, name in enumerate(names):
+        place = Path(shutil.copytree(adapter, hub.root / "org" / f"adapter{number}" / "main"))
+        (place / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
+        if cached:
+            snapshot_download(f"org/adapter{number}")
+        hub.reset()
+        said = "no such model on the hub" if name == "org/base" else "may name a model of the hub alone"
+        for read in (locater.scan, identity):
+            with pytest.raises(LocaterError, match=said):
+                read(f"hf://org/adapter{number}")
+        assert not [request for request in hub.requests if "/files/" in request.path]
+    scanned = locater.scan("hf://org/adapter", base=str(base))
+    assert scanned.assumptions["base"] == str(base)
+
+
+def test_the_base_of_an_adapter_without_a_network(
+    hub: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HF_HUB_OFFLINE: neither the hub nor an address is asked for the base of a local adapter."""
+    peft = pytest.importorskip("peft")
+    from huggingface_hub import constants
+
+    base = saved(hub.root / "org" / "base" / "main", "llama")
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.reset()
+    for name, said in (
+        ("org/base", "HF_HUB_OFFLINE is set"),
+        (f"{hub.url}/files/org/base/main", "give it yourself with --base"),
+    ):
+        path.write_text(json.dumps({**config, "base_model_name_or_path": name}))
+        with pytest.raises(LocaterError, match=said):
+            locater.scan(tmp_path / "adapter")
+    assert not hub.requests
 
 
 @pytest.mark.parametrize("kind", ["hf", "https"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from locater.checkpoints.adapter_folder import ADAPTERS, base_on_this_machine
 from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
 from locater.checkpoints.index import shards_of
 from locater.errors import LocaterError
@@ -99,7 +100,7 @@ def size_of(source: str) -> int:
     return sum(regular_file(path) for path in files_of(Path(source)))
 
 
-def files_of(path: Path) -> list[Path]:
+def files_of(path: Path, adapters: tuple[str, ...] = ()) -> list[Path]:
     """The files that the numbers of a source can depend on; the base of an adapter is among them."""
     if not os.path.lexists(path):
         raise LocaterError(f"{path}: no such file or folder (a model of the hub is hf://org/model)")
@@ -120,10 +121,11 @@ def files_of(path: Path) -> list[Path]:
     if METADATA in names and "config.json" not in names and os.path.lexists(path.parent / "config.json"):
         files.append(path.parent / "config.json")  # of a folder of torch.distributed.checkpoint
     if (path / ADAPTER) in files:
-        base = read_json(path / ADAPTER)
-        name = base.get("base_model_name_or_path") if isinstance(base, dict) else None
-        if isinstance(name, str) and name and os.path.isdir(name) and not os.path.samefile(name, path):
-            files += files_of(Path(name))
+        settings = read_json(path / ADAPTER)
+        base = base_on_this_machine(settings, path) if isinstance(settings, dict) else None
+        adapters = (*adapters, os.path.realpath(path))
+        if base is not None and os.path.realpath(base) not in adapters and len(adapters) <= ADAPTERS:
+            files += files_of(base, adapters)
     return files
 
 

@@ -11,8 +11,17 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from locater.checkpoints.adapter_folder import (
+    ADAPTERS,
+    BASE,
+    OpenBase,
+    at_revision,
+    base_name_of,
+    base_on_the_hub,
+    base_on_this_machine,
+    open_adapter,
+)
 from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
-from locater.checkpoints.adapter_folder import open_adapter
 from locater.checkpoints.dcp_folder import DcpWeights, is_dcp
 from locater.checkpoints.index import refuse_lost, refuse_missing_shards, refuse_one_of_many, shards_of
 from locater.checkpoints.pickle_file import open_pickles
@@ -49,22 +58,41 @@ class Opener(Protocol):
     def __call__(self, files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> Weights: ...
 
 
-def open_source(source: Source, download: bool = False) -> tuple[Weights, Config]:
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """How a source is opened, and those that it leads to: downloads, what is in a cache, the base of an adapter."""
+
+    download: bool = False
+    base: str | None = None  # of an adapter, in place of the one that it names
+    elsewhere: bool = False  # what is opened came from elsewhere, whatever folder it lies in now
+    adapters: tuple[str, ...] = ()  # opened before, each on the next
+
+
+def open_source(source: Source, download: bool = False, base: str | None = None) -> tuple[Weights, Config]:
     """The weights and the configuration of `source`; the configuration is empty where there is none.
 
     Of a source that is elsewhere only headers are read here, and later the bytes that are asked for; `download` takes
-    all of it first.
+    all of it first. An adapter is read on `base`, or on the base model that it names.
     """
+    weights: Weights
     if isinstance(source, nn.Module):
-        return ModuleWeights(source), config_of(source)
-    if isinstance(source, Wrapped):
-        weights, config = open_source(source.source, download)
-        return source.wrap(weights), config
-    weights, config = _opened(source, download)
+        weights, config = ModuleWeights(source), config_of(source)
+    elif isinstance(source, Wrapped):
+        stored, config = open_source(source.source, download, base)
+        return source.wrap(stored), config
+    else:
+        weights, config = _seen(source, Opening(download, base))
+    if base is not None and base_name_of(weights) is None:
+        raise LocaterError(f"{weights.where}: not an adapter, so it has no base: leave out --base")
+    return weights, config
+
+
+def _seen(source: str | os.PathLike[str], opening: Opening) -> tuple[Weights, Config]:
+    weights, config = _opened(source, opening)
     return seen_through(weights, config), config
 
 
-def _opened(source: str | os.PathLike[str], download: bool) -> tuple[Weights, Config]:
+def _opened(source: str | os.PathLike[str], opening: Opening) -> tuple[Weights, Config]:
     """The weights as they are stored, and the configuration."""
     if not isinstance(source, str | os.PathLike):
         raise LocaterError(f"{source!r:.60} is not a model: give an nn.Module, a folder, a file or a hub id")
@@ -72,14 +100,54 @@ def _opened(source: str | os.PathLike[str], download: bool) -> tuple[Weights, Co
         raise LocaterError("the name of the model is empty: give a folder, a file or a hub id")
     path, address = Path(source), remote_address(str(source))
     if address is None and os.path.isdir(path):
-        return _open_folder(path, partial(open_source, download=download))
+        return _open_folder(path, partial(_open_base, opening))
     if address is not None or not is_there(path):
-        return open_remote(address or hub_address(str(source)), partial(open_source, download=download), download)
+        there = dataclasses.replace(opening, elsewhere=True)
+        address = address or hub_address(str(source))
+        return open_remote(address, partial(_seen, opening=there), partial(_open_base, there), opening.download)
     if path.suffix == ".gguf":
         from locater.checkpoints.gguf_file import open_gguf
 
         return open_gguf(path)
     return _open_file(path), _read_config(path.parent / "config.json")
+
+
+def _open_base(
+    opening: Opening, settings: Mapping[str, Any], where: str, folder: Path | None
+) -> tuple[Weights, Config, str]:
+    """The base model of an adapter, and its name: the one that the user gave, or the one that the adapter names.
+
+    An adapter from elsewhere may name a model of the hub alone, one of this machine a folder as well.
+    """
+    here = where if folder is None else os.path.realpath(folder)
+    adapters = (*opening.adapters, here)
+    if here in opening.adapters or len(adapters) > ADAPTERS:
+        raise LocaterError(f"{where}: an adapter on adapters that name each other, and no model below them")
+    inner = dataclasses.replace(opening, base=None, adapters=adapters, elsewhere=False)
+    if opening.base is not None:
+        base = opening.base
+    elif folder is None or opening.elsewhere:
+        base, inner = base_on_the_hub(settings, where), dataclasses.replace(inner, elsewhere=True)
+    else:
+        base = _base_of_a_local_adapter(settings, folder)
+    try:
+        return *_seen(base, inner), str(remote_address(base) or base)
+    except LocaterError as error:
+        raise LocaterError(f"{where}: its base model cannot be opened: {error}") from None
+
+
+def _base_of_a_local_adapter(settings: Mapping[str, Any], folder: Path) -> str:
+    local = base_on_this_machine(settings, folder)
+    if local is not None:
+        return str(local)
+    base: str = settings[BASE]
+    address = remote_address(base)
+    if (address is not None and address.scheme != "hf") or base.startswith(("\\\\", "//")):
+        raise LocaterError(
+            f"{folder}: its base model is {address or base}, an address that the adapter chose, so it is not asked: "
+            "give it yourself with --base (locater.scan(..., base=...)), or write a folder or a hub id there"
+        )
+    return at_revision(settings)
 
 
 def config_of(module: nn.Module) -> Config:
@@ -98,7 +166,7 @@ def config_of(module: nn.Module) -> Config:
     return {}
 
 
-def _open_folder(folder: Path, open_base: Callable[[str], tuple[Weights, Config]]) -> tuple[Weights, Config]:
+def _open_folder(folder: Path, open_base: OpenBase) -> tuple[Weights, Config]:
     if is_there(folder / ADAPTER):
         model = next((n for n in ("model.safetensors", "pytorch_model.bin") if any(folder.glob(f"{n}*"))), None)
         if model is not None:

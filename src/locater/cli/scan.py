@@ -59,6 +59,10 @@ def command(
         typer.Option(metavar="PATH", help="Predict with the statistics that probe --save-statistics wrote."),
     ] = None,
     download: Download = False,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Read an adapter on this base model, in place of the one that it names."),
+    ] = None,
 ) -> None:
     from locater.checkpoints.remote import Traffic
     from locater.predict import Statistics
@@ -80,6 +84,7 @@ def command(
         heads=heads,
         progress=partial(show_progress, traffic=traffic),
         download=download,
+        base=base,
         traffic=traffic,
         statistics=None if statistics is None else Statistics.load(statistics),
     )

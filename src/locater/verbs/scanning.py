@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from locater.checkpoints.adapter_folder import base_name_of
 from locater.checkpoints.remote import Traffic, session
 from locater.checkpoints.remote.address import remote_address
 from locater.checkpoints.sources import Source
@@ -48,6 +49,7 @@ def scan(
     example: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     download: bool = False,
+    base: str | None = None,
     traffic: Traffic | None = None,
 ) -> Scan:
     """Read every head of `source`: an nn.Module, a folder, a weights file, a hub id, or an address (hf://, s3://, gs://,
@@ -59,7 +61,7 @@ def scan(
     `heads` name the tensors of an unknown architecture. A live model of one is run as a copy, and its attention is
     discovered and verified; `example` holds inputs for that where they cannot be guessed. `details` adds what a page
     draws. Of a checkpoint elsewhere only the rows that are needed are read, and `traffic` counts them; `download` takes
-    the whole checkpoint first (docs/remote.md).
+    the whole checkpoint first (docs/remote.md). An adapter is read on `base`, or on the base model that it names.
 
     >>> from torch import nn
     >>> result = scan(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -71,7 +73,7 @@ def scan(
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
     names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
     with session(traffic) as remote, searched_once():
-        weights, config = open_source(source, download)
+        weights, config = open_source(source, download, base)
         read = partial(read_source, weights, config, **names, example=example)
         choose = partial(_chosen, statistics, shard, where=weights.where, length=length, raw=raw)
         if remote.files:
@@ -89,15 +91,21 @@ def scan(
         discovered = any(layer.provenance == "discovered" for layer in layers)
         left = [] if discovered else unread(weights, [x.name for x in layers], config.get("num_hidden_layers"))
     gaps = [*reading.gaps, *unread_notes(left)]
+    opened_base = base_name_of(weights)
+    if opened_base is not None:
+        gaps = [f"an adapter, read on its base model {opened_base}", *gaps]
     return Scan(
         _shown(source),
-        assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
+        {
+            **assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
+            **({} if opened_base is None else {"base": opened_base}),
+        },
         [
             {**layer_entry(layer, n, details), "residual_kept": root_mean_square(column_of(rows, n, "residual_kept"))}
             for n, layer in numbered
         ],
         rows,
-        partial(_scan_with_details, _reference(source), **settings, **names, download=download),
+        partial(_scan_with_details, _reference(source), **settings, **names, download=download, base=base),
     )
 
 

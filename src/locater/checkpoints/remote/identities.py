@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 
+from locater.checkpoints.adapter_folder import ADAPTERS, BASE, base_on_the_hub, checked_settings
 from locater.checkpoints.index import shards_of
 from locater.checkpoints.remote.address import Address, hub_address, remote_address
 from locater.checkpoints.remote.folders import folder_of
 from locater.checkpoints.remote.ranged import RemoteFolder, remote_json
 from locater.errors import LocaterError
 
-CONFIG, ADAPTER, BASE = "config.json", "adapter_config.json", "base_model_name_or_path"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "adapter_model.safetensors")
 
 
-def identity(source: str) -> str:
+def identity(source: str, below: tuple[str, ...] = ()) -> str:
     """A text that is the same as long as configuration and weights of a remote checkpoint are: of two revisions with
     equal files too. It is made of the hub's sha256 of each file, or of ETag and size. No weights are read.
     """
@@ -28,9 +28,11 @@ def identity(source: str) -> str:
     if not any(name not in (CONFIG, ADAPTER) for name in facts):
         raise LocaterError(f"{address}: no weights there")
     settings = remote_json(folder, ADAPTER) if ADAPTER in facts else None
-    if isinstance(settings, dict) and isinstance(settings.get(BASE), str):  # an adapter is read on its base
-        base = settings[BASE]
-        facts = {**facts, BASE: base if Path(base).exists() else identity(base)}
+    if settings is not None:  # an adapter is read on its base
+        base = base_on_the_hub(checked_settings(settings, str(address)), str(address))
+        if base in below or len(below) > ADAPTERS:
+            raise LocaterError(f"{address}: an adapter on adapters that name each other, and no model below them")
+        facts = {**facts, BASE: identity(base, (*below, source))}
     text = "\n".join(f"{name} {fact}" for name, fact in sorted(facts.items()))
     return f"{address.scheme}:{hashlib.sha256(text.encode()).hexdigest()}"
 

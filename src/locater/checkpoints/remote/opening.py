@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from locater.checkpoints.adapter_folder import FILES, AdaptedWeights, base_of
+from locater.checkpoints.adapter_folder import FILES, AdaptedWeights, OpenBase, checked_settings
 from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
 from locater.checkpoints.index import refuse_lost, refuse_missing_shards, refuse_one_of_many, shards_of
 from locater.checkpoints.remote.address import Address
@@ -29,9 +29,9 @@ PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 SHOWN = 8  # names that a message lists
 
 
-def open_remote(address: Address, open_local: Opener, download: bool = False) -> Opened:
-    """The weights and the configuration at an address. `open_local` opens what is on this machine: a download, the
-    hub's cache, or the base model of an adapter.
+def open_remote(address: Address, open_local: Opener, open_base: OpenBase, download: bool = False) -> Opened:
+    """The weights and the configuration at an address. `open_local` opens what is on this machine, a download or
+    the hub's cache, and `open_base` the base model of an adapter.
     """
     if "*" in f"{address.revision}{address.path}":
         raise LocaterError(f"{address}: stands for several checkpoints: give one of them")
@@ -45,7 +45,7 @@ def open_remote(address: Address, open_local: Opener, download: bool = False) ->
     if download:
         return _open_download(folder, checkpoint_files(folder), open_local)
     if (settings := remote_json(folder, ADAPTER)) is not None:
-        return _open_adapter(folder, settings, open_local)
+        return _open_adapter(folder, settings, open_local, open_base)
     if (document := remote_json(folder, INDEX, unique=True)) is not None:
         return _open_index(folder, INDEX, document), _config(folder)
     names = folder.names()
@@ -118,13 +118,13 @@ def _open_index(folder: RemoteFolder, name: str, document: Any) -> Weights:
     return weights
 
 
-def _open_adapter(folder: RemoteFolder, settings: Any, open_local: Opener) -> Opened:
+def _open_adapter(folder: RemoteFolder, settings: Any, open_local: Opener, open_base: OpenBase) -> Opened:
     """An adapter, and the base model that it names."""
     where = str(folder.address)
     model = next((name for name in (SINGLE, INDEX, *PICKLES) if name in (folder.names() or ())), None)
     if model is not None:
         raise LocaterError(f"{where}: holds both {ADAPTER} and {model}: give each a folder of its own")
-    base_name = base_of(settings, where)
+    settings = checked_settings(settings, where)
     name = next((name for name in FILES if has(folder, name)), None)
     if name is None:
         raise LocaterError(f"{where}: an adapter without weights: {FILES[0]} is missing")
@@ -134,11 +134,8 @@ def _open_adapter(folder: RemoteFolder, settings: Any, open_local: Opener) -> Op
         opened = open_local(str(place))
         remove_with(opened[0], place)
         return opened
-    try:
-        base, config = open_local(base_name)
-    except LocaterError as error:
-        raise LocaterError(f"{where}: its base model cannot be opened: {error}") from None
-    return AdaptedWeights(base, RemoteWeights([folder.file(name)], where), settings, where), config
+    base, config, base_name = open_base(settings, where, None)
+    return AdaptedWeights(base, RemoteWeights([folder.file(name)], where), settings, where, base_name), config
 
 
 def _open_download(folder: RemoteFolder, names: Sequence[str], open_local: Opener, file: str | None = None) -> Opened:
