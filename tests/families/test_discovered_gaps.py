@@ -302,3 +302,61 @@ def test_maps_on_tokens_do_not_turn() -> None:
     maps = token_maps(layer, x, torch.ones(50, dtype=torch.bool))
     q = (x @ layer.query.weight().mT + layer.query.bias).unflatten(-1, (2, 8)).transpose(0, 1)
     assert torch.allclose(maps.query.mT * 50, q, atol=1e-6)
+
+
+class Unguessed(Attention):
+    def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(batch["stream"][0])
+
+
+class Linear(Attention):
+    """No softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.v(x) * (self.q(x) * self.k(x)).sum(-1, keepdim=True))
+
+
+class Beside(nn.Module):
+    """A part is known by its class, another one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.other = nn.MultiheadAttention(16, 2), Unguessed()
+
+    def forward(self, batch: Any) -> Tensor:
+        x = batch["stream"][0]
+        return self.other({"stream": [self.text(x, x, x)[0]]})
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (Unguessed, "no inputs could be guessed"),
+        (Beside, "no inputs could be guessed"),
+        (Linear, "the model itself: not read, because no softmax"),
+        (lambda: Linear().to("meta"), "q.weight has no data"),
+        (lambda: nn.Linear(4, 4), "no attention found"),
+    ],
+    ids=["inputs", "part", "softmax", "meta", "none"],
+)
+def test_a_refusal_of_a_live_model_begins_with_its_reason(build: Any, reason: str) -> None:
+    """And not with a file that a live model has no use for; the way out comes after it, in Python."""
+    model = build()
+    for verb in (locater.scan, locater.attention_layers):
+        with pytest.raises(LocaterError) as error:
+            verb(model)
+        line = str(error.value)
+        assert line.startswith(f"{type(model).__name__}: {reason}"), line
+        assert "config.json" not in line
+        assert "--query" not in line
+        assert "\n" not in line
+        if reason != "no attention found":
+            assert "locater.scan(model, query='PATTERN', key='PATTERN', heads=N)" in line
+            assert "not read" in line.lower()
+
+
+def test_the_reason_comes_before_what_was_read() -> None:
+    model = nn.Sequential(Model(), Linear())
+    with pytest.raises(LocaterError) as error:
+        locater.attention_layers(model, example={"input": EXAMPLE["x"]})
+    assert str(error.value).startswith("Sequential: 1: not read, because no softmax")

@@ -162,8 +162,11 @@ def fault(rules: Mapping[str, Rule], key: str, value: Any) -> str | None:
     return allowed if fits is not None and not fits(value) else None
 
 
+def configuration(weights: Weights) -> str:
+    """Where the settings of a source are."""
+    return "model.config" if isinstance(weights, ModuleWeights) else "config.json"
+
+
 def remedy(weights: Weights) -> str:
     """How to correct a wrong setting, for this kind of source."""
-    if isinstance(weights, ModuleWeights):
-        return "correct model.config"
-    return "convert the model again" if weights.where.endswith(".gguf") else "correct config.json"
+    return "convert the model again" if weights.where.endswith(".gguf") else f"correct {configuration(weights)}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.checkpoints.settings import remedy
+from locater.checkpoints.settings import configuration, remedy
 from locater.checkpoints.weights import ModuleWeights, Rows, Weights
 from locater.errors import LocaterError
 from locater.families.layer import AttentionLayer, Projection
@@ -133,7 +133,7 @@ def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
             )
     kind = config.get("model_type")
     raise LocaterError(
-        f"{weights.where}: its configuration (model_type {kind!r}) has no {keys[0]}: add it to config.json"
+        f"{weights.where}: its configuration (model_type {kind!r}) has no {keys[0]}: add it to {configuration(weights)}"
     )
 
 

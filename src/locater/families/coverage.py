@@ -61,18 +61,17 @@ def unread(weights: Weights, read: Iterable[str], deep: int | None = None) -> li
 
 
 def folded_paths(paths: Sequence[str], most: int | None = SHOWN) -> str:
-    """For a message: layers' numbers folded into *, with how many there are; of kinds of paths the first `most`, all
-    with None.
+    """For a message: paths that differ in layers' numbers folded into one with *, with how many there are; of kinds of
+    paths the first `most`, all with None.
 
-    >>> folded_paths(["text.0.attn", "text.1.attn", "image.attn"])
-    'text.*.attn (2), image.attn'
+    >>> folded_paths(["text.0.attn", "text.1.attn", "image.attn", "audio.3.attn"])
+    'text.*.attn (2), image.attn, audio.3.attn'
     """
-    counts: dict[str, int] = {}
+    kinds: dict[str, list[str]] = {}
     for path in paths:
-        folded = NUMBER.sub("*", path) or "the model itself"
-        counts[folded] = counts.get(folded, 0) + 1
-    shown = [name if count == 1 else f"{name} ({count})" for name, count in counts.items()][:most]
-    return ", ".join(shown) + (f" and {len(counts) - len(shown)} more kinds" if len(counts) > len(shown) else "")
+        kinds.setdefault(NUMBER.sub("*", path), []).append(path or "the model itself")
+    shown = [some[0] if len(some) == 1 else f"{name} ({len(some)})" for name, some in kinds.items()][:most]
+    return ", ".join(shown) + (f" and {len(kinds) - len(shown)} more kinds" if len(kinds) > len(shown) else "")
 
 
 def _ends(path: str) -> Iterator[int]:

@@ -15,12 +15,12 @@ from locater.errors import LocaterError, first_line
 from locater.families import timm, torch_mha
 from locater.families.build import check_layer, integer
 from locater.families.by_name import layers_by_name
-from locater.families.coverage import attention_like, folded_paths, unread
+from locater.families.coverage import folded_paths, unread
 from locater.families.discovery.disk import discovered_on_disk, searched_once
 from locater.families.discovery.searching import Discovered, discovered_in
 from locater.families.layer import AttentionLayer
 from locater.families.record import Reader
-from locater.families.refusal import contradiction, only_a_part, unknown_architecture
+from locater.families.refusal import contradiction, only_a_part, undiscovered, unknown_architecture
 from locater.families.registry import BUILT_IN, BY_TYPE
 
 NOT_MET = "its attention was not met when a copy of the model ran"
@@ -72,8 +72,8 @@ def layers_of(
     reading = read_source(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
     if not reading.whole:
         raise LocaterError(
-            f"{weights.where}: only a part of its attention was discovered, and a part is never given as the whole "
-            f"(locater.discover(model) has that part). {'; '.join(reading.gaps[:3])}"
+            f"{weights.where}: {'; '.join(reading.gaps[:3])}. A part of its attention is never given as the whole: "
+            "locater.discover(model) has what was read of it"
         )
     unscaled = next((layer for layer in reading.layers if layer.unknown_scale is not None), None)
     if unscaled is not None:
@@ -154,14 +154,9 @@ def _discovered(
         else:
             discovered = discovered_on_disk(weights, config, example)
     except LocaterError as error:
-        if error is unknown:
-            raise
-        left = attention_like(weights)
-        line = f"{unknown}. Discovery: {str(error).removeprefix(f'{weights.where}: ')}"
-        raise LocaterError(f"{line}; not read: {folded_paths(left, most=None)}" if left else line) from None
+        raise unknown if error is unknown else undiscovered(weights, unknown, str(error)) from None
     if not discovered.layers:
-        gaps = "; ".join(discovered.gaps)
-        raise LocaterError(f"{unknown}. Discovery: {gaps}" if gaps else str(unknown))
+        raise undiscovered(weights, unknown, "; ".join(discovered.gaps)) if discovered.gaps else unknown
     _check_counts(weights, discovered.layers, heads, kv_heads)
     return Reading(discovered.layers, discovered.gaps, discovered.whole)
 
@@ -232,7 +227,7 @@ def reader_for(weights: Weights, config: Config) -> Reader:
     left = unread(weights, read)
     if readers and not left:
         return lambda weights, config: chain.from_iterable(reader(weights, config) for reader in readers)
-    raise LocaterError(unknown_architecture(weights, model_type, read, left))
+    raise unknown_architecture(weights, model_type, read, left)
 
 
 def _read(reader: Reader, weights: Weights, config: Config) -> list[AttentionLayer]:

@@ -6,8 +6,9 @@ import re
 
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights, Weights
+from locater.errors import LocaterError
 from locater.families.by_name import examples
-from locater.families.coverage import folded_paths
+from locater.families.coverage import attention_like, folded_paths
 from locater.families.registry import BUILT_IN, BY_TYPE
 
 ATTENTION_WORDS = re.compile(r"attn|attention|q_proj|k_proj|qkv|query|to_[qk](\.|$)|(^|\.)w?[qk](\.|$)", re.IGNORECASE)
@@ -18,22 +19,45 @@ def contradiction(weights: Weights, option: str, in_model: str) -> str:
     return f"{weights.where}: {option} was given, but the model says {in_model}: leave the option out"
 
 
-def unknown_architecture(weights: Weights, model_type: str | None, read: list[str], left: list[str]) -> str:
+class UnknownArchitectureError(LocaterError):
+    """No record and no known attention: a reason, and what to do about it."""
+
+    def __init__(self, where: str, reason: str, ways: str, typed: bool = False) -> None:
+        self.reason, self.ways, self.typed = reason, ways, typed  # typed: the reason is about its model_type
+        super().__init__(f"{where}: {reason}. {ways}" if ways else f"{where}: {reason}")
+
+
+def unknown_architecture(
+    weights: Weights, model_type: str | None, read: list[str], left: list[str]
+) -> UnknownArchitectureError:
     """Of a source without a known type; `read` and `left` are paths of attention that can and cannot be read."""
     if not left and not any(ATTENTION_WORDS.search(name) for name in weights.names()):
-        return f"{weights.where}: no attention found; it holds {examples(weights)}"
-    reason = (
-        f"model_type {model_type!r} is not a known architecture"
-        if model_type
-        else "no config.json with a model_type tells its architecture"
-    )
-    start = f"{weights.where}: {reason} (docs/families.md lists {len(BUILT_IN)}). "
+        return UnknownArchitectureError(weights.where, f"no attention found; it holds {examples(weights)}", "")
+    live = isinstance(weights, ModuleWeights)
+    reason = "no config.json with a model_type tells its architecture"
+    if model_type:
+        reason = f"model_type {model_type!r} is not a known architecture"
+    elif live:
+        reason = "it is of no known architecture"
+    reason += f" (docs/families.md lists {len(BUILT_IN)})"
     if read:
-        return start + only_a_part(weights, read, left)
+        return UnknownArchitectureError(weights.where, reason, only_a_part(weights, read, left), bool(model_type))
     wrapped = any(".base_layer." in name or ".parametrizations." in name for name in weights.names())
     hint = "Adapters or parametrizations wrap its maps: merge them first. " if wrapped else ""
-    first = "" if model_type else "Put its config.json beside it, or: "
-    return f"{start}It holds {examples(weights)}. {hint}{first}{_ways_out(weights, read, left)}"
+    first = "" if model_type or live else "Put its config.json beside it. Or: "
+    ways = f"{hint}{first}{_ways_out(weights, read, left)}. It holds {examples(weights)}"
+    return UnknownArchitectureError(weights.where, reason, ways, bool(model_type))
+
+
+def undiscovered(weights: Weights, unknown: LocaterError, reason: str) -> LocaterError:
+    """Of a source that discovery could not read either: first why, then what to do, last what is not read."""
+    said = str(unknown)
+    if isinstance(unknown, UnknownArchitectureError) and unknown.ways:
+        said = f"{unknown.reason}. {unknown.ways}" if unknown.typed else unknown.ways
+    line = f"{reason.removeprefix(f'{weights.where}: ')}. {said.removeprefix(f'{weights.where}: ')}"
+    left = [] if re.search(r"[Nn]ot read[:,] ", line) else attention_like(weights)
+    listed = f"; not read: {folded_paths(left, most=None)}" if left else ""
+    return LocaterError(f"{weights.where}: {line}{listed}")
 
 
 def only_a_part(weights: Weights, read: list[str], left: list[str]) -> str:
@@ -46,8 +70,11 @@ def only_a_part(weights: Weights, read: list[str], left: list[str]) -> str:
 
 def _ways_out(weights: Weights, read: list[str], left: list[str]) -> str:
     """What to do about attention that is not read; of a live model, a part that can be scanned on its own."""
-    named = "--query 'PATTERN' --key 'PATTERN' --heads N (* for the layer number)"
-    others = f"Name its tensors with {named}, or describe it with locater.register()"
+    live = isinstance(weights, ModuleWeights)
+    named = "--query 'PATTERN' --key 'PATTERN' --heads N"
+    if live:
+        named = "locater.scan(model, query='PATTERN', key='PATTERN', heads=N)"
+    others = f"Name its tensors with {named} (* for the layer number), or describe it with locater.register()"
     parts = _readable_parts(weights, read, left) if isinstance(weights, ModuleWeights) else []
     if not parts:
         return others

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from locater.attention.call import Call
 from locater.attention.listeners import listening
 from locater.attention.stand_ins import Undo, argument, instead, tell
+from locater.checkpoints.settings import configuration
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights, numbered
 from locater.errors import LocaterError
@@ -39,7 +40,8 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for setting in ("bi_data", *(["same_length"] if causal else [])):
         if config.get(setting):
             raise LocaterError(
-                f"{weights.where}: {setting} belongs to training and is not supported: set it to false in config.json"
+                f"{weights.where}: {setting} belongs to training and is not supported: set it to false in "
+                f"{configuration(weights)}"
             )
     heads, width = (
         integer(config, weights, "n_head", "num_attention_heads"),
