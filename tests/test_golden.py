@@ -18,6 +18,7 @@ from tests.golden import code, comparing, keys
 from tests.golden.documents import DOCUMENTS, FILES, FOLDER, NAMES, PAPER_RUNS, Document, make, names
 
 PLAIN = next(document for document in DOCUMENTS if document.name == "train-plain")
+OLD = FOLDER / "files-0.2"
 KEPT = {"bao2024": 514, "mechanisms": 461}
 
 
@@ -153,40 +154,46 @@ def test_every_kept_run_is_found_by_its_key(name: str) -> None:
 # ---- files that an earlier version left ----
 
 
-def test_an_old_scan_is_compared() -> None:
-    found = locater.compare(str(FILES / "scan.json"), str(FILES / "scan.json"))
+@pytest.fixture(params=[FILES.name, OLD.name])
+def old(request: pytest.FixtureRequest) -> Path:
+    """What version 0.1.0 and what 0.2.0 wrote."""
+    return FOLDER / str(request.param)
+
+
+def test_an_old_scan_is_compared(old: Path) -> None:
+    found = locater.compare(str(old / "scan.json"), str(old / "scan.json"))
     assert found.aligned
     assert len(found.rows) == 4
     assert {value for row in found.rows for value in row.difference.values()} <= {0.0, None}
-    again = locater.compare(str(FILES / "scan.json"), str(FILES / "run" / "step-00000010"))
+    again = locater.compare(str(old / "scan.json"), str(old / "run" / "step-00000010"))
     assert max(abs(value) for row in again.rows for value in row.difference.values() if value is not None) < 1e-5
 
 
-def test_old_statistics_are_read() -> None:
-    found = locater.Statistics.load(FILES / "statistics.pt")
+def test_old_statistics_are_read(old: Path) -> None:
+    found = locater.Statistics.load(old / "statistics.pt")
     assert [(x.layer, x.name, x.covariance.shape) for x in found.inputs] == [
         (n, f"model.layers.{n}.self_attn", (16, 16)) for n in range(2)
     ]  # fmt: skip
-    assert locater.scan(FILES / "run" / "step-00000010", statistics=found).assumptions["prediction"] == "predicted"
+    assert locater.scan(old / "run" / "step-00000010", statistics=found).assumptions["prediction"] == "predicted"
 
 
-def test_an_old_log_is_read() -> None:
-    found, golden = code.read_run(FILES / "run"), PLAIN.golden()["log"]
+def test_an_old_log_is_read(old: Path) -> None:
+    found, golden = code.read_run(old / "run"), PLAIN.golden()["log"]
     assert [step for step, _ in found.losses] == list(range(1, 13))
     assert found.last == 12
     assert [loss for _, loss in found.losses] == pytest.approx([loss for _, loss in golden["losses"][:12]], rel=1e-3)
 
 
-def test_an_old_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+def test_an_old_run_goes_on_where_it_was_cut_off(old: Path, tmp_path: Path) -> None:
     """To the numbers of a run that was not cut off; its log says where it went on."""
-    shutil.copytree(FILES / "run", tmp_path / "run")
+    shutil.copytree(old / "run", tmp_path / "run")
     checked(PLAIN, make(PLAIN, tmp_path / "run"))
     assert code.read_run(tmp_path / "run").resumed == (11,)
 
 
-def test_an_old_result_is_read_back(tmp_path: Path) -> None:
+def test_an_old_result_is_read_back(old: Path, tmp_path: Path) -> None:
     """A finished run is not trained again."""
-    shutil.copytree(FILES / "finished", tmp_path / "run")
+    shutil.copytree(old / "finished", tmp_path / "run")
     code.command(
         "train", "--plan", tmp_path / "run" / "plan.json", "--out", tmp_path / "run", "--json", tmp_path / "result.json"
     )
@@ -198,10 +205,10 @@ def test_an_old_result_is_read_back(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_an_old_checkpoint_is_probed(tmp_path: Path) -> None:
+def test_an_old_checkpoint_is_probed(old: Path, tmp_path: Path) -> None:
     code.command(
         "probe",
-        FILES / "run" / "step-00000010",
+        old / "run" / "step-00000010",
         "--text",
         "LICENSE",
         "--length",
@@ -212,3 +219,77 @@ def test_an_old_checkpoint_is_probed(tmp_path: Path) -> None:
         tmp_path / "x.json",
     )
     assert len(json.loads((tmp_path / "x.json").read_text())["heads"]) == 4
+
+
+def test_old_pages_can_be_made(old: Path, tmp_path: Path) -> None:
+    """`watch` of a log, `compare` and a page of scans."""
+    code.command("watch", old / "run", "--report", tmp_path / "run.html", "--json", tmp_path / "run.json")
+    assert "locater" in (tmp_path / "run.html").read_text()
+    assert json.loads((tmp_path / "run.json").read_text())["schema"] == 1
+    found = locater.Scan.load(old / "scan.json")
+    found.report(tmp_path / "scan.html")
+    assert found.verdicts
+    assert "plane" in (tmp_path / "scan.html").read_text()
+
+
+def test_statistics_of_a_file_from_the_command_line(old: Path, tmp_path: Path) -> None:
+    said = code.command(
+        *("scan", old / "run" / "step-00000010", "--statistics", old / "statistics.pt"), "--json", tmp_path / "x.json"
+    )
+    assert json.loads((tmp_path / "x.json").read_text())["assumptions"]["prediction"] == "predicted", said
+
+
+def test_an_old_fleet_is_read_and_goes_on(tmp_path: Path) -> None:
+    """Shown, asked, one scan of it compared with the scan of today; a new checkpoint is added to it."""
+    pytest.importorskip("pyarrow")
+    shutil.copytree(OLD / "fleet", tmp_path / "fleet")
+    fleet = locater.Fleet(tmp_path / "fleet")
+    done = {Path(entry.source).name: entry for entry in fleet.sources()}
+    assert {entry.status for entry in done.values()} == {"done"}
+    assert [done[name].heads for name in ("step-00000010", "demo", "twin")] == [4, 24, 24]
+    assert done["demo"].digest != done["twin"].digest
+    again = locater.compare(fleet.scan(done["demo"].source), locater.scan(code.MODELS["demo"]))
+    assert max(abs(x) for row in again.rows for x in row.difference.values() if x is not None) < 1e-5
+    fleet.report(tmp_path / "fleet.html")
+    code.command("fleet", tmp_path / "fleet", "--json", tmp_path / "fleet.json")
+    shown = json.loads((tmp_path / "fleet.json").read_text())
+    assert [len(run["flags"]) > 0 for run in shown["runs"]]
+    code.command(
+        "fleet", OLD / "run" / "step-00000010", "--out", tmp_path / "fleet", "--workers", 0, "--json", tmp_path / "y"
+    )
+    assert len(locater.Fleet(tmp_path / "fleet").sources()) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("scan", ("scan", "--eigenvalues")),
+        ("probe", ("probe", "--text", "LICENSE", "--length", 32, "--tokens", 256)),
+        ("explain", ("explain", "--text", "the licence")),
+    ],
+)
+def test_a_document_of_today_has_all_keys_of_an_old_one(name: str, command: tuple[Any, ...], tmp_path: Path) -> None:
+    """As long as `schema` stays, a reader that was written for 0.2 finds what it reads."""
+    first, *options = command
+    code.command(first, OLD / "run" / "step-00000010", *options, "--json", tmp_path / "now.json")
+    before, now = json.loads((OLD / f"{name}.json").read_text()), json.loads((tmp_path / "now.json").read_text())
+    if before["schema"] == now["schema"]:
+        assert key_paths(before) <= key_paths(now)
+    else:
+        assert now["schema"] > before["schema"]
+
+
+def key_paths(document: Any, path: str = "") -> set[str]:
+    """`heads[].flags` and the like; the names of columns inside `changes` and of roles are data too."""
+    if isinstance(document, list):
+        return {found for item in document for found in key_paths(item, f"{path}[]")}
+    if not isinstance(document, dict):
+        return {path}
+    return {found for key, item in document.items() for found in {f"{path}.{key}", *key_paths(item, f"{path}.{key}")}}
+
+
+def test_old_files_of_results_are_no_scans() -> None:
+    """A comparison, a probe or an explanation in the place of a scan is named."""
+    for name in ("compare", "probe", "explain"):
+        with pytest.raises(locater.LocaterError, match=rf"{name}\.json"):
+            locater.compare(str(OLD / f"{name}.json"), str(OLD / "scan.json"))
