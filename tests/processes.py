@@ -20,6 +20,13 @@ import pytest
 from tests import ROOT
 
 
+def hears_interrupts() -> None:
+    """In a child, before its program: Ctrl-C ends it, as on a terminal. What a shell starts in the background, or nohup,
+    ignores interrupts and hands that down.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def forked(work: Callable[[], Any], log: Path, variables: Mapping[str, str] | None = None) -> int:
     """Start `work` in a child with these environment variables; what it prints goes to `log`. The child's number."""
     if not hasattr(os, "fork"):

@@ -25,6 +25,7 @@ from locater.report.watch import Server, watch_page
 from locater.tracking.loggers import JsonlSink, Sink, open_sink, read_run
 from locater.tracking.run_reader import RunReader
 from tests.conftest import Result
+from tests.processes import hears_interrupts
 from tests.report.visits import Visit, data_of, needs_browser
 
 COLUMNS = ["entropy_ratio", "max_logit"]
@@ -562,11 +563,11 @@ def test_the_live_page_follows_the_run(browser: Any, server: Server) -> None:
     page.wait_for_selector("#empty:has-text('Nothing in')")
     assert page.text_content("#status") == "waiting for the run to begin"
     write(path, header(), step(0), step(10), end='{"kind":"st')
-    page.wait_for_selector("#status:has-text('live, last step 10, ')", timeout=8000)
+    page.wait_for_selector("#status:has-text('live, last step 10, ')", timeout=30_000)
     assert page.text_content("h1") == "Tiny"
     assert page.text_content("#which") == "Layer 0, head 0, step 10"
     write(path, header(), step(20), warning(20), {"kind": "end", "step": 20})
-    page.wait_for_selector("#status:has-text('ended, last step 20')", timeout=8000)
+    page.wait_for_selector("#status:has-text('ended, last step 20')", timeout=30_000)
     assert page.text_content("#which") == "Layer 0, head 0, step 20"  # it stays with the last step
     assert page.evaluate("run.values.max_logit.map(v => v[0])") == pytest.approx(
         [step(at)["heads"]["max_logit"][0][0] for at in (0, 10, 20)], rel=1e-3
@@ -580,7 +581,8 @@ def test_the_live_page_follows_the_run(browser: Any, server: Server) -> None:
 def test_the_command_serves_and_stops(tmp_path: Path) -> None:
     write(tmp_path / "run.jsonl", header(), step(0))
     command = [sys.executable, "-m", "locater", "watch", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, preexec_fn=hears_interrupts, **pipes) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         address = re.search(r"http://127\.0\.0\.1:\d+/", line)
@@ -590,9 +592,9 @@ def test_the_command_serves_and_stops(tmp_path: Path) -> None:
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         try:
-            out, err = process.communicate(timeout=10)
+            out, err = process.communicate(timeout=60)
         finally:
-            process.kill()  # a shell that ignores interrupts hands that down: fail, and do not wait for ever
+            process.kill()
         assert (process.returncode, out, err) == (0, "", "")
 
 

@@ -108,7 +108,7 @@ def test_both_runs_are_followed_live(browser: Any, tmp_path: Path) -> None:
         page.wait_for_selector("#loss .curve")
         assert page.text_content("h1") == "one.jsonl and two.jsonl"
         write(paths[1], header(), step(0, loss=9.0), step(10), step(20))
-        page.wait_for_selector("#lines .line.dashed", state="attached", timeout=8000)
+        page.wait_for_selector("#lines .line.dashed", state="attached", timeout=30_000)
         assert page.locator("#lines .line.dashed").count() == 4
         assert page.locator("#empty-other").is_hidden()
         with urlopen(f"{server.address}other.json?after=0") as answer:
