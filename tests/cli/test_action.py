@@ -71,6 +71,34 @@ def test_a_broken_copy_fails_and_the_head_is_named(tmp_path: Path) -> None:
     assert "nonfinite" in (tmp_path / "summary.md").read_text()
 
 
+def test_names_in_a_checkpoint_command_nothing(tmp_path: Path) -> None:
+    """No workflow command is heard, and the block of the summary ends where it should."""
+    name = "```````\n::set-output name=status::0\n::error::x"
+    broken = tmp_path / "model"
+    shutil.copytree(DEMO, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.3.self_attn.q_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, broken / "model.safetensors")
+    where = tmp_path / name.replace("/", "")
+    broken.rename(where)
+    done = run_action(tmp_path, checkpoint=str(where))
+    lines = done.stdout.splitlines()
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("::stop-commands::")]
+    token = lines[first].removeprefix("::stop-commands::")
+    last = lines.index(f"::{token}::")
+    assert len(token) == 32
+    assert not [line for line in [*lines[:first], *lines[last + 1 :]] if "::" in line]
+    assert not done.stderr.strip()
+    title, fence, *body, end = (tmp_path / "summary.md").read_text().splitlines()
+    assert title == "### locater scan"
+    assert fence == end + "text"
+    assert set(end) == {"`"}
+    assert len(end) == 8
+    assert not [line for line in body if end in line]
+    other = run_action(tmp_path, checkpoint=str(where))
+    assert token not in other.stdout, "nobody can know it"
+
+
 @pytest.mark.parametrize(
     "given", [{"checkpoint": "nowhere/at/all"}, {"checkpoint": str(DEMO), "fail_on": "no-such-flag"}]
 )

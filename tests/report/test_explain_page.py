@@ -186,7 +186,7 @@ def test_a_token_shows_its_sources(browser: Any, pages: dict[str, Path]) -> None
     colours = "[...document.querySelectorAll('#strips .strip')].map(s => [...s.querySelectorAll('.tok')].map(t => t.style.background).join())"
     before = visit.page.evaluate(colours)
     visit.page.locator("#strips .tok[data-t='12']").first.hover()
-    visit.page.wait_for_function("document.getElementById('read-token').textContent.includes('its sources')")
+    visit.until("document.getElementById('read-token').textContent.includes('its sources')")
     after = visit.page.evaluate(colours)
     assert [a != b for a, b in zip(before, after, strict=True)] == [True, True, False]  # the last has no matrix
     matrix = result.methods[0].matrix
@@ -195,7 +195,7 @@ def test_a_token_shows_its_sources(browser: Any, pages: dict[str, Path]) -> None
     word = result.streams[0].tokens[strongest].replace("\n", "↵")
     assert f"its sources: ‘{word}’" in visit.text("#read-token")
     visit.page.mouse.move(2, 2)
-    visit.page.wait_for_function("!document.getElementById('read-token').textContent.includes('its sources')")
+    visit.until("!document.getElementById('read-token').textContent.includes('its sources')")
     assert visit.page.evaluate(colours) == before
     assert visit.console == []
 
@@ -211,9 +211,9 @@ def test_everything_works_from_the_keyboard(browser: Any, pages: dict[str, Path]
         ("ArrowLeft", "token 16"),
     ):
         visit.page.keyboard.press(key)
-        visit.page.wait_for_function(f"document.getElementById('read-token').textContent.includes('({word})')")
+        visit.until(f"document.getElementById('read-token').textContent.includes('({word})')")
     visit.page.keyboard.press("Escape")
-    visit.page.wait_for_function("document.getElementById('read-token').textContent.includes('largest scores')")
+    visit.until("document.getElementById('read-token').textContent.includes('largest scores')")
     visit.page.focus("#heads")
     assert visit.text("#which").startswith("Layer 1, head 2")  # the largest share
     for key, which in (
@@ -222,7 +222,7 @@ def test_everything_works_from_the_keyboard(browser: Any, pages: dict[str, Path]
         ("ArrowUp", "Layer 0, head 1"),
     ):
         visit.page.keyboard.press(key)
-        visit.page.wait_for_function(f"document.getElementById('which').textContent.startsWith('{which}')")
+        visit.until(f"document.getElementById('which').textContent.startsWith('{which}')")
     visit.page.focus("#pattern")
     visit.page.keyboard.press("ArrowDown")
     assert "‘<s>’ (token 0) gives 100 % of its attention to ‘<s>’" in visit.text("#read-pattern")

@@ -17,6 +17,7 @@ from torch import nn
 from locater import Scan, compare, scan
 from locater.report.terminal import print_scan
 from locater.theory import continuum
+from tests.range_server import served
 from tests.report.visits import Visit, data_of, needs_browser
 
 DEMO = str(files("locater") / "demo")
@@ -335,7 +336,7 @@ def test_text_in_charts_keeps_its_size(browser: Any, pages: dict[str, Path], nam
     if width == 400:
         assert visit.page.locator("#heatmap .cell").first.evaluate("c => c.getBoundingClientRect().height") >= 22
     visit.page.set_viewport_size({"width": 640, "height": 900})
-    visit.page.wait_for_function(f"{scales}.every(a => Math.abs(a - 1) < 0.01)")
+    visit.until(f"{scales}.every(a => Math.abs(a - 1) < 0.01)")
     assert visit.console == []
 
 
@@ -449,3 +450,33 @@ def test_profiles_computed_in_the_page_are_the_theory_s(browser: Any, pages: dic
         u = torch.linspace(-0.5, 0.5, 9, dtype=torch.float64)
         theirs = visit.page.evaluate(f"[...Array(9).keys()].map(i => rho({M}, {S}, {F}, i / 8 - 0.5))")
         assert theirs == pytest.approx(continuum(M, S, F, u).tolist(), abs=1e-6)
+
+
+@needs_browser
+@pytest.mark.parametrize("guarded", [True, False])
+def test_no_other_script_runs_and_nothing_is_loaded(
+    browser: Any, pages: dict[str, Path], tmp_path: Path, guarded: bool
+) -> None:
+    """What would get past the escapes is stopped by the page's own policy, and runs where the policy is cut out."""
+    with served(tmp_path) as server:
+        injected = (
+            f'<script>window.ran = 1</script><img src="{server.url}/x.png" onerror="window.ran = 2">'
+            f'<link rel="stylesheet" href="{server.url}/x.css"><base href="{server.url}/">'
+        )
+        text = pages["demo"].read_text().replace("<main>", f"<main>{injected}", 1)
+        policy = re.search("<meta http-equiv=.*>\n", text)
+        assert policy is not None
+        page = tmp_path / "page.html"
+        page.write_text(text if guarded else text.replace(policy[0], ""))
+        view = browser.new_context().new_page()
+        view.goto(page.as_uri())
+        sent = view.evaluate(f"fetch('{server.url}/y', {{mode: 'no-cors'}}).then(() => 1, () => 0)")
+        asked = {request.path for request in server.requests}
+        assert view.locator("#heatmap .cell").count() > 0
+        ran, base = view.evaluate("[window.ran ?? 0, document.baseURI]")
+    if guarded:
+        assert (ran, sent, asked) == (0, 0, set())
+        assert base.startswith("file:")
+    else:
+        assert (ran > 0, sent, asked) == (True, 1, {"/x.png", "/x.css", "/y"})
+        assert base.startswith("http:")

@@ -86,7 +86,7 @@ def test_numbers_are_packed_to_six_digits() -> None:
 def test_the_data_of_the_page(document: dict[str, Any], page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "src=" not in text
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
     data = data_of(page)
     first = data["runs"][0]
     assert (len(first["steps"]), max(first["rows"]) + 1) == (18, 17), "equal weights are stored once"
@@ -188,7 +188,7 @@ def test_first_flags_heads_and_keys(browser: Any, document: dict[str, Any], page
     visit.page.keyboard.press("ArrowUp")
     visit.page.keyboard.press("ArrowLeft")
     visit.page.keyboard.press("PageUp")
-    visit.page.wait_for_function(f"state.step < {first['first_fault']}")
+    visit.until(f"state.step < {first['first_fault']}")
     assert visit.text("#which").startswith(f"Layer {first['layer'] - 1}, head {first['head'] - 1} ")
     box = visit.page.locator("#map-a").bounding_box()
     cell = visit.page.evaluate("charts['map-a']")
@@ -196,9 +196,9 @@ def test_first_flags_heads_and_keys(browser: Any, document: dict[str, Any], page
     assert visit.text("#which").startswith("Layer 2, head 1 ")
     visit.page.locator("#lines .hit[data-head='3']").dispatch_event("click")
     assert visit.text("#which").startswith("Layer 2, head 3 ")
-    visit.page.wait_for_function("location.hash.includes('layer=2&head=3')")
+    visit.until("location.hash.includes('layer=2&head=3')")
     visit.page.select_option("#metric", "sqrtF")
-    visit.page.wait_for_function("RUNS[0].tables.sqrtF")
+    visit.until("RUNS[0].tables.sqrtF")
     at = visit.page.evaluate("indexOf(RUNS[0])")
     F = document["runs"][0]["values"]["F"][at][2][3]
     assert visit.page.evaluate("number(RUNS[0], 'sqrtF', indexOf(RUNS[0]), 2, 3)") == pytest.approx(F**0.5, rel=1e-6)
@@ -230,7 +230,7 @@ def test_two_runs_side_by_side_on_one_scale(browser: Any, document: dict[str, An
     visit.page.wait_for_selector("#card-b", state="hidden")
     assert visit.page.locator("#lines .line").count() == 4
     visit.page.select_option("#run-a", "1")
-    visit.page.wait_for_function("document.getElementById('title-a').textContent.startsWith('second')")
+    visit.until("document.getElementById('title-a').textContent.startsWith('second')")
     assert visit.page.locator("#lines .band").count() == 0, "the second run has no gap"
     assert visit.console == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ class Visit:
         self.page.on("console", lambda m: self.console.append(m.text))
         self.page.on("pageerror", lambda e: self.console.append(str(e)))
         self.page.goto(page.as_uri() + choice)
+
+    def until(self, expression: str, seconds: float = 60.0) -> None:
+        """Wait until an expression is true. `wait_for_function` would evaluate text inside the page, which the page's
+        own policy forbids.
+        """
+        end = time.monotonic() + seconds
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < end, f"not within {seconds} s: {expression}"
+            self.page.wait_for_timeout(20)
 
     def text(self, selector: str) -> str:
         return str(self.page.text_content(selector))

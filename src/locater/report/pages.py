@@ -5,6 +5,8 @@ No page fetches anything. The parts are files in page/; marks such as @TITLE@ in
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import math
@@ -23,22 +25,40 @@ def assemble(
     markup: Mapping[str, str] | None = None,
     scripts: Sequence[str] = (),
     styles: Sequence[str] = (),
+    connect: str = "",
 ) -> str:
     """The page of `page/NAME.html`, with its style NAME.css and, if it has data, its script NAME.js.
 
     `words` are texts by mark and are escaped; `markup` is inserted as it is. The script reads `data` as JSON. `scripts`
-    and `styles` are files of page/ that it uses.
+    and `styles` are files of page/ that it uses. The page's policy lets no other script run and loads nothing;
+    `connect` is what a live page may ask for news.
     """
     template, values = _part(f"{name}.html"), {mark: html.escape(text) for mark, text in words.items()}
     values |= markup or {}
     values["STYLE"] = "".join(_part(file) for file in ("base.css", *styles, f"{name}.css"))
+    values["POLICY"] = policy()
     if data is not None:
         template += _part("scripts.html")
         values["SCRIPT"] = "".join(_part(file) for file in ("draw.js", *scripts, f"{name}.js"))
         # "<" is escaped: no text in the data can end the script
+        values["POLICY"] = policy(f"\n{values['SCRIPT']}\n", connect)
         values["DATA"] = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     whole = _part("frame.html").replace("@PAGE@\n", template)
     return re.sub(r"@([A-Z]+)@", lambda mark: values[mark[1]], whole)
+
+
+def policy(script: str = "", connect: str = "") -> str:
+    """A Content-Security-Policy: this one script, styles and pictures of the page itself, and nothing from elsewhere."""
+    parts = [
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    if script:
+        parts.append(f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'")
+    return "; ".join([*parts, *([f"connect-src {connect}"] if connect else [])])
 
 
 def _part(file: str) -> str:

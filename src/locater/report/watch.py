@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,12 @@ from locater.tracking.logged_run import Run
 from locater.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # each page has a stricter one of its own
 FILES = ("/run.json", "/other.json")  # what is new in the first run, and in the second
-THREADS = 64  # clients that are answered at the same time; others wait in the backlog
+THREADS = 128  # clients that are answered at the same time; others wait in the backlog
+# While others wait, a client is ended that has not sent its whole request in so many seconds, or not taken its answer.
+REQUEST_SECONDS, ANSWER_SECONDS = 0.4, 1.0
+LOOKS = 5  # at a slow client before it is ended: a busy machine may be late to read what a fast one sent
 
 
 def watch_page(
@@ -68,10 +74,20 @@ def run_page(name: str, data: dict[str, Any], live: bool) -> str:
         "FOOTER": f"Made by Locater {__version__} from a run's log.",
     }
     data = {"live": live, "flags": flags, "exploding": EXPLODING, **data}
-    return assemble("watch", words, data, scripts=("steps.js",), styles=("steps.css",))
+    connect = "'self'" if live else ""
+    return assemble("watch", words, data, scripts=("steps.js",), styles=("steps.css",), connect=connect)
 
 
 # ---- live ----
+
+
+@dataclass
+class _Client:
+    """An open connection."""
+
+    since: float  # when it began to be waited for
+    asked: bool = False  # whether it has sent its request
+    looks: int = 0  # how often it was found to be slow
 
 
 class Server(ThreadingHTTPServer):
@@ -93,7 +109,7 @@ class Server(ThreadingHTTPServer):
             follower.look()  # refuses a file that is not a log before anything is served
         self.waiting = "; ".join(filter(None, (follower.waiting() for follower in self.followers)))
         self._free = threading.BoundedSemaphore(THREADS)
-        self._since: dict[socket.socket, float] = {}  # when each open connection began
+        self._since: dict[socket.socket, _Client] = {}
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
@@ -111,9 +127,9 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        while not self._free.acquire(timeout=0.5):
-            self.service_actions()
-        self._since[request] = time.monotonic()
+        while not self._free.acquire(timeout=0.05):
+            self._end_slow(REQUEST_SECONDS, ANSWER_SECONDS, LOOKS)
+        self._since[request] = _Client(time.monotonic())
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started
@@ -130,12 +146,26 @@ class Server(ThreadingHTTPServer):
         self._since.pop(request, None)
         self._free.release()
 
+    def asked(self, request: socket.socket) -> None:
+        """A client has sent its request: while the answer is made, it is not waited for."""
+        self._since[request] = _Client(math.inf, True)
+
+    def answers(self, request: socket.socket) -> None:
+        """Its answer is ready to be taken."""
+        self._since[request] = _Client(time.monotonic(), True)
+
     def service_actions(self) -> None:
         """Close connections that take too long in all; the timeout of a socket starts again with each byte."""
-        for request, since in list(self._since.items()):
-            if time.monotonic() - since > self.patience:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+        self._end_slow(self.patience, self.patience)
+
+    def _end_slow(self, to_ask: float, to_take: float, looks: int = 1) -> None:
+        now = time.monotonic()
+        for request, client in list(self._since.items()):
+            if now - client.since > (to_take if client.asked else to_ask):
+                client.looks += 1
+                if client.looks >= looks:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Quiet where the client went away or took too long."""
@@ -149,6 +179,11 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.settimeout(self.server.patience)
+
+    def parse_request(self) -> bool:
+        whole = super().parse_request()
+        self.server.asked(self.connection)
+        return whole
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
@@ -177,6 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
+        self.server.answers(self.connection)
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
