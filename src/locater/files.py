@@ -13,7 +13,8 @@ from typing import Any
 
 from locater.errors import LocaterError
 
-JSON_LIMIT = 100_000_000  # bytes; real configurations and indices have fewer than ten million
+JSON_LIMIT = 100_000_000  # bytes; real indices have fewer than ten million
+CONFIG_LIMIT = 4_000_000  # bytes of a configuration; the largest real ones, with the names of 20,000 classes, have one
 
 
 def regular_file(path: Path) -> int:
@@ -37,10 +38,12 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path) and regular_file(path) >= 0
 
 
-def read_json(path: Path, unique: bool = False) -> Any:
-    """The content of a JSON file. `unique` refuses duplicate keys, of which Python would silently keep the last."""
-    if regular_file(path) > JSON_LIMIT:
-        raise LocaterError(f"{path}: more than {JSON_LIMIT:,} bytes, too large for a configuration or an index")
+def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
+    """The content of a JSON file of at most so many bytes. `unique` refuses duplicate keys, of which Python would
+    silently keep the last.
+    """
+    if regular_file(path) > most:
+        raise LocaterError(f"{path}: more than {most:,} bytes, too large for a configuration or an index")
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates if unique else None)
     except RecursionError:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
 import sys
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from locater.checkpoints.weights import ModuleWeights, Rows, Weights
 from locater.errors import LocaterError
 from locater.families import reading
 from locater.families.discovery import disk as discovered_disk
+from locater.families.discovery import small_models
 from locater.families.discovery.carried_layouts import DIFFERENT, UNCLEAR, Searched, carried
 from locater.families.discovery.layer_kinds import Kinds
 from locater.families.discovery.searching import search
@@ -348,3 +351,44 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("LOCATER_CACHE", str(tmp_path / "file" / "inside"))
     assert len(discovered_from(gemma).layers) == 4
+
+
+HOSTILE = {
+    "llama4": ({"model_type": "llama4"}, "self_attn.q_proj.weight is missing"),
+    "biogpt": ({"model_type": "biogpt", "hidden_size": 8192, "num_attention_heads": 64}, "weight is missing"),
+    "wide": (
+        {"model_type": "gemma", "hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 1},
+        "self_attn.q_proj.weight has shape [100, 110] but the configuration says",
+    ),
+    "deep": ({"model_type": "gemma", "num_hidden_layers": 10**9}, "num_hidden_layers = 1,000,000,000"),
+    "tensors": ({"model_type": "gemma", "num_hidden_layers": 900}, "tensors, and the checkpoint has far fewer"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_runs_that_the_file_does_not_hold(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config.json beside a file of 44 kB that describes a large model: names and shapes are compared first."""
+    config, reason = HOSTILE[name]
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(100, 110)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(small_models, "search", lambda *_: pytest.fail("a model ran"))
+    started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(LocaterError) as error:
+        locater.scan(tmp_path)
+    assert reason in str(error.value)
+    assert time.process_time() - started < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # kB
+
+
+def test_a_small_model_much_larger_than_the_checkpoint_is_not_run(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is as config.json says, and its MLP has no place in the file."""
+    configure(gemma, intermediate_size=500_000)
+    monkeypatch.setattr(small_models, "CUTS", [cut for cut in CUTS if not cut.mlp])
+    with pytest.raises(LocaterError, match=r"has [\d,]+ numbers, and the checkpoint holds [\d,]+: correct config.json"):
+        locater.scan(gemma)
+
+
+def test_a_configuration_of_many_bytes_is_refused(gemma: Path) -> None:
+    (gemma / "config.json").write_text('{"model_type": "gemma", "x": [' + ",".join(["[[[]]]"] * 700_000) + "]}")
+    with pytest.raises(LocaterError, match="too large for a configuration"):
+        locater.scan(gemma)

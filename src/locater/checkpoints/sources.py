@@ -33,7 +33,7 @@ from locater.checkpoints.safetensors_file import SafetensorsWeights
 from locater.checkpoints.settings import checked_config
 from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError
-from locater.files import is_there, read_json
+from locater.files import CONFIG_LIMIT, is_there, read_json
 
 Config = dict[str, Any]
 
@@ -241,7 +241,7 @@ def _refuse_a_shard(path: Path) -> None:
 
 
 def _read_config(path: Path) -> Config:
-    return checked_config(read_json(path), str(path)) if is_there(path) else {}
+    return checked_config(read_json(path, most=CONFIG_LIMIT), str(path)) if is_there(path) else {}
 
 
 def hub_folder(name: str, patterns: Sequence[str] = ("config.json",)) -> Path:

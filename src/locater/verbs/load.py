@@ -10,7 +10,7 @@ import torch
 from locater.checkpoints.sources import hub_folder
 from locater.data.text import OWN
 from locater.errors import LocaterError, first_line
-from locater.files import read_json
+from locater.files import CONFIG_LIMIT, read_json
 
 
 def load_model(source: str) -> Any:
@@ -56,5 +56,5 @@ def load_model(source: str) -> Any:
 
 
 def _model_type(folder: Path) -> str | None:
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", most=CONFIG_LIMIT)
     return config.get("model_type") if isinstance(config, dict) else None

@@ -19,6 +19,7 @@ from locater.checkpoints.remote.session import current_session
 from locater.checkpoints.settings import checked_config
 from locater.checkpoints.weights import Weights
 from locater.errors import LocaterError
+from locater.files import CONFIG_LIMIT
 
 Config = dict[str, Any]
 Opened = tuple[Weights, Config]
@@ -148,4 +149,6 @@ def _open_download(folder: RemoteFolder, names: Sequence[str], open_local: Opene
 
 
 def _config(folder: RemoteFolder) -> Config:
-    return checked_config(remote_json(folder, "config.json"), str(folder.address.inside("config.json")))
+    return checked_config(
+        remote_json(folder, "config.json", most=CONFIG_LIMIT), str(folder.address.inside("config.json"))
+    )

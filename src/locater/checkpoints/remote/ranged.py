@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from locater.checkpoints.remote.address import Address
 from locater.errors import LocaterError
-from locater.files import no_duplicates
+from locater.files import JSON_LIMIT, no_duplicates
 
 
 class RangedFile(Protocol):
@@ -62,14 +62,18 @@ def has(folder: RemoteFolder, name: str) -> bool:
     return name in names if names is not None else folder.file(name).facts() is not None
 
 
-def remote_json(folder: RemoteFolder, name: str, unique: bool = False) -> Any:
-    """The content of a JSON file; None where there is no such file. `unique` refuses duplicate keys."""
+def remote_json(folder: RemoteFolder, name: str, unique: bool = False, most: int = JSON_LIMIT) -> Any:
+    """The content of a JSON file; None where there is no such file. `unique` refuses duplicate keys, `most` a larger
+    one.
+    """
     names = folder.names()
     if names is not None and name not in names:
         return None
     where, text = folder.address.inside(name), folder.file(name).whole()
     if text is None:
         return None
+    if len(text) > most:
+        raise LocaterError(f"{where}: more than {most:,} bytes, too large for a configuration or an index")
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates if unique else None)
     except RecursionError:

@@ -8,15 +8,18 @@ all layers (`carried_layouts`), and tensors are read from disk by their names th
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from locater.checkpoints.renamed import Origin, Origins, RenamedWeights, origins_of
 from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import ModuleWeights, Weights, quantised_modules
+from locater.checkpoints.weights import ModuleWeights, Weights, quantised_modules, quantised_names
 from locater.errors import LocaterError
 from locater.families.coverage import attention_like
 from locater.families.discovery.cache import Kept, cache_file, keep, kept
@@ -26,6 +29,7 @@ from locater.families.discovery.small_models import built, described, search_sma
 from locater.families.discovery.tree import tensor_names
 
 _SEARCHED: ContextVar[dict[int, Kept | LocaterError] | None] = ContextVar("searched", default=None)
+MOST_TENSORS = 5_000  # of a model, beside four for each that its checkpoint holds
 NO_PLACE = "the model that config.json describes has no place for it"
 
 
@@ -73,15 +77,36 @@ def _searched_once(weights: Weights, config: Config, example: Mapping[str, Any] 
 def _searched(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> Kept:
     """What a search finds, for the whole checkpoint, and where each of its tensors is on disk."""
     kind, settings = described(weights, config)
-    full = built(kind, settings, "meta", weights.where)
+    most = MOST_TENSORS + 4 * len(weights.names())
+    full = built(kind, settings, "meta", weights.where, most)
     origins, whole = origins_of(weights, full), ModuleWeights(full)
-    searched = search_small(weights, kind, settings, whole, example)
+    _refuse_other_attention(weights, origins, whole)
+    searched = search_small(weights, kind, settings, whole, example, _numbers_stored(weights, origins, full))
     unused = RenamedWeights(weights, {name: Origin((name,)) for name in origins.unused})
     refused = [*searched.refused, *(Refusal(path, NO_PLACE) for path in attention_like(unused))]
     known = set(whole.names())
     names = dict.fromkeys(name for layout in searched.layouts for name in tensor_names(layout, known))
     stored = {name: _stored(weights, origins, name, whole.shape(name)) for name in names}
     return Kept(Searched(searched.layouts, refused, searched.unreached), stored)
+
+
+def _refuse_other_attention(weights: Weights, origins: Origins, whole: ModuleWeights) -> None:
+    """Refuse a checkpoint that does not hold the attention of the model that config.json describes, by names and shapes
+    alone, before anything runs: what runs has the size that config.json says.
+    """
+    paths = tuple(f"{path}." if path else "" for path in attention_like(whole))
+    maps = [name for name, p in whole.module.named_parameters() if p.ndim > 1 and name.startswith(paths)]
+    for name in maps if paths else ():
+        if name not in origins.changed:
+            _stored(weights, origins, name, whole.shape(name))
+
+
+def _numbers_stored(weights: Weights, origins: Origins, full: nn.Module) -> int:
+    """How many numbers the checkpoint holds; of packed tensors those that the model has there."""
+    packed = quantised_names(weights)
+    plain = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in packed)
+    held = {name for name, origin in origins.stored.items() if not packed.keys().isdisjoint(origin.names)}
+    return plain + sum(p.numel() for name, p in full.named_parameters() if name in held)
 
 
 def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...]) -> Origin:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import ModuleWeights, Weights, quantised_names
@@ -19,10 +22,12 @@ from locater.errors import LocaterError
 from locater.families.discovery.carried_layouts import UNLIKE, Searched, carried, unlike
 from locater.families.discovery.layer_kinds import Kinds
 from locater.families.discovery.searching import Refusal, search
-from locater.families.discovery.small_config import CUTS, PICTURE_SETTINGS, Cut, changed_settings, small_config
+from locater.families.discovery.small_config import CUTS, DEPTH, PICTURE_SETTINGS, Cut, changed_settings, small_config
 
 BYTES = 8  # of memory for each parameter of a small model: it in float32, and room
 SMALL_PICTURE = "its positions are those of pictures of one size, and a model of that size does not run here"
+UNSTORED = 30_000_000  # numbers of a small model beyond those of the checkpoint: 240 MB
+DEEPEST_EVER = 1_000  # layers of a model, beside one for each tensor of its checkpoint
 DEEPEST = 24  # layers of a stack of a small model
 
 
@@ -31,6 +36,7 @@ def described(weights: Weights, config: Config) -> tuple[type, Any]:
     checkpoint is never run.
     """
     where, model_type = weights.where, config.get("model_type")
+    _refuse_depth(weights, config)
     if config.get("auto_map"):
         raise LocaterError(
             f"{where}: config.json names code of its own (auto_map), which is not run from here; if you trust it, load "
@@ -70,10 +76,12 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
-def built(kind: type, settings: Any, device: str, where: str) -> nn.Module:
-    """A model of this configuration, without data on the device "meta"."""
+def built(kind: type, settings: Any, device: str, where: str, most: int | None = None) -> nn.Module:
+    """A model of this configuration, without data on the device "meta", and of at most so many tensors."""
     try:
         with contextlib.ExitStack() as stack:
+            if most is not None:
+                stack.enter_context(_at_most(most))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             if device == "meta":
                 from transformers import initialization
@@ -87,6 +95,36 @@ def built(kind: type, settings: Any, device: str, where: str) -> nn.Module:
     return model
 
 
+@contextlib.contextmanager
+def _at_most(tensors: int) -> Iterator[None]:
+    """Inside, a model of more tensors is not built in this thread."""
+    thread, count = threading.get_ident(), itertools.count(1)
+
+    def counted(*_: object) -> None:
+        if threading.get_ident() == thread and next(count) > tensors:
+            raise LocaterError(f"it would have more than {tensors:,} tensors, and the checkpoint has far fewer")
+
+    handle = register_module_parameter_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_depth(weights: Weights, config: Mapping[str, Any]) -> None:
+    """Refuse a number of layers that no checkpoint of so many tensors has: lists of that length are made of it."""
+    most, todo = DEEPEST_EVER + len(weights.names()), [config]
+    while todo:
+        for name, value in todo.pop().items():
+            if isinstance(value, Mapping):
+                todo.append(value)
+            elif type(value) is int and value > most and DEPTH.fullmatch(name):
+                raise LocaterError(
+                    f"{weights.where}: config.json says {name} = {value:,}, and the checkpoint holds "
+                    f"{len(weights.names())} tensors: correct config.json"
+                )
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A small configuration, how its modules correspond to those of the full model, and what is missing from it."""
@@ -98,10 +136,17 @@ class Candidate:
 
 
 def search_small(
-    weights: Weights, kind: type, settings: Any, whole: ModuleWeights, example: Mapping[str, Any] | None
+    weights: Weights,
+    kind: type,
+    settings: Any,
+    whole: ModuleWeights,
+    example: Mapping[str, Any] | None,
+    stored: int,
 ) -> Searched:
     """Search a small model and carry what is found over to the full one: the smallest model that has all kinds of
     attention of the full one, fits into memory and runs; where none has all kinds, the one that lacks least.
+
+    `stored` is how many numbers the checkpoint holds: a small model that has many more is not run.
     """
     results: list[Searched] = []
     reasons: list[str] = []
@@ -110,11 +155,11 @@ def search_small(
         if candidate.missing:
             rest.append(candidate)
         else:
-            results += _attempt(weights, kind, candidate, whole, example, reasons)
+            results += _attempt(weights, kind, candidate, whole, example, reasons, stored)
             if results and not _lost(results[-1]):
                 return results[-1]
     for candidate in sorted(rest, key=lambda candidate: len(candidate.missing))[: 0 if results else None]:
-        results += _attempt(weights, kind, candidate, whole, example, reasons)
+        results += _attempt(weights, kind, candidate, whole, example, reasons, stored)
         if results:
             break
     if not results:
@@ -135,11 +180,18 @@ def _attempt(
     whole: ModuleWeights,
     example: Mapping[str, Any] | None,
     reasons: list[str],
+    stored: int,
 ) -> list[Searched]:
     """What a search finds, carried over; nothing where the model does not run, with the reason in `reasons`."""
     needed, allowed = candidate.parameters * BYTES, _memory() // 2
     if needed > allowed:
         reasons.append(f"a small model of its class needs {needed / 1e9:.0f} GB of memory: load the model, scan that")
+        return []
+    if candidate.parameters > stored + UNSTORED:
+        reasons.append(
+            f"a small model of its class has {candidate.parameters:,} numbers, and the checkpoint holds {stored:,}: "
+            "correct config.json"
+        )
         return []
     try:
         small = ModuleWeights(built(kind, candidate.settings, "cpu", weights.where))
@@ -175,8 +227,14 @@ def _candidates(weights: Weights, kind: type, settings: Any, whole: ModuleWeight
                 break
             kinds = Kinds(model.modules(), whole.modules(), changed_settings(settings, small))
             missing = unlike(kinds, model, whole)
-            yield Candidate(small, kinds, missing, sum(parameter.numel() for parameter in model.module.parameters()))
+            yield Candidate(small, kinds, missing, _numbers(model.module))
             cut = _deeper(cut, kinds, missing)
+
+
+def _numbers(model: nn.Module) -> int:
+    """How many numbers a model holds, buffers by their bytes."""
+    buffers = sum(buffer.numel() * buffer.element_size() // 4 for buffer in model.buffers())
+    return buffers + sum(parameter.numel() for parameter in model.parameters())
 
 
 def _deeper(cut: Cut, kinds: Kinds, missing: list[str]) -> Cut | None:
