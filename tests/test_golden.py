@@ -265,7 +265,7 @@ def test_an_old_fleet_is_read_and_goes_on(tmp_path: Path) -> None:
     [
         ("scan", ("scan", "--eigenvalues")),
         ("probe", ("probe", "--text", "LICENSE", "--length", 32, "--tokens", 256)),
-        ("explain", ("explain", "--text", "the licence")),
+        ("explain", ("explain", "--prompt", "the licence")),
     ],
 )
 def test_a_document_of_today_has_all_keys_of_an_old_one(name: str, command: tuple[Any, ...], tmp_path: Path) -> None:

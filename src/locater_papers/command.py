@@ -36,12 +36,15 @@ Json = Annotated[
     ),
 ]
 Report = Annotated[
-    str | None, typer.Option("--report", metavar="PATH", help="Write a page with figures: .html, or .md for Markdown.")
-]
-Images = Annotated[
     str | None,
     typer.Option(
-        "--images", metavar="FOLDER", help="Folder for the figures of a Markdown page. Default: that of the page."
+        "--report", metavar="PATH", help="Write an HTML page that works offline (.html), or one in Markdown (.md)."
+    ),
+]
+Figures = Annotated[
+    str | None,
+    typer.Option(
+        "--figures", metavar="FOLDER", help="Folder for the figures of a Markdown page. Default: that of the page."
     ),
 ]
 Models = Annotated[
@@ -89,7 +92,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         claim: ClaimId = None,
         json: Json = None,
         report: Report = None,
-        images: Images = None,
+        figures: Figures = None,
         models: Models = None,
         earlier: Earlier = None,
         runs: Runs = None,
@@ -103,7 +106,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
             for paper in chosen_papers:
                 print_claims(paper, stdout_console())
             return
-        _check(json, report, images, models, earlier, len(chosen_papers))
+        _check(json, report, figures, models, earlier, len(chosen_papers))
         resting = [(paper, c) for paper in chosen_papers for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
         if runs is not None and not resting and not earlier:
             raise LocaterError(f"--runs {runs}: none of these claims rests on training runs: leave it out")
@@ -113,7 +116,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         tell = partial(print, file=sys.stderr, flush=True)
         if earlier:
             (paper,) = chosen_papers
-            _deliver(joined([_read(Path(x), paper) for x in earlier], paper), paper, json, report, images)
+            _deliver(joined([_read(Path(x), paper) for x in earlier], paper), paper, json, report, figures)
             return
         avoid_broken_amx()
         settings = []
@@ -128,7 +131,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         for paper, setting in settings:
             document = reproduce(paper, setting, claim, done[paper.name]).to_dict()
             try:
-                _deliver(document, paper, _of_paper(json, paper), _of_paper(report, paper), images)
+                _deliver(document, paper, _of_paper(json, paper), _of_paper(report, paper), figures)
             except Exception as error:  # the other papers were measured too: they are written before this is reported
                 failures.append(error)
         if failures:
@@ -150,7 +153,12 @@ def _of_paper(path: str | None, paper: Paper) -> str | None:
 
 
 def _check(
-    json: str | None, report: str | None, images: str | None, models: str | None, earlier: list[str] | None, papers: int
+    json: str | None,
+    report: str | None,
+    figures: str | None,
+    models: str | None,
+    earlier: list[str] | None,
+    papers: int,
 ) -> None:
     """Refuse what could not be written or read before hours of work."""
     check_writable(json, report)
@@ -163,13 +171,13 @@ def _check(
             )
     if report is not None and Path(report).suffix not in (".md", ".html"):
         raise LocaterError(f"--report {report}: a report is .md or .html: end its name in one of them")
-    if images is not None and report is None:
-        raise LocaterError(f"--images {images}: figures belong to a page; give --report too")
-    if images is not None and Path(str(report)).suffix == ".html":
+    if figures is not None and report is None:
+        raise LocaterError(f"--figures {figures}: figures belong to a page; give --report too")
+    if figures is not None and Path(str(report)).suffix == ".html":
         raise LocaterError(
-            f"--images {images}: {report} holds its figures itself: leave --images out, or give --report a .md"
+            f"--figures {figures}: {report} holds its figures itself: leave --figures out, or give --report a .md"
         )
-    for folder in (images, models):
+    for folder in (figures, models):
         if folder is not None and not Path(folder).is_dir():
             raise LocaterError(f"{folder}: no such folder")
 
@@ -263,7 +271,7 @@ def _read(path: Path, paper: Paper) -> dict[str, Any]:
     return document
 
 
-def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None) -> None:
+def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, figures: str | None) -> None:
     from locater_papers.engine.pages import write_report
     from locater_papers.engine.terminal import print_verdicts
 
@@ -272,7 +280,7 @@ def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: s
     if json not in (None, "-"):
         write_whole(Path(str(json)), text + "\n")
     if report is not None:
-        write_report(document, paper, Path(report), Path(report).parent if images is None else Path(images))
+        write_report(document, paper, Path(report), Path(report).parent if figures is None else Path(figures))
     if json == "-":
         print(text)
         return

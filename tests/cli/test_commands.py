@@ -13,13 +13,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import scan
+from locater.cli import app
+from locater.cli.options import MEANINGS
+from locater.cli.shell import MOVED
 from locater.findings import FLAGS, flags_of
 from tests.conftest import Result
 
@@ -317,6 +322,61 @@ def test_help_has_examples_and_no_type_beside_a_switch(run: Run) -> None:
     text = run("--help").out
     assert "<bool>" not in text
     assert "--debug" in text
+
+
+def every_command() -> dict[str, Any]:
+    """Also those whose options are built when they are called."""
+    root: Any = typer.main.get_command(app)
+    return {name: root.resolve_command(typer.Context(root), [name])[1] for name in root.commands}
+
+
+def every_option() -> list[tuple[str, Any]]:
+    return [(name, x) for name, c in every_command().items() for x in c.params if x.param_type_name == "option"]
+
+
+HOLES = r"[\s(,:]\.(?![\w.])|\(\)|\[\]|, ,|\bNone\b|  |\b(of|or|and|such as) *\.(?!\w)"
+
+
+def test_every_option_and_argument_has_help_without_holes(run: Run) -> None:
+    """No list without its words (`One of .`), no sentence without its end."""
+    for command, made in every_command().items():
+        for param in made.params:
+            if param.name == "help":
+                continue
+            assert re.search(r"\.\]?$", param.help), (command, param.opts, param.help)
+            assert not re.search(HOLES, param.help), (command, param.opts, param.help)
+        shown = " ".join(run(command, "--help").out.replace("│", " ").split())
+        assert not re.search(r"One of ?\.|Default ?\.", shown), command
+
+
+def test_one_name_of_an_option_means_one_thing() -> None:
+    """An option that several commands have takes the same kind of value in all of them, and says so in the same words:
+    those of the table.
+    """
+    seen: dict[str, list[tuple[str, Any]]] = {}
+    for command, option in every_option():
+        for name in option.opts:
+            seen.setdefault(name, []).append((command, option))
+    shared = {name for name, uses in seen.items() if len(uses) > 1 and name != "--help"}
+    assert shared == {*MEANINGS} & {*seen}
+    for name in shared:
+        metavar, words = MEANINGS[name]
+        for command, option in seen[name]:
+            assert (option.metavar or "") == metavar, (command, name)
+            assert option.help.startswith(words), (command, name, option.help)
+
+
+@pytest.mark.parametrize(("command", "option"), MOVED)
+@pytest.mark.parametrize("glued", [False, True])
+def test_an_old_name_of_an_option_names_the_new_one(run: Run, command: str, option: str, glued: bool) -> None:
+    """It does nothing else, such as writing a page where a text was meant."""
+    result = run(command, *([f"{option}=x"] if glued else [option, "x"]))
+    assert (result.status, result.out) == (2, "")
+    assert result.err == f"locater: {command} has no {option} any more: {MOVED[command, option]}\n"
+    options = {name for other, made in every_option() if other == command for name in made.opts}
+    assert option not in options
+    given = re.match(r"give (--\S+)", MOVED[command, option])
+    assert given is None or given[1] in options
 
 
 def test_the_options_of_train_stand_in_groups(run: Run) -> None:

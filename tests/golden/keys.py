@@ -13,6 +13,7 @@ RENAMED: dict[str, dict[str, str]] = {
     "names": {
         "public.heads": "public.families",
         "commands.reproduce.paper": "commands.reproduce.papers",
+        "commands.reproduce.--images": "commands.reproduce.--figures",  # --images are pictures that a model reads
         "columns.probe.M": "columns.probe.predicted_M",
         "columns.probe.F": "columns.probe.predicted_F",
         "columns.probe.localization": "columns.probe.predicted_localization",
@@ -73,6 +74,7 @@ NEW: dict[str, tuple[str, ...]] = {
 # Keys that were removed on purpose, each with a reason in a comment.
 GONE: dict[str, tuple[str, ...]] = {
     "names": (
+        "commands.probe.--corpus",  # what it chose is the default; --corpus is a path, in train
         "public.papers",  # a package of its own, locater_papers
         "claims.bao2024.d4",  # c1 in another setting: a second measurement on the page, no second verdict
         "claims.bao2024.d5",  # the same of c2

@@ -146,7 +146,7 @@ def test_list_and_errors(run: Run, tmp_path: Path) -> None:
         (("nobody1900",), "bao2024"),
         (("bao2024", "--claim", "z9"), "a1, a2"),
         (("bao2024", "--models", tmp_path / "none"), "no such folder"),
-        (("bao2024", "--images", tmp_path), "--report"),
+        (("bao2024", "--figures", tmp_path), "--report"),
         (("bao2024", "--json", tmp_path / "no" / "x.json"), "does not exist"),
         (("bao2024", "--from", tmp_path / "none.json"), "none.json"),
     ):
@@ -223,8 +223,8 @@ def test_a_report_is_what_its_name_says(run: Run, tmp_path: Path) -> None:
         result = run("reproduce", "bao2024", "--from", kept, "--report", tmp_path / name)
         assert (result.status, result.out) == (2, "")
         assert said in result.err
-    result = run("reproduce", "bao2024", "--from", kept, "--report", tmp_path / "a.html", "--images", tmp_path)
-    assert "a.html holds its figures itself: leave --images out" in result.err
+    result = run("reproduce", "bao2024", "--from", kept, "--report", tmp_path / "a.html", "--figures", tmp_path)
+    assert "a.html holds its figures itself: leave --figures out" in result.err
     assert run("reproduce", "bao2024", "--from", kept, "--report", tmp_path / "a.html").status == 0
     assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
 

@@ -418,16 +418,14 @@ def test_the_default_text_is_named(run: Run, saved: Path, monkeypatch: pytest.Mo
     assert "the documentation inside Python (the default; --text FILE for yours)" in " ".join(
         run("probe", saved, *SMALL).out.split()
     )
-    named = run("probe", saved, "--corpus", *SMALL, "--rows", 4)
-    assert "the default" not in named.out
-    assert "sampled (" in named.out
+    assert "sampled (" in run("probe", saved, *SMALL, "--rows", 4).out
 
 
 def test_text_from_standard_input_and_fail_on(
     run: Run, saved: Path, words: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("caf\udce9"))
-    assert run("probe", saved, "--text", "-").err == "locater: standard input: not UTF-8 text (at 3)\n"
+    assert run("probe", saved, "--text", "-").err == "locater: standard input: not UTF-8 text (at 3): convert it\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(words.read_text()))
     result = run("probe", saved, "--text", "-", *SMALL, "--fail-on", "entropy>=0")
     assert result.status == 1
@@ -452,7 +450,7 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
         (["probe", saved, "--text", words, "--length", 100], "the model has 64 positions"),
         (["probe", saved / "model.safetensors", "--text", words], "a weights file alone cannot be run"),
         (["probe", tmp_path / "none", "--text", words], "none: no such file or folder"),
-        (["probe", saved, "--text", words, "--corpus"], "exclude each other"),
+        (["probe", saved, "--text", words, "--images", tmp_path], "exclude each other"),
         (["probe", saved, "--images", tmp_path / "none"], "names no image size"),
         (["probe", saved, "--text", words, "--fail-on", "flying"], "neither a flag"),
         (["probe", saved, "--text", words, "--json", "a.json", "--save-statistics", "a.json"], "file of their own"),

@@ -1,4 +1,4 @@
-"""`--select` and `--report`: texts of their own for the two held-out splits."""
+"""`--select` and `--report-text`: texts of their own for the two held-out splits."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_texts_that_do_not_do(tmp_path: Path) -> None:
     whole = plan(tmp_path)
     for changes, message in (
         ({"select": whole.corpus}, "--select .*train.txt: a document in it is in --corpus too"),
-        ({"report": whole.select}, "--report .*select.txt: a document in it is in --select too"),
+        ({"report": whole.select}, "--report-text .*select.txt: a document in it is in --select too"),
         ({"length": 140}, "select.txt: its select split has 135 tokens, too few for sequences of 140"),
         ({"report": ("no-such.txt",)}, "no-such.txt: cannot be read"),
     ):
@@ -103,7 +103,8 @@ def test_rows_of_papers_find_them_in_the_data_folder(tmp_path: Path) -> None:
 
 
 def test_the_command(run: Run, tmp_path: Path) -> None:
-    paths = [word for part, (path,) in files(tmp_path).items() for word in (f"--{part}", path)]
+    options = {"report": "--report-text"}
+    paths = [word for part, (path,) in files(tmp_path).items() for word in (options.get(part, f"--{part}"), path)]
     sizes = (
         "--layers 1 --width 16 --heads 2 --length 8 --steps 2 --device cpu --observe 0 --words --vocabulary 3".split()
     )

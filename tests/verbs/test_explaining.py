@@ -205,7 +205,7 @@ def test_packed_tables_are_off_by_one_part_in_254_of_their_row() -> None:
 
 def test_the_document_and_the_terminal(run: Run, saved: Path, tmp_path: Path) -> None:
     kept = {name: tmp_path / f"found.{name}" for name in ("json", "html")}
-    words = ("explain", saved, "--text", PROMPT, "--method", "operator,paths")
+    words = ("explain", saved, "--prompt", PROMPT, "--method", "operator,paths")
     result = run(*words, "--json", kept["json"], "--report", kept["html"])
     assert (result.status, result.err) == (0, "")
     document = json.loads(kept["json"].read_text())
@@ -257,21 +257,21 @@ def test_classes_without_names_are_not_called_by_tokens(saved: Path) -> None:
 def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text(WORDS * 10)
     cases: list[tuple[list[object], str]] = [
-        ([saved], "nothing to explain: give the prompt with --text"),
-        ([saved, "--text", " "], "the prompt is empty"),
-        ([saved, "--text", PROMPT, "--target", " catbird"], "is no token of the vocabulary: it splits into ' cat', 'bird"[:50]),
-        ([saved, "--text", PROMPT, "--target", "4000"], "entries 0 to 299"),
-        ([saved, "--text", PROMPT, "--position", "99"], "the output has tokens 0 to"),
-        ([saved, "--text-file", tmp_path / "long.txt"], "but the model has 64 positions: shorten it"),
-        ([saved, "--text", PROMPT, "--text-file", tmp_path / "long.txt"], "exclude each other"),
-        ([saved, "--text", PROMPT, "--method", "magic"], "method 'magic' is not known: use"),
-        ([saved, "--text", PROMPT, "--heads", "9.9"], "head 9.9: there are layers 0 to 1"),
-        ([saved, "--text", PROMPT, "--target", ""], "the target is empty"),
-        ([saved, "--text", PROMPT, "--heads", "0.²"], "write layer.head, such as 3.1,4.0"),
-        ([saved, "--text", PROMPT, "--heads", "one"], "write layer.head, such as 3.1,4.0"),
-        ([saved, "--text", PROMPT, "--decoder-text", "on"], "has no decoder beside an encoder"),
+        ([saved], "nothing to explain: give the prompt with --prompt"),
+        ([saved, "--prompt", " "], "the prompt is empty"),
+        ([saved, "--prompt", PROMPT, "--target", " catbird"], "is no token of the vocabulary: it splits into ' cat', 'bird"[:50]),
+        ([saved, "--prompt", PROMPT, "--target", "4000"], "entries 0 to 299"),
+        ([saved, "--prompt", PROMPT, "--position", "99"], "the output has tokens 0 to"),
+        ([saved, "--text", tmp_path / "long.txt"], "but the model has 64 positions: shorten it"),
+        ([saved, "--prompt", PROMPT, "--text", tmp_path / "long.txt"], "exclude each other"),
+        ([saved, "--prompt", PROMPT, "--method", "magic"], "method 'magic' is not known: use"),
+        ([saved, "--prompt", PROMPT, "--patterns", "9.9"], "head 9.9: there are layers 0 to 1"),
+        ([saved, "--prompt", PROMPT, "--target", ""], "the target is empty"),
+        ([saved, "--prompt", PROMPT, "--patterns", "0.²"], "write layer.head, such as 3.1,4.0"),
+        ([saved, "--prompt", PROMPT, "--patterns", "one"], "write layer.head, such as 3.1,4.0"),
+        ([saved, "--prompt", PROMPT, "--decoder-text", "on"], "has no decoder beside an encoder"),
         ([saved, "--image", tmp_path / "none.png"], "names no image size"),
-        ([saved_llama, "--text", PROMPT], "--tokenizer PATH"),
+        ([saved_llama, "--prompt", PROMPT], "--tokenizer PATH"),
     ]  # fmt: skip
     for words, message in cases:
         result = run("explain", *words)

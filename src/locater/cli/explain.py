@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,23 +11,24 @@ import typer
 
 from locater.cli.options import JsonPath, ReportPath
 from locater.cli.output import deliver
-from locater.cli.shell import check_writable, show_progress
+from locater.cli.shell import check_writable, show_progress, standard_input
 from locater.errors import LocaterError
 
 HELP = "Explain one output of a model: how much each token counts for it, through which heads."
 EXAMPLES = (
-    'locater explain path/to/model --text "Once upon a" --report page.html',
-    'locater explain path/to/model --text "Paris is in" --target " France" --method relevance,rollout',
+    'locater explain path/to/model --prompt "Once upon a" --report page.html',
+    'locater explain path/to/model --prompt "Paris is in" --target " France" --method relevance,rollout',
     "locater explain path/to/vit --image cat.png --report page.html",
 )
 
 
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder as save_pretrained writes it, or a hub id.")],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")] = None,
     text: Annotated[
-        str | None, typer.Option(metavar="PROMPT", help="The prompt itself; - reads it from standard input.")
+        str | None,
+        typer.Option(metavar="FILE", help="Text that the model reads, in place of --prompt; - for standard input."),
     ] = None,
-    text_file: Annotated[str | None, typer.Option(metavar="FILE", help="The prompt from a file.")] = None,
     decoder_text: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="What the decoder of an encoder-decoder has written so far."),
@@ -51,7 +52,7 @@ def command(
             metavar="NAME", help="Method, or several with commas; may be repeated. Default: a few that apply."
         ),
     ] = None,
-    heads: Annotated[
+    patterns: Annotated[
         str | None,
         typer.Option(metavar="L.H,...", help="Heads whose patterns the page shows, where there is no room for all."),
     ] = None,
@@ -72,18 +73,18 @@ def command(
     from locater.verbs.explaining import explanations
 
     check_writable(json, report)
-    prompt = _prompt(text, text_file)
+    words = _prompt(prompt, text)
     avoid_broken_amx()
     methods = None if method is None else [name.strip() for part in method for name in part.split(",")]
     result = explanations(
         model,
-        prompt,
+        words,
         image=image,
         decoder_text=decoder_text,
         target=target,
         position=position,
         methods=None if methods is None else [name for name in methods if name],
-        heads=None if heads is None else _heads(heads),
+        heads=None if patterns is None else _heads(patterns),
         tokenizer=tokenizer,
         deletion=deletion,
         progress=partial(show_progress, label="explaining"),
@@ -94,19 +95,18 @@ def command(
     deliver(document, result.source, lambda console: print_explanations(result, console), json, report)
 
 
-def _prompt(text: str | None, file: str | None) -> str | None:
-    if text is not None and file is not None:
-        raise LocaterError("--text and --text-file exclude each other: give one")
-    if file is not None:
-        from locater.data.text import read_text
+def _prompt(prompt: str | None, file: str | None) -> str | None:
+    if prompt is not None and file is not None:
+        raise LocaterError("--prompt and --text exclude each other: give one")
+    if file is None:
+        return prompt
+    if file == "-":
+        return standard_input()
+    if not os.path.exists(file):
+        raise LocaterError(f"--text {file}: no such file; for the prompt itself give --prompt")
+    from locater.data.text import read_text
 
-        return read_text(Path(file))
-    if text != "-":
-        return text
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise LocaterError(f"standard input: not UTF-8 text (byte {error.start:,}): convert it") from None
+    return read_text(Path(file))
 
 
 def _heads(text: str) -> list[tuple[int, int]]:
@@ -115,6 +115,6 @@ def _heads(text: str) -> list[tuple[int, int]]:
     for part in text.split(","):
         layer, dot, head = part.strip().partition(".")
         if not (dot and layer.isdecimal() and head.isdecimal()):
-            raise LocaterError(f"--heads {text!r}: write layer.head, such as 3.1,4.0")
+            raise LocaterError(f"--patterns {text!r}: write layer.head, such as 3.1,4.0")
         pairs.append((int(layer), int(head)))
     return pairs

@@ -36,7 +36,7 @@ def command(
             "(@list.csv); or the folder of a fleet, to show it.",
         ),
     ],
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="The folder that the results are kept in.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder of the results.")] = None,
     step_pattern: Annotated[
         str | None,
         typer.Option(metavar="REGEX", help="Reads the step from a name; its group is the digits, as in 'ckpt_(\\d+)'."),
@@ -46,13 +46,15 @@ def command(
     ] = None,
     length: Length = LENGTH,
     raw: Raw = False,
-    eigenvalues: Annotated[bool, typer.Option("--eigenvalues", help="Keep the eigenvalues of every head.")] = False,
+    eigenvalues: Annotated[
+        bool, typer.Option("--eigenvalues", help="Include the eigenvalues of every head in the files.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(metavar="N", min=0, help="Processes (on Ray: tasks) at the same time; 0: in this process."),
     ] = None,
     shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Scan only part I of N of the checkpoints, for job arrays.")
+        str | None, typer.Option(metavar="I/N", help="Only part I of N of the checkpoints, for job arrays.")
     ] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, or auto.")

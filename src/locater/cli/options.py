@@ -6,6 +6,23 @@ from typing import Annotated
 
 import typer
 
+# One name means one thing: what an option that several commands have takes, and how its help begins.
+MEANINGS = {
+    "--download": ("", "Download a checkpoint that is elsewhere as a whole"),
+    "--eigenvalues": ("", "Include the eigenvalues of every head"),
+    "--fail-on": ("CONDITIONS", "Exit with status 1 if a head "),
+    "--heads": ("N", "Query heads in a layer"),
+    "--images": ("PATH", "Pictures "),
+    "--json": ("PATH", "Write the data as JSON; - for standard output"),
+    "--length": ("N", "Tokens in a sequence"),
+    "--out": ("FOLDER", "Folder of "),
+    "--raw": ("", "Read parameters as stored"),
+    "--report": ("PATH", "Write an HTML page that works offline"),
+    "--shard": ("I/N", "Only part I of N of "),
+    "--text": ("FILE", "Text that the model reads"),
+    "--tokenizer": ("PATH", "Folder of the tokenizer"),
+}
+
 JsonPath = Annotated[
     str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")
 ]
@@ -13,7 +30,7 @@ ReportPath = Annotated[
     str | None, typer.Option("--report", metavar="PATH", help="Write an HTML page that works offline.")
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Read parameters as stored, without folding in norms.")]
-Length = Annotated[int, typer.Option(metavar="N", help="Number of tokens in view, for entropy and sharpness.")]
+Length = Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence, for entropy and sharpness.")]
 FailOn = Annotated[
     str | None,
     typer.Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from locater.cli.options import FailOn, JsonPath, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
-from locater.cli.shell import check_writable, show_progress
+from locater.cli.shell import check_writable, show_progress, standard_input
 from locater.errors import LocaterError
 from locater.findings import parse_conditions
 from locater.verbs.scan_result import LENGTH, TOKENS
@@ -28,18 +27,20 @@ def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder as save_pretrained writes it, or a hub id.")],
     text: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Text to run the model on (.xz and .gz too); - for standard input."),
+        typer.Option(
+            metavar="FILE",
+            help="Text that the model reads (.xz and .gz too); - for standard input. Default: the documentation inside "
+            "Python.",
+        ),
     ] = None,
-    corpus: Annotated[
-        bool, typer.Option("--corpus", help="Run the model on the documentation inside Python. This is the default.")
-    ] = False,
     images: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A folder of pictures or an .npy array, for vision models.")
+        str | None,
+        typer.Option(metavar="PATH", help="Pictures for vision models: a folder, one picture, .npy or .npz."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer, if the model's folder has none.")
     ] = None,
-    length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per sequence.")] = LENGTH,
+    length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a sequence.")] = LENGTH,
     tokens: Annotated[
         int,
         typer.Option(
@@ -66,7 +67,7 @@ def command(
     if fail_on is not None:
         conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS, old_names=OLD_COLUMNS)
     check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
-    data, label = _text(text, corpus, images)
+    data, label = _text(text, images)
     avoid_broken_amx()
     result = probe(
         model,
@@ -87,27 +88,18 @@ def command(
     exit_if_crossed(conditions, [vars(row) for row in result.rows])
 
 
-def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Path | None, str | None]:
+def _text(text: str | None, images: str | None) -> tuple[str | Path | None, str | None]:
     """The text to run a model on (None: the default one, or images), and what the result calls it."""
-    if (text is not None) + corpus + (images is not None) > 1:
-        raise LocaterError("--text, --corpus and --images exclude each other: give one")
+    if text is not None and images is not None:
+        raise LocaterError("--text and --images exclude each other: give one")
     if images is not None:
         return None, images
     if text == "-":
-        return _standard_input(), "standard input"
+        return standard_input(), "standard input"
     if text == "":
         raise LocaterError("--text: the name of the file is empty; - reads standard input")
     if text is not None:
         return Path(text), text
     from locater.verbs.probe_data import DEFAULT_TEXT
 
-    return None, DEFAULT_TEXT + ("" if corpus else " (the default; --text FILE for yours)")
-
-
-def _standard_input() -> str:
-    try:
-        text = sys.stdin.read()
-        text.encode()  # bytes that are not UTF-8 may have been read as lone surrogates
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise LocaterError(f"standard input: not UTF-8 text (at {error.start:,})") from None
-    return text
+    return None, f"{DEFAULT_TEXT} (the default; --text FILE for yours)"

@@ -48,11 +48,12 @@ def command(
         typer.Option(metavar="PATTERN", help="Names of the key tensors of an unknown architecture; * is the layer."),
     ] = None,
     heads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Query heads per layer, for a model without a configuration.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Query heads in a layer, for a model without a configuration."),
     ] = None,
     report: ReportPath = None,
     shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Read only part I of N of the layers, for job arrays.")
+        str | None, typer.Option(metavar="I/N", help="Only part I of N of the layers, for job arrays.")
     ] = None,
     statistics: Annotated[
         str | None,

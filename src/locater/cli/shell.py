@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,26 @@ def examples(*lines: str) -> str:
     return "\n\n".join(("Examples:", *lines))
 
 
+# Options of version 0.2 that bear another name now, or had another meaning than in the other commands: what to give.
+MOVED = {
+    ("explain", "--text-file"): "give --text FILE",
+    ("explain", "--heads"): "give --patterns LAYER.HEAD,...; --heads is a number of heads",
+    ("probe", "--corpus"): "leave it out, the documentation inside Python is the default; --text FILE for yours",
+    ("train", "--report"): "give --report-text PATH for text to publish numbers of; a page of a run is made by "
+    "locater watch RUN --report PATH",
+    ("reproduce", "--images"): "give --figures FOLDER",
+}
+
+
 class Command(TyperCommand):
     """A command of Locater."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for word in args[: args.index("--") if "--" in args else len(args)]:
+            option = word.partition("=")[0]
+            if (ctx.info_name, option) in MOVED:
+                raise LocaterError(f"{ctx.info_name} has no {option} any more: {MOVED[ctx.info_name, option]}")
+        return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> Any:
         return without_types(super().get_params(ctx))
@@ -184,6 +203,18 @@ def stdout_console() -> Console:
         return console
     columns = os.environ.get("COLUMNS", "")
     return _Console(width=int(columns) if columns.isdigit() and int(columns) else 140)
+
+
+def standard_input() -> str:
+    """The text on standard input."""
+    if sys.stdin is None:
+        raise LocaterError("standard input: closed; give a file")
+    try:
+        text = sys.stdin.read()
+        text.encode()  # bytes that are not UTF-8 may have been read as lone surrogates
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise LocaterError(f"standard input: not UTF-8 text (at {error.start:,}): convert it") from None
+    return text
 
 
 def without_debug(args: list[str]) -> tuple[bool, list[str]]:

@@ -31,10 +31,10 @@ PANELS = {  # group of the help: fields of the plan
     "The run and its files": ("out", "evaluate", "checkpoint", "keep", "log"),
     "Machine": ("device", "precision", "compile", "deterministic"),
 }
+FLAGS = {"report": "--report-text"}  # --report is a page, in all commands
 METAVARS = {
     "out": "FOLDER",
-    **dict.fromkeys(("corpus", "select", "report"), "PATH"),
-    "images": "FILE",
+    **dict.fromkeys(("corpus", "select", "report", "images"), "PATH"),
     "parents": "N,N",
     "attention": "MECHANISM",
     "convert": "MECHANISM",
@@ -110,7 +110,8 @@ def _option(item: Field[Any], hint: Any, panel: str) -> Any:
     """An option that may be left out. Its default is None, so that a plan in a file keeps its own value."""
     no_value = item.default is None or item.default == () or item.default is False
     metavar = _metavar(item, hint)
-    shown = f" One of {', '.join(item.metadata['choices'])}." if metavar == item.name.upper() else ""
+    choices = item.metadata["choices"]
+    shown = f" One of {', '.join(choices)}." if choices and metavar != "|".join(choices) else ""
     shown += "" if no_value else f" Default {item.default}."
     flag = _flag(item.name)
     option = typer.Option(
@@ -136,4 +137,5 @@ def _metavar(item: Field[Any], hint: Any) -> str:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    """The option of a field of the plan."""
+    return FLAGS.get(name) or f"--{name.replace('_', '-')}"

@@ -47,7 +47,7 @@ class Plan:
     report: tuple[str, ...] = option(
         (), "Text to publish numbers of, in place of a share of the corpus. With --select: give both or neither."
     )
-    images: str | None = option(None, "Images and labels (.npz), for --task image and diffusion.")
+    images: str | None = option(None, "Pictures with labels (.npz), for --task image and diffusion.")
     vocabulary: int = option(
         None,  # 256, or with words 0
         "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
@@ -63,7 +63,7 @@ class Plan:
     )
     layers: int = option(4, "Blocks.", least=1)
     width: int = option(128, "Channels of the residual stream.", least=2)
-    heads: int = option(4, "Query heads in a block.", least=1)
+    heads: int = option(4, "Query heads in a layer.", least=1)
     kv_heads: int | None = option(None, "Key heads in a block. Default: as many as query heads.", least=1)
     hidden: int | None = option(
         None, "Channels of the MLP. Default: 8/3 of the width (swiglu) or 4 times the width (gelu).", least=1

@@ -146,13 +146,14 @@ def _held_out(plan: Plan, documents: Sequence[str]) -> dict[str, list[str]]:
     texts = {"select": read_documents(plan.select), "report": read_documents(plan.report)}
     seen = dict.fromkeys(documents, "--corpus")
     for name, part in texts.items():
+        option = "--report-text" if name == "report" else f"--{name}"
         double = next((seen[document] for document in part if document in seen), None)
         if double is not None:
             raise LocaterError(
-                f"--{name} {', '.join(getattr(plan, name))}: a document in it is in {double} too: "
+                f"{option} {', '.join(getattr(plan, name))}: a document in it is in {double} too: "
                 "give each split a text of its own"
             )
-        seen |= dict.fromkeys(part, f"--{name}")
+        seen |= dict.fromkeys(part, option)
     return texts
 
 

@@ -59,14 +59,16 @@ def read_input(
     main_input = getattr(model, "main_input_name", "input_ids")
     pair = bool(getattr(config, "is_encoder_decoder", False))
     if text is None and image is None:
-        raise LocaterError("nothing to explain: give the prompt with --text, or a picture with --image")
+        raise LocaterError(
+            "nothing to explain: give the prompt with --prompt or --text FILE, or a picture with --image"
+        )
     if text is not None and image is not None and not two_towers:
-        raise LocaterError(f"{type(model).__name__} reads one input: give --text or --image, not both")
+        raise LocaterError(f"{type(model).__name__} reads one input: give --prompt or --image, not both")
     if text is not None and main_input != "input_ids" and not two_towers:
         way_out = "give a picture with --image" if main_input == "pixel_values" else "from Python, give its inputs"
         raise LocaterError(f"{type(model).__name__} reads {main_input}, not text: {way_out}")
     if decoder_text is not None and not pair:
-        raise LocaterError(f"--decoder-text: {type(model).__name__} has no decoder beside an encoder: use --text")
+        raise LocaterError(f"--decoder-text: {type(model).__name__} has no decoder beside an encoder: use --prompt")
     if image is not None:
         return _with_picture(model, image, text, tokenizer)
     assert text is not None
@@ -90,7 +92,7 @@ def tokenized(model: nn.Module, tok: Any, text: str) -> tuple[list[int], list[st
     if not isinstance(text, str):
         raise LocaterError(f"the prompt is a {type(text).__name__}: give one text")
     if not text.strip():
-        raise LocaterError("the prompt is empty: give at least one word with --text")
+        raise LocaterError("the prompt is empty: give at least one word with --prompt")
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise LocaterError("the prompt is not UTF-8 text")
     try:

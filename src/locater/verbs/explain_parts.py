@@ -104,11 +104,13 @@ def head_patterns(
     ends = {entry["layer"]: streams_of(entry, streams) for entry in layers}
     chosen, which = every, "all of them."
     if heads is not None:
-        chosen, which = list(heads), "those chosen with --heads."
+        chosen, which = list(heads), "those chosen with --patterns."
     elif (most := _with_room(every, ends, shares)) != every:
         largest = "those with the largest shares" if shares else "those of the last layers"
         chosen = most
-        which = f"{largest}, up to {PATTERN_CELLS / 1e6:.0f} million numbers. Choose others with --heads LAYER.HEAD,..."
+        which = (
+            f"{largest}, up to {PATTERN_CELLS / 1e6:.0f} million numbers. Choose others with --patterns LAYER.HEAD,..."
+        )
     try:
         maps = _maps(model, batch, chosen, len(chosen) == len(every))
     except LocaterError as error:

@@ -244,7 +244,7 @@ function ramp(svg, x, y, wide, most, signed) {
     make("text", { x: x + at * wide, y: y + 22, "text-anchor": at === 0 ? "start" : at === 1 ? "end" : "middle" }, svg, percent(v)));
 }
 function readHead(key) {
-  const l = Math.floor(key / 65536), v = shareAt.get(key), away = patternAt.has(key) ? "" : ` · its pattern is not on this page: --heads ${DATA.layers[l].short}.${key % 65536}`;
+  const l = Math.floor(key / 65536), v = shareAt.get(key), away = patternAt.has(key) ? "" : ` · its pattern is not on this page: --patterns ${DATA.layers[l].short}.${key % 65536}`;
   element("read-heads").innerHTML = `<b>Layer ${escape(DATA.layers[l].short)}, head ${key % 65536}</b>${v === undefined ? "" : ` · ${percent(v)} of the target passes through it`}${escape(away)}`;
 }
 // the input coloured by one row of the chosen head: of the token that is pointed at, else of the explained one
