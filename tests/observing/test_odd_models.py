@@ -5,9 +5,12 @@ sequences.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
+import json
 import logging
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -242,6 +245,137 @@ def test_the_table_is_restored_from_threads_and_not_over_others() -> None:
         table["sdpa"] = other = lambda *args, **kw: original(*args, **kw)
     assert table["sdpa"] is other
     table["sdpa"] = original
+
+
+def plain_encoder() -> nn.Module:
+    block = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    return nn.Sequential(nn.Embedding(50, 32), nn.TransformerEncoder(block, 2, enable_nested_tensor=False)).eval()
+
+
+class ByHand(nn.Module):
+    """Attention that no record knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(50, 32), nn.Linear(32, 96)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (4, -1)).transpose(1, 2) for x in self.qkv(self.embedding(ids)).chunk(3, -1))
+        return (q @ k.mT).softmax(-1) @ v
+
+
+def bloom() -> Any:
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
+    return transformers.BloomForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "bloom", "encoder", "by hand", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_threads_that_observe_one_model_count_their_own_calls(kind: str) -> None:
+    """Through the interface, by taps, in a graph, and by following what runs."""
+    made = {"llama": llama, "compiled": llama, "bloom": bloom, "encoder": plain_encoder, "by hand": ByHand}
+    model: Any = made[kind]()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8)
+    if kind == "compiled":
+        model = torch.compile(model, backend="eager")
+    texts = [torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    how = {"use_cache": False} if kind in ("llama", "compiled", "bloom") else {}
+    before = left_behind(model)
+
+    def entropies(text: Tensor, **options: Any) -> list[float | None]:
+        with locater.observe(model, **options) as seen, torch.no_grad():
+            model(text, **how)
+        assert seen.passes == 1
+        return [row.entropy for row in seen.rows]
+
+    expected, found = [entropies(text) for text in texts], [[] for _ in texts]  # type: ignore[var-annotated]
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+
+    def work(number: int) -> None:
+        for _ in range(1 if kind == "compiled" else 10):
+            found[number].append(entropies(texts[number]))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert [len(rows) for rows in found] == [1 if kind == "compiled" else 10] * 4  # no thread failed
+    for rows, wanted in zip(found, expected, strict=True):
+        for row in rows:
+            assert row == pytest.approx(wanted, abs=1e-5)
+    assert left_behind(model) == before
+    torch._dynamo.reset()
+
+
+def test_passes_in_another_thread_are_named() -> None:
+    model, ids = llama(), tokens(1, 4)
+    with locater.observe(model) as seen:
+        model(ids)
+        for _ in range(2):
+            (thread := threading.Thread(target=model, args=(ids,))).start()
+            thread.join()
+    assert {row.rows for row in seen.rows} == {4}
+    assert seen.notes == ["not counted: 2 forward passes in other threads than the one that entered observe()"]
+    thread = threading.Thread(target=model, args=(ids,))
+    with (
+        pytest.raises(LocaterError, match="ran in another thread, whose calls are not counted"),
+        locater.observe(model),
+    ):
+        thread.start(), thread.join()
+
+
+def test_a_monitor_follows_a_trainer_in_another_thread(tmp_path: Path) -> None:
+    model, ids = llama(), tokens(1, 4)
+    monitor = locater.Monitor(tmp_path / "run.jsonl", every=1).attach(model.train())
+
+    def train() -> None:
+        for _ in range(2):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            monitor.after_step(loss=loss)
+
+    (thread := threading.Thread(target=train)).start()
+    thread.join()
+    monitor.detach()
+    records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    assert len(steps) == 2
+    assert all(None not in layer for step in steps for layer in step["heads"]["entropy"])
+
+
+@pytest.mark.parametrize("make", [llama, bloom, ByHand])
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_observation_that_is_never_left_ends_with_its_last_reference(make: Any, kept: bool) -> None:
+    import torch.nn.attention.flex_attention as flex
+    from transformers.modeling_utils import AttentionInterface
+
+    table, function = dict(AttentionInterface._global_mapping), flex.flex_attention
+    model, ids = make(), tokens(1, 3)
+    before = left_behind(model)
+    seen = locater.observe(model, hidden=make is llama).__enter__()
+    model(ids)
+    assert seen.rows
+    assert AttentionInterface._global_mapping != table
+    if not kept:
+        del model
+    del seen
+    gc.collect()
+    assert AttentionInterface._global_mapping == table
+    assert flex.flex_attention is function
+    if kept:
+        assert left_behind(model) == before
+        with locater.observe(model) as again:
+            model(ids)
+        assert {row.rows for row in again.rows} == {3}
 
 
 def test_a_function_written_over_the_table_is_heard() -> None:

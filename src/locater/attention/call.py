@@ -74,7 +74,7 @@ def with_mask(terms: Terms, mask: Tensor, keys: int, added: bool = False) -> Ter
         return replace(terms, bias=mask.masked_fill(hidden, -torch.inf))
     # a sum with a position bias (1, H, T, S) would be (B, H, T, S), and a soft-cap comes before the mask: a mask that
     # only hides, as nearly all do, is kept apart
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_dynamo_compiling()
     if not compiling and not bool((~hidden & (mask != 0)).any()):
         return replace(terms, mask=~hidden)
     if terms.softcap is not None:
@@ -129,7 +129,7 @@ def from_interface(
     if isinstance(mask, Tensor):
         added = name in ADD or (bias is not None and mask.dtype != torch.bool)
         terms = with_mask(terms, mask[..., :keys] if written_out else mask, keys, added and written_out)
-        if terms.softcap is not None and added and torch.compiler.is_compiling():
+        if terms.softcap is not None and added and torch.compiler.is_dynamo_compiling():
             query = _known(query, terms, mask)
     elif mask is not None:
         terms = with_mask(terms, _dense(mask, query, key), keys)

@@ -52,7 +52,7 @@ class AttentionRequest:
         if sinks is not None:
             terms = replace(terms, sinks=sinks)
         # queries of a graph may have been made NaN, since it cannot refuse a call
-        query = self.query + 0 * call.query if torch.compiler.is_compiling() and terms.softcap else self.query
+        query = self.query + 0 * call.query if torch.compiler.is_dynamo_compiling() and terms.softcap else self.query
         return Call(query, self.key[:, :, : call.key.shape[2]], terms, cut=call.cut)
 
 

@@ -125,7 +125,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():  # create_graph=True
             raise LocaterError(
                 "doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, "
                 "has all of them"

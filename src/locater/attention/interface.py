@@ -129,7 +129,7 @@ def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., A
 
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any]:
     """The eager attention function of a class of modules: the one that its methods name, or the one in its file."""
-    if kind not in _named and not torch.compiler.is_compiling():
+    if kind not in _named and not torch.compiler.is_dynamo_compiling():
         _named[kind] = _function_named_by(kind)
     function = _named.get(kind)
     if function is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from locater.errors import LocaterError
 
 # the attribute with the listeners of a module; in its __dict__, so neither DDP nor state_dict knows of it
 KEY = "_locater_sites"
+attaching = threading.RLock()  # several threads may observe one model: what is put on a module is put on in turn
 
 
 _numbers = itertools.count(1)
@@ -40,6 +42,7 @@ class Switch:
     left_out: int = 0  # passes that did not count, as far as they ran outside of a compiled graph
     missed: deque[Exception] = field(default_factory=lambda: deque(maxlen=1))  # why a call was last left out
     number: int = field(default_factory=lambda: next(_numbers))
+    thread: int | None = field(default_factory=threading.get_ident)  # whose calls count; None: of the next pass
 
     def __post_init__(self) -> None:
         _switches[self.number] = self
@@ -73,7 +76,14 @@ def listening(module: nn.Module) -> tuple[Listener, ...]:
     return tuple(site for site in module.__dict__.get(KEY, ()) if site is not None and is_on(site.switch))
 
 
+def is_here(switch: Switch) -> bool:
+    """Whether calls of this thread count. A graph does not ask: there the operators do."""
+    return torch.compiler.is_dynamo_compiling() or switch.thread is None or switch.thread == threading.get_ident()
+
+
 def is_on(switch: Switch) -> bool:
+    if not is_here(switch):
+        return False
     if not switch.on or (switch.trained is not None and not switch.trained.training):
         return False
     if not switch.loss_only:
@@ -83,7 +93,7 @@ def is_on(switch: Switch) -> bool:
 
 def begins_pass(switch: Switch) -> bool:
     """Whether a part of the model that is called now is the outermost one, so that `run_pass` decides."""
-    return switch.on and (switch.loss_only or switch.keeps_call) and switch.counts_pass is None
+    return switch.on and (switch.loss_only or switch.keeps_call) and switch.counts_pass is None and is_here(switch)
 
 
 def run_pass(switch: Switch, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +104,8 @@ def run_pass(switch: Switch, module: nn.Module, forward: Callable[..., Any], *ar
     if not begins_pass(switch):
         return forward(*args, **kwargs)
     switch.counts_pass = not switch.loss_only or torch.is_grad_enabled()
-    if torch.compiler.is_compiling():  # a graph could not break inside of `try`, and a counter would recompile it
+    # a graph could not break inside of `try`, and a counter would recompile it
+    if torch.compiler.is_dynamo_compiling():
         out = forward(*args, **kwargs)
         switch.counts_pass = None
         return out
@@ -138,12 +149,14 @@ def is_measured(site: Listener, call: Call) -> bool:
 
 
 def enter(site: Listener) -> None:
-    site.module.__dict__[KEY] = (*site.module.__dict__.get(KEY, ()), site)
+    with attaching:
+        site.module.__dict__[KEY] = (*site.module.__dict__.get(KEY, ()), site)
 
 
 def leave(site: Listener) -> None:
-    left = tuple(s for s in site.module.__dict__.get(KEY, ()) if s is not site and s is not None)
-    if left:
-        site.module.__dict__[KEY] = left
-    else:
-        site.module.__dict__.pop(KEY, None)
+    with attaching:
+        left = tuple(s for s in site.module.__dict__.get(KEY, ()) if s is not site and s is not None)
+        if left:
+            site.module.__dict__[KEY] = left
+        else:
+            site.module.__dict__.pop(KEY, None)

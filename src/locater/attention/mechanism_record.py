@@ -135,6 +135,6 @@ class Mechanism:
 
 def _looks_back_only(x: Inputs) -> bool:
     """Whether a mask hides every later key, as causal=True would."""
-    if x.mask is None or not x.has_row_mask or x.T != x.S or torch.compiler.is_compiling():
+    if x.mask is None or not x.has_row_mask or x.T != x.S or torch.compiler.is_dynamo_compiling():
         return False
     return not bool(x.mask.triu(1).any())

@@ -23,7 +23,7 @@ def in_one_pass(
 ) -> tuple[Tensor, Call] | None:
     """Output (B, T, H, V) and the call with its statistics; None where the model's own attention has to run."""
     query, key, value = tensors
-    if torch.compiler.is_compiling():  # what the kernel takes is asked of the device
+    if torch.compiler.is_dynamo_compiling():  # what the kernel takes is asked of the device
         return None
     if kw.get("mechanism") is not None or kw.get("output_attentions") or (kw.get("dropout") and module.training):
         return None

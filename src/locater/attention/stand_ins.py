@@ -7,6 +7,7 @@ a copy of the model has its own. Recorded tensors are detached.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call
-from locater.attention.listeners import Listener, described, listening
+from locater.attention.listeners import Listener, attaching, described, listening
 from locater.errors import LocaterError
 
 Undo = Callable[[], None]
@@ -29,8 +30,9 @@ def instead(module: nn.Module, name: str, function: Callable[..., Any], control:
 
     A copy of the module has the original method; but where a `control` is named, its own stand-in and function.
     """
-    before, over = module.__dict__.get(name), [False]
-    module.__dict__[name] = _stand(module, name, function, control, before, over)
+    over = [False]
+    with attaching:
+        module.__dict__[name] = _stand(module, name, function, control, module.__dict__.get(name), over)
     return partial(_restore, module, name, over)
 
 
@@ -51,11 +53,16 @@ def _stand(
 def _restore(module: nn.Module, name: str, over: list[bool]) -> None:
     over[0] = True
     # stand-ins put on later may end later; a method that others put on top stays, with our stand-in idle below it
-    while isinstance(top := module.__dict__.get(name), partial) and REPLACED in vars(top) and vars(top)[REPLACED][1][0]:
-        if vars(top)[REPLACED][0] is None:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = vars(top)[REPLACED][0]
+    with attaching:
+        while (
+            isinstance(top := module.__dict__.get(name), partial)
+            and REPLACED in vars(top)
+            and vars(top)[REPLACED][1][0]
+        ):
+            if vars(top)[REPLACED][0] is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = vars(top)[REPLACED][0]
 
 
 def _as_before(module: nn.Module, name: str, before: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -82,6 +89,18 @@ class Passage:
         self.args: tuple[Any, ...] = ()
         self.kwargs: Mapping[str, Any] = {}
         self.returned: Any = None
+        self._threads: dict[int, Passage] = {}  # the calls that run now, of each thread its own
+
+    @property
+    def here(self) -> Passage:
+        """That of this thread. A graph has one."""
+        if torch.compiler.is_dynamo_compiling():
+            return self
+        return self._threads.setdefault(threading.get_ident(), Passage(self.owner))
+
+    def end(self) -> None:
+        """The call of this thread is over."""
+        self._threads.pop(threading.get_ident(), None)
 
     def argument(self, at: int, name: str) -> Any:
         """An argument by keyword or by position; None where it was left out."""
@@ -118,6 +137,23 @@ def _whole(
     sites = listening(module)
     if not sites:
         return forward(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return _recorded(passage, describe, sites, module, forward, *args, **kwargs)
+    try:
+        return _recorded(passage.here, describe, sites, module, forward, *args, **kwargs)
+    finally:
+        passage.end()
+
+
+def _recorded(
+    passage: Passage,
+    describe: Described,
+    sites: Sequence[Listener],
+    module: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     passage.tensors.clear()  # a call that failed may have left something
     out = forward(*args, **kwargs)
     passage.args, passage.kwargs, passage.returned = args, kwargs, out
@@ -134,14 +170,14 @@ def _keep_output(
     passage: Passage, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     out = forward(*args, **kwargs)
-    passage.keep(name, out)
+    passage.here.keep(name, out)
     return out
 
 
 def _keep_input(
     passage: Passage, name: str, part: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    passage.keep(name, x)
+    passage.here.keep(name, x)
     return forward(x, *args, **kwargs)
 
 

@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import nn
 
+from locater.attention.listeners import attaching
 from locater.attention.stand_ins import Undo
 from locater.errors import LocaterError
 from locater.families.record import Family, Tap
@@ -38,12 +39,13 @@ def put_tap(module: nn.Module, family: Family | None) -> Iterator[Undo]:
     tap = _tap_for(module, family)
     if tap is None:
         return
-    if module not in _tapped:
-        with ExitStack() as stack:
-            for undo in tap(module):
-                stack.callback(undo)
-            _tapped[module] = _Tapped(0, stack.pop_all())
-    _tapped[module].users += 1
+    with attaching:
+        if module not in _tapped:
+            with ExitStack() as stack:
+                for undo in tap(module):
+                    stack.callback(undo)
+                _tapped[module] = _Tapped(0, stack.pop_all())
+        _tapped[module].users += 1
     yield partial(_release, module)
 
 
@@ -71,8 +73,9 @@ def _tap_for(module: nn.Module, family: Family | None) -> Tap | None:
 
 
 def _release(module: nn.Module) -> None:
-    tapped = _tapped[module]
-    tapped.users -= 1
-    if not tapped.users:
-        del _tapped[module]
-        tapped.undo.close()
+    with attaching:
+        tapped = _tapped[module]
+        tapped.users -= 1
+        if not tapped.users:
+            del _tapped[module]
+            tapped.undo.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,12 @@ COLUMNS = (
 AT = {name: column for column, name in enumerate(COLUMNS)}
 MAXIMA = ("max_logit",)
 tallied: set[int] = set()  # addresses of the sums that a call was added to
+owners: dict[int, int] = {}  # by address of sums: the thread whose calls are added to them, where it is one alone
+
+
+def is_of_another_thread(sums: Tensor) -> bool:
+    """Whether calls of this thread are not added to these sums; asked by operators, which run in compiled graphs."""
+    return owners.get(sums.data_ptr(), here := get_ident()) != here
 
 
 @dataclass(frozen=True)

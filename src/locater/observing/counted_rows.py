@@ -19,6 +19,7 @@ from locater.attention.call import Call
 from locater.kernels import Terms, mask_spans
 
 Result = TypeVar("Result")
+NOTHING: Any = object()
 DRAWS = 64  # samples of rows that are drawn at a time; later ones are these again
 
 
@@ -77,11 +78,12 @@ def _remembered(
     key = _masks_key(call, own) if again else None
     if key is None:
         return make()
-    if key not in known:
+    found = known.get(key, NOTHING)  # another thread may clear it meanwhile
+    if found is NOTHING:
         if len(known) >= 8:
             known.clear()
-        known[key] = make()
-    return known[key]
+        found = known[key] = make()
+    return found
 
 
 def forget_masks() -> None:

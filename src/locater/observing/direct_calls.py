@@ -88,7 +88,7 @@ class DirectCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return out
         name = getattr(func, "__name__", "")
         if name == "__iter__":

@@ -27,7 +27,7 @@ def flex_calls(report: Callable[[Heard], None]) -> Iterator[Undo]:
 
     @wraps(original)
     def flex_attention(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)
         with ExitStack() as stack:  # it compiles itself, which goes without a mode
             if isinstance(_get_current_function_mode(), DirectCalls):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,12 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.attention.listeners import Switch, run_pass
+from locater.attention.listeners import Switch, is_here, run_pass
 from locater.attention.stand_ins import instead
 from locater.errors import LocaterError
 from locater.families.coverage import folded_paths
 from locater.families.split_heads import SplitHeads
-from locater.observing.accumulators import StatisticsOptions
+from locater.observing.accumulators import StatisticsOptions, owners
 from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice
 from locater.observing.counted_rows import forget_masks
@@ -124,11 +126,24 @@ class Observation:
             )
         self.pattern_sites = pattern_sites(model, patterns, self.switch)
         self.streams = streams(model, self._attention_paths()) if hidden else []
-        self.passes = 0  # forward passes of `model` inside the block
+        self._counter = _Counter(self.switch, every, self.by_calls)
         self.reduced = False  # whether the numbers are those of all ranks
         self._agreed = False  # whether all ranks are known to have the same layers
-        self.over = True
-        self._open: ExitStack | None = None
+        self._end: weakref.finalize | None = None  # removes the listeners
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of `model` inside the block."""
+        return self._counter.passes
+
+    @property
+    def elsewhere(self) -> int:
+        """Forward passes in other threads, which do not count."""
+        return self._counter.elsewhere
+
+    @property
+    def over(self) -> bool:
+        return self._counter.over
 
     def __repr__(self) -> str:
         name, heads = type(self.model).__name__, sum(len(site.heads) for site in self.sites)
@@ -151,9 +166,12 @@ class Observation:
         return plot(of_observation(self, column))
 
     def __enter__(self) -> Self:
-        if self._open is not None:
+        if self._end is not None and self._end.alive:
             raise LocaterError("this observation is already under way: make another with observe(model)")
+        # a trainer may run in another thread than the one in which a monitor was attached
+        self.switch.thread = get_ident() if self.every else None
         with ExitStack() as stack:
+            self._own(stack)
             listeners = self.sites if self.by_calls is None else self.by_calls.listeners
             stack.enter_context(heard(self.model, [*listeners, *self.pattern_sites], self.family))
             for undo in () if self.by_calls is None else self.by_calls.listen():
@@ -163,26 +181,35 @@ class Observation:
                 stack.callback(undo)
             for part in self._parts_that_may_be_called():
                 stack.callback(instead(part, _entry(part), partial(_run_pass, self.switch)))
-            passing = partial(_passing, self, padding if self.streams else None)
+            passing = partial(_passing, self._counter, padding if self.streams else None)
             stack.callback(instead(self.model, _entry(self.model), passing))
-            self._open = stack.pop_all()
-        self.over = False
+            # nothing on the model refers to this observation: one that nobody can read any more ends by itself
+            self._end = weakref.finalize(self, _ended, stack.pop_all(), self._counter)
+            self._end.atexit = False
+        self._counter.over = False
         return self
+
+    def _own(self, stack: ExitStack) -> None:
+        """Let operators of a compiled model count the calls of this thread alone."""
+        if self.switch.thread is not None:
+            for sums in (*(site.here.sums for site in self.sites), *(point.sums for point in self.streams)):
+                if sums.numel():
+                    owners[sums.data_ptr()] = self.switch.thread
+                    stack.callback(owners.pop, sums.data_ptr(), None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         known = [site.is_known_to_be_called() for site in self.sites]  # where none is, the device has to be asked
         self.close()
-        if kind is None and self.passes and not any(known) and not any(self.called):
+        if kind is None and (self.passes or self.elsewhere) and not any(known) and not any(self.called):
             raise LocaterError(self.nothing())
 
     def close(self) -> None:
         """Remove the listeners; the numbers stay."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-        self.switch.on, self.over = False, True
+        if self._end is not None:
+            self._end()
+        self.switch.on = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a model, such as a running average of it, is not observed."""
@@ -234,12 +261,17 @@ class Observation:
     @property
     def notes(self) -> list[str]:
         """What the rows leave out, each in a line: unknown maps, attention modules that never ran or were not heard."""
-        if self.by_calls is not None:
-            return self.by_calls.notes
-        silent = self.silent
-        return (
-            [f"attention modules that never ran: {folded_paths(silent, most=None)}"] if silent and self.passes else []
+        others = (
+            [f"not counted: {self.elsewhere} forward passes in other threads than the one that entered observe()"]
+            if self.elsewhere
+            else []
         )
+        if self.by_calls is not None:
+            return [*self.by_calls.notes, *others]
+        silent = self.silent
+        if silent and self.passes:
+            others.insert(0, f"attention modules that never ran: {folded_paths(silent, most=None)}")
+        return others
 
     def _parts_that_may_be_called(self) -> list[nn.Module]:
         """Parts of the model that a training loop may call in place of the whole: generate() calls the model inside an
@@ -287,6 +319,11 @@ class Observation:
     def nothing(self) -> str:
         """Why there are no rows."""
         name = type(self.model).__name__
+        if not self.passes and self.elsewhere:
+            return (
+                f"{name}: nothing was observed, because the model ran in another thread, whose calls are not counted: "
+                "enter observe() in the thread that runs it"
+            )
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
         if self.by_calls is not None:
@@ -312,15 +349,46 @@ def _run_pass(switch: Switch, part: nn.Module, forward: Callable[..., Any], *arg
     return run_pass(switch, part, forward, *args, **kw)
 
 
+@dataclass(eq=False)
+class _Counter:
+    """What a model under observation knows of it: which passes count."""
+
+    switch: Switch
+    every: int
+    by_calls: CalledLayers | None
+    passes: int = 0
+    elsewhere: int = 0
+    over: bool = True
+
+
+def _ended(listeners: ExitStack, counter: _Counter) -> None:
+    """Take the listeners off."""
+    counter.over = True
+    listeners.close()
+
+
 def _passing(
-    watch: Observation, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
+    watch: _Counter, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
 ) -> Any:
     """Replaces the model's forward. Not a hook: hooks turn off PyTorch's fast path, and a compiled model ignores hooks
     that come after its first call.
     """
     if watch.over:  # it could not be removed, because another method replaced it in turn
         return forward(*args, **kw)
-    if not torch.compiler.is_compiling():
+    if not is_here(watch.switch):
+        watch.elsewhere += 1
+        if watch.switch.lenient:
+            watch.switch.missed.append(
+                LocaterError("a pass ran in another thread at the same time, and does not count")
+            )
+        return forward(*args, **kw)
+    if watch.switch.thread is None and not torch.compiler.is_dynamo_compiling():
+        watch.switch.thread = get_ident()  # until the pass ends
+        try:
+            return _passing(watch, padding, model, forward, *args, **kw)
+        finally:
+            watch.switch.thread = None
+    if not torch.compiler.is_dynamo_compiling():
         refuse_split_tokens(model)
         forget_masks()
         if watch.by_calls is not None:
@@ -328,7 +396,7 @@ def _passing(
     if padding is not None:
         padding.before(model, args, kw)
     # a counter inside a graph would be compiled anew at each value
-    if watch.every and not torch.compiler.is_compiling():
+    if watch.every and not torch.compiler.is_dynamo_compiling():
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
     return run_pass(watch.switch, model, forward, *args, **kw)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention.listeners import Switch
+from locater.attention.listeners import Switch, is_here
 from locater.attention.stand_ins import instead
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
-from locater.observing.accumulators import wide
+from locater.observing.accumulators import is_of_another_thread, wide
 
 MEASURES = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top", "median", "top_ratio")
 
@@ -46,7 +46,7 @@ class SeenLayer:
 @torch.library.custom_op("locater::survey", mutates_args=("sums",))
 def survey(x: Tensor, real: Tensor | None, sums: Tensor) -> None:
     """Add the measures of a stream (B, T, d) to `sums` (MEASURES, 2): totals, and how many sequences had a value."""
-    if torch._C._current_graph_task_id() != -1 or x.shape[1] < 2:
+    if torch._C._current_graph_task_id() != -1 or x.shape[1] < 2 or is_of_another_thread(sums):
         return
     with torch.autocast(x.device.type, enabled=False):
         directions, massive = ranks(x, real), massive_activations(x, real)
@@ -172,10 +172,10 @@ def _block(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    if switch.on and point.block < 0:
+    if switch.on and is_here(switch) and point.block < 0:
         _survey(point, padding, args[0] if args else next(iter(kw.values())))
     out = forward(*args, **kw)
-    if switch.on and point.block >= 0:
+    if switch.on and is_here(switch) and point.block >= 0:
         _survey(point, padding, out[0] if isinstance(out, tuple) else out)
     return out
 

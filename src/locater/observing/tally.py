@@ -21,7 +21,7 @@ from locater.attention.listeners import report_missed
 from locater.kernels import AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
-from locater.observing.accumulators import AT, Accumulators, StatisticsOptions, tallied
+from locater.observing.accumulators import AT, Accumulators, StatisticsOptions, is_of_another_thread, tallied
 from locater.observing.accumulators import COLUMNS as COLUMNS
 from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled, spans
 from locater.observing.placement import Placement, placed_rows, traced_placement
@@ -37,7 +37,7 @@ def tally(
     `own`: queries and keys are the same tokens. `heads` are the query heads to count, all where None. With a
     `mailbox` (`Switch.mailbox`), a call that cannot be counted is left out, and the reason reported there.
     """
-    traced = torch.compiler.is_compiling()
+    traced = torch.compiler.is_dynamo_compiling()
     placement: list[Tensor] = []
     if traced:
         kernels = call.query.device.type == "cuda" and not (options.rest or options.offsets or into.gram is not None)
@@ -67,6 +67,8 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
     rows, rest, offsets, starts = asked
     call, into = Call(q, k, terms, output, cut, statistics=numbers), Accumulators(sums, maxima, pairs, gram)
     options = StatisticsOptions(rows, rest, list(zip(offsets, starts, strict=True)))
+    if is_of_another_thread(sums):
+        return
     try:
         with (
             torch.no_grad(),
