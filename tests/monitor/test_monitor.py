@@ -603,6 +603,121 @@ def test_adapters_and_parametrizations_that_come_later_count(tmp_path: Path) -> 
         torch.testing.assert_close(torch.tensor(M), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
 
 
+def of_maps(query: Tensor, key: Tensor, scale: float, term: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """M and spread (H,) of maps (H, h, d) in float64, and of what the key alone adds (H, d)."""
+    W = query.double().mT @ key.double() * scale
+    more = 0 if term is None else (scale * term.double()).square().sum(-1)
+    return W.diagonal(dim1=-2, dim2=-1).sum(-1), (W.square().sum((-2, -1)) + more).sqrt()
+
+
+def llama_maps(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Queries and keys of each head, behind the gain of the norm in front, as their modules compute them now."""
+    maps = []
+    for layer in model.model.layers:
+        attention, gain = layer.self_attn, layer.input_layernorm.weight
+        q, k = (
+            (part.weight * gain).detach().unflatten(0, (-1, attention.head_dim))
+            for part in (attention.q_proj, attention.k_proj)
+        )
+        maps.append((q, k.repeat_interleave(attention.num_key_value_groups, 0)))
+    return maps
+
+
+def heads_of(step: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(step["heads"]["M"]), torch.tensor(step["heads"]["spread"])
+
+
+def sigma_reparam(model: Any) -> None:
+    locater.SigmaReparam(gamma=1.0).attach(model)
+
+
+def spectral_norm(model: Any) -> None:
+    for layer in model.model.layers:
+        torch.nn.utils.parametrizations.spectral_norm(layer.self_attn.q_proj)
+
+
+@pytest.mark.parametrize("parametrize", [sigma_reparam, spectral_norm])
+def test_maps_are_those_of_the_next_pass(tmp_path: Path, parametrize: Any) -> None:
+    """Their norm is one step of power iteration behind the weights; and asking does not take that step."""
+
+    def run(watched: bool) -> tuple[list[list[tuple[Tensor, Tensor]]], list[Tensor]]:
+        torch.manual_seed(0)
+        model = llama().train()
+        parametrize(model)
+        monitor: Any = Monitor(tmp_path / "run.jsonl", every=1, warn_on="").attach(model) if watched else _Deaf()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+        found: list[list[tuple[Tensor, Tensor]]] = []
+        model.model.norm.register_forward_hook(lambda *_: found.append(in_this_pass(model)))
+        for _ in range(4):
+            loss_of(model, BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.after_step()
+        monitor.detach()
+        return found, [x.clone() for x in model.state_dict().values()]
+
+    (passes, end), (_, alone) = run(True), run(False)
+    assert all(torch.equal(a, b) for a, b in zip(end, alone, strict=True))
+    for step, maps in zip(read_run(tmp_path / "run.jsonl").steps, passes[1:], strict=False):
+        expected = [of_maps(q, k, 8**-0.5) for q, k in maps]
+        for logged, wanted in zip(heads_of(step), zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(logged, torch.stack(wanted).float(), rtol=1e-4, atol=1e-5)
+
+
+def in_this_pass(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Without the step that torch's spectral norm takes whenever its weight is asked for in training mode."""
+    lists = [x for x in model.modules() if isinstance(x, torch.nn.utils.parametrize.ParametrizationList)]
+    for part in lists:
+        part.eval()
+    try:
+        return llama_maps(model)
+    finally:
+        for part in lists:
+            part.train()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_maps_are_those_under_controls_of_the_forward_pass(tmp_path: Path, family: str) -> None:
+    """A temperature divides logits, and a norm on queries and keys bounds them; whichever comes after `attach`."""
+    model = make(family, **{**GROUPED, "head_dim": 8})
+    redraw(model, 0.3)
+    monitor = Monitor(tmp_path / "run.jsonl", every=1).attach(model.train())
+
+    def step() -> None:
+        model(**BATCH)
+        monitor.after_step()
+
+    step()
+    temperature = locater.Temperature(init=4.0).attach(model)
+    with torch.no_grad():
+        temperature.parameters()[0][1] = 0.0  # the head 0.1 is left as it is
+    step()
+    norm = locater.QKNorm(init=1.5).attach(model)
+    step()
+    norm.detach()
+    temperature.detach()
+    step()
+    monitor.detach()
+    plain, warm, both, after = (heads_of(record) for record in read_run(tmp_path / "run.jsonl").steps)
+    share = torch.full((2, 4), 4.0)
+    share[0, 1] = 1
+    expected = []
+    for number, (q, k) in enumerate(llama_maps(model)):
+        if family == "Qwen3":  # its own norms come before that of the control
+            attention = model.model.layers[number].self_attn
+            q, k = unit(q) * attention.q_norm.weight[:, None], unit(k) * attention.k_norm.weight[:, None]
+        expected.append(of_maps(1.5 * unit(q), 1.5 * unit(k), 8**-0.5))
+    for before, under, normed, end, wanted in zip(plain, warm, both, after, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(under, before / share)
+        torch.testing.assert_close(normed, torch.stack(wanted).float() / share, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(end, before)
+
+
+def unit(maps: Tensor) -> Tensor:
+    """Divided by the root mean square of what they give for unit tokens."""
+    return maps / (maps.square().sum((-2, -1), keepdim=True) / maps.shape[-2]).sqrt()
+
+
 def _expect(model: Any, into: list[list[float]]) -> None:
     with torch.no_grad():
         maps = [effective(layer) for layer in attention_layers(model)]

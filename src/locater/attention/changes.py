@@ -70,6 +70,12 @@ class AttentionChange:
     def __call__(self, request: AttentionRequest) -> AttentionRequest:
         raise NotImplementedError
 
+    def fold(self, layer: Any, fold: Callable[[Any], Any]) -> Any:
+        """The effective maps of an `AttentionLayer` under this change; `fold` gives those under the changes before
+        it.
+        """
+        return fold(layer)
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()

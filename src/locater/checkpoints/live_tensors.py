@@ -8,7 +8,8 @@ the tensors have in the model without adapters and parametrizations.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,42 @@ def _own(module: nn.Module, attribute: str) -> Tensor:
             for part, training in before:
                 part.training = training
     return _whole(getattr(module, attribute))
+
+
+@contextmanager
+def next_training_pass(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, tensors are those that the next training pass will compute with. Some parametrizations move on in each
+    training pass, as the power iteration of a spectral norm does: these move on here too, and are put back.
+    """
+    moving = [(part, name, one) for part in parts for name, one in _parametrizations(part) if _moves_on(one)]
+    before = [(buffer, buffer.clone()) for _, _, one in moving for buffer in one.buffers()]
+    try:
+        with torch.no_grad():
+            for part, name, one in moving:
+                for step in one:
+                    if hasattr(step, "advance"):
+                        step.advance(one.original)
+                if not any(hasattr(step, "advance") for step in one):
+                    getattr(part, name)
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _parametrizations(part: nn.Module) -> list[tuple[str, Any]]:
+    """Of each tensor of a module that is parametrized: its name, and the list of its parametrizations."""
+    parametrized: Any = part._modules.get("parametrizations")
+    return [] if parametrized is None or not parametrize.is_parametrized(part) else list(parametrized.items())
+
+
+def _moves_on(steps: Any) -> bool:
+    """Whether parametrizations change in a training pass: one that a control has put there says so by `advance`."""
+    return any(
+        hasattr(step, "advance") or (step.training and is_a(step, "torch.nn.utils.parametrizations", "_SpectralNorm"))
+        for step in steps
+    )
 
 
 def _whole(tensor: Tensor) -> Tensor:

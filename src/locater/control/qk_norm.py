@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -24,6 +24,10 @@ from locater.control.forward import (
 )
 from locater.control.rows import real_tokens
 from locater.errors import LocaterError
+from locater.families import AttentionLayer
+from locater.families.effective import Effective
+from locater.families.norm import Norm
+from locater.families.normed import normed
 
 
 class QKNorm(ForwardControl["_Normed"]):
@@ -106,6 +110,19 @@ class _Normed(ForwardChange):
         layer = self.heads
         gains = self.query_gain.detach() * self.key_gain.detach().repeat_interleave(layer.group)
         return abs(layer.scale) * layer.head_dim * gains.abs()
+
+    def fold(self, layer: AttentionLayer, fold: Callable[[AttentionLayer], Effective]) -> Effective:
+        """In mean field, as norms that a model has itself; a factor of the rotation before it is undone."""
+        if not self.ready:
+            return fold(layer)
+        gains = (gain.detach()[:, None] for gain in (self.query_gain, self.key_gain))  # (heads, 1)
+        query_norm, key_norm = (Norm(self.kind, gain, eps=self.eps) for gain in gains)
+        query, key = layer.query, layer.key
+        if layer.query_norm is not None:
+            query = normed(query, layer.query_norm, layer.norm, blocks=layer.heads)
+        if layer.key_norm is not None:
+            key = normed(key, layer.key_norm, layer.key_side_norm, blocks=layer.kv_heads)
+        return fold(replace(layer, query=query, key=key, query_norm=query_norm, key_norm=key_norm, rotary=None))
 
     def __call__(self, request: AttentionRequest) -> AttentionRequest:
         layer, q, k = self.heads, request.query, request.key

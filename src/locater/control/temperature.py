@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,8 @@ from locater.attention.changes import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward import TEMPERATURE, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
 from locater.errors import LocaterError
+from locater.families import AttentionLayer
+from locater.families.effective import Effective
 
 
 class Temperature(ForwardControl["_Divided"]):
@@ -49,6 +52,11 @@ class _Divided(ForwardChange):
 
     def named(self) -> dict[str, nn.Parameter]:
         return {"log_t": self.log_t}
+
+    def fold(self, layer: AttentionLayer, fold: Callable[[AttentionLayer], Effective]) -> Effective:
+        maps = fold(layer)
+        share = torch.exp(-self.log_t.detach()).to(maps.query)
+        return replace(maps, query=maps.query * share[:, None, None], key_term=maps.key_term * share[:, None])
 
     def __call__(self, request: AttentionRequest) -> AttentionRequest:
         q = request.query

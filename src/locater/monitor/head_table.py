@@ -6,17 +6,22 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from locater.attention.changes import CHANGES, changes
+from locater.checkpoints.live_tensors import next_training_pass
 from locater.checkpoints.weights import ModuleWeights
 from locater.families import AttentionLayer, attention_layers, effective
+from locater.families.effective import Effective
 from locater.families.folded import FoldedStacks, Spectra, spectra_of
 from locater.findings import key_variance
 from locater.missing import finite_or_none
 from locater.monitor.first_batch import DiscoveredLayers
+from locater.observing.known_layers import parts_of
 from locater.observing.rows import numbers_of, totals
 from locater.observing.site import Site
 
@@ -69,15 +74,36 @@ class WeightSpectra:
 
     @torch.no_grad()
     def read(self) -> list[Spectra]:
-        """Of the weights as they are now."""
-        if self.stacks is not None:
-            try:
-                return self.stacks.spectra()
-            except Exception:
-                self.stacks = None  # from here on layer by layer
+        """Of the weights as they are now, as the next training pass uses them: parametrized, and under changes that
+        controls have put on attention.
+        """
+        parts = parts_of(self.model)
+        with next_training_pass(parts):
+            if any(CHANGES in part.__dict__ for part in parts):
+                return self._layer_by_layer()
+            if self.stacks is not None:
+                try:
+                    return self.stacks.spectra()
+                except Exception:
+                    self.stacks = None  # from here on layer by layer
+            return self._layer_by_layer()
+
+    def _layer_by_layer(self) -> list[Spectra]:
+        weights = ModuleWeights(self.model)
         # read anew: norm gains are folded in as they are at this step
-        layers = attention_layers(self.model) if self._layers is None else self._layers(ModuleWeights(self.model))
-        return [spectra_of(number, effective(layers[number])) for number in self.numbers]
+        layers = attention_layers(self.model) if self._layers is None else self._layers(weights)
+        return [
+            spectra_of(number, changed_maps(layers[number], weights.submodule(layers[number].name)))
+            for number in self.numbers
+        ]
+
+
+def changed_maps(layer: AttentionLayer, module: nn.Module) -> Effective:
+    """The effective maps of a layer, under the changes that controls have put on its module."""
+    fold: Callable[[AttentionLayer], Effective] = effective
+    for change in changes(module):
+        fold = partial(change.fold, fold=fold)
+    return fold(layer)
 
 
 class DiscoveredSpectra(WeightSpectra):
