@@ -566,8 +566,8 @@ def test_what_acts_is_observed_and_monitored(tmp_path: Path) -> None:
     model = llama("eager").train()
     monitor = Monitor(tmp_path / "run.jsonl", every=1, spectrum=False).attach(model)
     controls = [build().attach(model) for build in ALL.values()]
-    with torch.no_grad(), observe(model) as seen:
-        maps = model(**BATCH, output_attentions=True, use_cache=False).attentions
+    with observe(model) as seen:
+        maps = [x.detach() for x in model(**BATCH, output_attentions=True, use_cache=False).attentions]
     monitor.after_step()
     monitor.detach()
     for row in seen.rows:
