@@ -165,7 +165,7 @@ The share of a model's heads that are as a paper predicts; a prediction held in 
 """
 TAIL = """
 Rank and scale are those of the effective map, with the gains of norms folded in (docs/theory.md). Temperature is the scale of logits here: a head with √F above
-√(2 log T) = 3.5 locks onto single tokens. The n-gram and the copy model were trained with one seed: their columns are examples, not samples.
+√(2 log T) = 3.5 has no more than half of the entropy of uniform attention. The n-gram and the copy model were trained with one seed: their columns are examples, not samples.
 """
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -158,12 +159,12 @@ def test_an_untrained_model_is_one_sentence() -> None:
     text = " ".join(printed(print_scan, found).split())
     assert "near uniform: this looks like an untrained model" in text
     assert text.count("uniform") < 5
-    assert "deserve" not in summary(found.rows, found.verdicts)
+    assert "look uniform" not in summary(found.rows, found.verdicts, "weights")
 
 
 @pytest.mark.parametrize("name", ["demo", "stories260K", "MiniLM"])
 def test_trained_models_raise_no_alarm(name: str) -> None:
-    """From weights alone MiniLM's head 0.2 is sharp; the probe below shows that it looks at the token before."""
+    """On measured tokens MiniLM's head 0.2 is sharp; it looks at the token before."""
     if name == "MiniLM" and (why := why_absent()):
         pytest.skip(why)
     at_hand = {"demo": Path(DEMO), "stories260K": SHARED / "models" / name}
@@ -174,7 +175,7 @@ def test_trained_models_raise_no_alarm(name: str) -> None:
     faults = [
         (row.layer, row.head, held.faults) for row, held in zip(found.rows, found.verdicts, strict=True) if held.faults
     ]
-    assert faults == ([(0, 2, ("sharp",))] if name == "MiniLM" else [])
+    assert faults == []
     seen = probe(
         str(folder), "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 40, length=64, tokens=128
     )
@@ -196,7 +197,7 @@ def test_a_head_that_collapsed_is_still_a_fault() -> None:
     both = zip(found.rows, found.verdicts, strict=True)
     assert [(row.layer, row.head) for row, held in both if {"sharp", "locked"} & {*held.faults}] == [(1, 1)]
     text = printed(print_probe, found)
-    assert "1 of 8 heads deserves a look (layer.head): " in " ".join(text.split())
+    assert re.search(r"\. 1 of 8 heads is (sharp|locked): 1\.1\.", " ".join(text.split()))
     document = json.loads(found.to_json())
     assert [(h["layer"], h["head"]) for h in document["heads"] if h["faults"]] == [(1, 1)]
     assert all(set(h["faults"]) <= set(h["flags"]) and "role" in h for h in document["heads"])
@@ -231,12 +232,12 @@ def test_heads_whose_note_is_not_shown_are_counted() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("layers", [2, 13], ids=["every head", "a line per layer"])
-def test_what_deserves_a_look_is_visible_at_any_width(width: int, layers: int) -> None:
+def test_a_fault_is_visible_at_any_width(width: int, layers: int) -> None:
     model = spread_out()
     model.layers.extend(spread_out().layers[0] for _ in range(layers - 2))
     lines = printed(print_scan, scan(scaled(model, 1, 2, 300)), width).splitlines()
     assert all(len(line) <= width for line in lines)
-    assert "deserves a look" in " ".join(" ".join(lines[:9]).split())
+    assert "heads looks sharp (predicted from weights; measure" in " ".join(" ".join(lines[:9]).split())
     row = next(line for line in lines if line.split()[:2] == ["1", "2"])
     assert row.split()[-1] == "sharp"
     if layers > 12 and width >= 30:
@@ -263,7 +264,7 @@ def test_a_probe_shows_it_at_any_width(width: int) -> None:
 def test_only_faults_are_coloured() -> None:
     console = Console(width=140, file=(out := io.StringIO()), force_terminal=True, color_system="standard")
     print_scan(scan(DEMO), console)
-    assert "few-directions" in out.getvalue()
+    assert "No problems found." in out.getvalue()
     assert "\x1b[33m" not in out.getvalue()
     print_scan(scan(scaled(spread_out(), 1, 2, 300)), console)
     assert "\x1b[33m" in out.getvalue()
@@ -286,9 +287,9 @@ def test_results_render_in_a_notebook() -> None:
     scanned = scan(scaled(spread_out(), 1, 2, 300))
     for found in (scanned, collapsed()):
         text = found._repr_html_()
-        assert "deserves a look" in text
+        assert ("heads looks sharp (predicted from weights" if found is scanned else "heads is locked: 1.2.") in text
         assert text.count("<tr") == 9, "a heading and eight heads"
-        assert text.index("sharp") < text.index("<td>0</td>"), "what deserves a look comes first"
+        assert text.index("sharp") < text.index("<td>0</td>"), "faults come first"
         assert "<script" not in text
     hostile = Scan("<b>x", scanned.assumptions, scanned.layers, scanned.rows)
     assert "<b>x" not in hostile._repr_html_()

@@ -6,14 +6,20 @@ docs/golden.md says how the files are made, and what to write where a key is ren
 from __future__ import annotations
 
 import copy
+import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import locater
+from locater.report.scan import scan_page
+from locater.report.terminal import print_comparison
+from locater.theory import expected_entropy
 from tests.golden import code, comparing, keys
 from tests.golden.documents import DOCUMENTS, FILES, FOLDER, NAMES, PAPER_RUNS, Document, make, names
 
@@ -293,3 +299,65 @@ def test_old_files_of_results_are_no_scans() -> None:
     for name in ("compare", "probe", "explain"):
         with pytest.raises(locater.LocaterError, match=rf"{name}\.json"):
             locater.compare(str(OLD / f"{name}.json"), str(OLD / "scan.json"))
+
+
+# ---- files of version 0.2, whose scans have another expected entropy ----
+
+
+def test_a_scan_of_version_0_2_is_read_with_its_numbers_and_a_label(tmp_path: Path) -> None:
+    """Its H is log T - v/2, and everything that shows the scan says so; saved again it keeps the label."""
+    stored = json.loads((OLD / "scan.json").read_text())
+    found = locater.Scan.load(OLD / "scan.json")
+    assert [row.expected_entropy for row in found.rows] == [head["expected_entropy"] for head in stored["heads"]]
+    assert [list(row.flags) for row in found.rows] == [head["flags"] for head in stored["heads"]]
+    assert found.old
+    found.save(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text())["schema"] == 2
+    assert locater.Scan.load(tmp_path / "again.json") == found
+    found.report(tmp_path / "page.html")
+    assert "by the old formula log T - v/2" in (tmp_path / "page.html").read_text()
+    assert "by the old formula" not in scan_page(locater.scan(code.MODELS["demo"]))
+    both = locater.compare(found, locater.Scan.load(tmp_path / "again.json"))
+    assert both.a.old, "two of one kind stay as they are"
+    assert max(abs(x) for row in both.rows for x in row.difference.values() if x is not None) == 0
+
+
+def test_an_old_scan_beside_a_new_one_has_its_entropy_and_flags_computed_again(tmp_path: Path) -> None:
+    """So that a difference is one of models and not of formulas."""
+    new = locater.scan(code.MODELS["demo"])
+    document = new.to_dict() | {"schema": 1}
+    for head in document["heads"]:
+        v = head["F"] + head["key_bias"] ** 2
+        head["expected_entropy"] = max(0.0, math.log(256) - v / 2)
+        head["flags"] = ["few-directions"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    for first, second in ((tmp_path / "old.json", new), (new, tmp_path / "old.json")):
+        found = locater.compare(first, second)
+        assert {x for row in found.rows for x in (*row.difference.values(), *row.gained, *row.lost)} <= {0.0, None}
+        assert [found.a.old, found.b.old] == [False, False]
+        said = io.StringIO()
+        print_comparison(found, Console(file=said, width=400))
+        assert "of version 0.2 or before: expected entropy and flags computed again" in said.getvalue()
+    series = locater.compare(tmp_path / "old.json", code.MODELS["demo"], new)
+    assert {x for pair in series.pairs for row in pair.rows for x in (*row.gained, *row.lost)} == set()
+
+
+def test_a_fleet_of_version_0_2_means_what_a_new_one_means(tmp_path: Path) -> None:
+    """Rows, frames, queries and scans of its parts have the entropy and flags of this version."""
+    pytest.importorskip("pyarrow")
+    shutil.copytree(OLD / "fleet", tmp_path / "fleet")
+    fleet = locater.Fleet.open(tmp_path / "fleet")
+    rows, frame = list(fleet.records()), fleet.to_arrow().to_pylist()
+    queried = fleet.sql("select expected_entropy, flags from heads order by source, layer, head").fetchall()
+    assert len(rows) == len(frame) == len(queried) > 0
+    for row, same in zip(rows, frame, strict=True):
+        v = row["F"] + row["key_bias"] ** 2
+        assert row["expected_entropy"] == pytest.approx(expected_entropy(v, fleet.settings.length).item(), abs=1e-9)
+        assert (same["expected_entropy"], same["flags"]) == (row["expected_entropy"], row["flags"])
+        assert not {"few-directions", "repels-itself"} & {*row["flags"]}
+    at = sorted(rows, key=lambda row: (row["source"], row["layer"], row["head"]))
+    assert [x[0] for x in queried] == [row["expected_entropy"] for row in at]
+    source = rows[0]["source"]
+    kept = [row.expected_entropy for row in fleet.scan(source).rows]
+    assert kept == [row["expected_entropy"] for row in rows if row["source"] == source]
+    assert "expected entropy" in next(iter(fleet.scan(source).assumptions["notes"]))

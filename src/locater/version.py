@@ -8,6 +8,8 @@ from pathlib import Path
 
 __version__ = "0.2.0"
 SCHEMA = 1  # of the JSON documents; increases when a key moves or changes its meaning
+# of scans and of comparisons of them: 2 since `expected_entropy` is that of normal logits, and `sharp` stands on it
+SCAN_SCHEMA = 2
 PROBE_SCHEMA = 2  # of the document of `locater probe`: 2 since M, F and localization are predicted_M, ...
 
 

@@ -564,7 +564,7 @@ def test_targets_that_are_no_plain_files(run: Run, broken: Path, tmp_path: Path)
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
     assert run("scan", broken, "--json", tmp_path / "link.json").status == 0
     assert (tmp_path / "link.json").is_symlink()
-    assert json.loads((tmp_path / "real.json").read_text())["schema"] == 1
+    assert json.loads((tmp_path / "real.json").read_text())["schema"] == 2
     before = Path("/dev/null").stat()
     assert run("scan", broken, "--json", "/dev/null").status == 0
     assert Path("/dev/null").stat().st_rdev == before.st_rdev

@@ -35,7 +35,7 @@ def test_demo(run: Run) -> None:
     result = run("demo")
     assert result.status == 0, result.err
     assert "24 heads in 6 attention layers" in result.out
-    assert "From weights only; not measured on data." in result.out
+    assert "Predicted from weights alone, which is a prior; not measured on data." in result.out
 
 
 def test_the_demo_sets_its_model_beside_a_twin(run: Run, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_flagged_heads_come_first(run: Run, saved_llama: Path, tmp_path: Path) -
     save_file(tensors, tmp_path / "model.safetensors")
     result = run("scan", tmp_path, "--fail-on", "sharp")
     assert result.status == 1
-    assert "1 head crosses --fail-on, first sharp at layer 2 head 1" in result.err
+    assert result.err.startswith("locater: --fail-on: 1 head is sharp: 2.1 (H ratio 0.0")
     lines = [line.split() for line in result.out.splitlines()]
     first = lines[next(i for i, line in enumerate(lines) if line[:2] == ["layer", "head"]) + 1]
     assert first[:2] == ["2", "1"]
@@ -94,7 +94,44 @@ def test_what_fails_is_counted_by_condition(run: Run, saved_llama: Path, tmp_pat
     save_file(tensors, tmp_path / "model.safetensors")
     result = run("scan", tmp_path, "--fail-on", "sharp, nonfinite")
     assert result.status == 1
-    assert "2 heads cross --fail-on, first sharp at layer 2 head 1 (sharp 1, nonfinite 1)" in result.err
+    assert re.fullmatch(
+        r"locater: --fail-on: 1 head is sharp: 2\.1 \(H ratio 0\.\d+\); 1 head is nonfinite: 0\.0\n", result.err
+    )
+
+
+def test_the_worst_head_is_named_first(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    """Whatever its layer; then others, and how many in all. A comparison says where it holds, and the worst number."""
+    tensors = load_file(saved_llama / "model.safetensors")
+    for head, factor in ((0, 200), (1, 900), (3, 400)):
+        tensors[f"model.layers.{head % 3}.self_attn.q_proj.weight"][8 * head : 8 * head + 8] *= factor
+    (tmp_path / "config.json").write_text((saved_llama / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    result = run("scan", tmp_path, "--fail-on", "sharp")
+    spreads = {(row.layer, row.head): row.F for row in scan(tmp_path).rows if "sharp" in row.flags}
+    order = sorted(spreads, key=lambda place: -spreads[place])
+    assert len(order) == 3
+    assert order != sorted(order), "the order of layers would name the same head first"
+    worst, *others = (f"{layer}.{head}" for layer, head in order)
+    assert f"3 heads are sharp, worst {worst} (H ratio 0.00" in result.err
+    assert result.err.endswith(f"), then {', '.join(others)}\n")
+    result = run("scan", tmp_path, "--fail-on", "spectral_norm>1e-9, M<1e9")
+    every = sorted(scan(tmp_path).rows, key=lambda row: -row.spectral_norm)
+    named = ", ".join(f"{row.layer}.{row.head}" for row in every[:6])
+    assert (
+        f"spectral_norm>1e-9 at {named} and {len(every) - 6} more (worst {every[0].spectral_norm:.3g}); " in result.err
+    )
+    lowest = min(scan(tmp_path).rows, key=lambda row: row.M)
+    assert f"is below 1e+09 at {lowest.layer}.{lowest.head}, " in result.err
+
+
+def test_a_flag_that_is_a_column_now_says_where_it_went(run: Run, saved_llama: Path) -> None:
+    for flag, column in (("few-directions", "skew"), ("repels-itself", "M")):
+        for command in (("scan", saved_llama), ("compare", saved_llama, saved_llama)):
+            result = run(*command, "--fail-on", f"nonfinite, {flag}")
+            assert (result.status, len(result.err.splitlines())) == (2, 1)
+            assert f"--fail-on {flag}: no longer a flag" in result.err
+            assert f"the column {column} of locater scan" in result.err
+    assert run("scan", saved_llama, "--fail-on", "skew>1e9, skew<-1e9").status == 0
 
 
 def test_fail_on_a_bound(run: Run, saved_llama: Path) -> None:
@@ -194,7 +231,7 @@ def test_a_reader_that_has_seen_enough_changes_no_verdict(
         result = run(*words, *(["--json", "-"] if waits else ["--json", data, "--report", page]))
         reader.join()
     assert result.status == 1, result.err
-    assert "cross" in result.err.splitlines()[-1]
+    assert "locater: --fail-on: " in result.err.splitlines()[-1]
     assert "Traceback" not in result.err
     if not waits:
         assert json.loads(data.read_text())["schema"]
@@ -403,7 +440,7 @@ def test_flags_stay_in_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPat
     from locater.report.terminal import print_scan
 
     found = scan(str(files("locater") / "demo"))
-    flagged = [replace(row, flags=("sharp", "repels-itself")) for row in found.rows]
+    flagged = [replace(row, flags=("sharp", "antisymmetric")) for row in found.rows]
     out = io.StringIO()
     print_scan(replace(found, rows=flagged), Console(file=out, width=40))
     rows = [line for line in out.getvalue().splitlines() if line.split()[:1] == ["0"]]
@@ -414,11 +451,9 @@ def test_flags_stay_in_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPat
 ROWS = {
     "nonfinite": {"finite": False},
     "uniform": {"F": 0.004, "key_bias": 0.05},
-    "sharp": {"F": 4.0, "key_bias": 3.0},
+    "sharp": {"F": 64.0, "key_bias": 6.3},
     "silent": {"written": 0.0},
-    "repels-itself": {"M": -1.01},
     "antisymmetric": {"S": -0.6, "F": 1.0},
-    "few-directions": {"skew": -0.8},
     "exploding": {"max_logit": 201.0},
     "locked": {"entropy_ratio": 0.09},
     "sink": {"sink": 0.91},
@@ -426,11 +461,9 @@ ROWS = {
 JUST_NOT = {
     "nonfinite": {"finite": True},
     "uniform": {"F": 0.006, "key_bias": 0.07},
-    "sharp": {"F": 4.0, "key_bias": 2.6},
+    "sharp": {"F": 64.0, "key_bias": 6.1},
     "silent": {"written": 1e-12},
-    "repels-itself": {"M": -0.99},
     "antisymmetric": {"S": -0.49, "F": 1.0},
-    "few-directions": {"skew": 0.74},
     "exploding": {"max_logit": 199.0},
     "locked": {"entropy_ratio": 0.11},
     "sink": {"sink": 0.89},

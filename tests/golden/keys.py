@@ -75,6 +75,7 @@ NEW: dict[str, tuple[str, ...]] = {
 GONE: dict[str, tuple[str, ...]] = {
     "names": (
         "commands.probe.--corpus",  # what it chose is the default; --corpus is a path, in train
+        *("flags.few-directions", "flags.repels-itself"),  # columns: most heads that raised them were sound
         "public.papers",  # a package of its own, locater_papers
         "claims.bao2024.d4",  # c1 in another setting: a second measurement on the page, no second verdict
         "claims.bao2024.d5",  # the same of c2

@@ -147,7 +147,7 @@ def test_page_weighs_little(probes: dict[str, Probe]) -> None:
     )
     rows = [
         ProbeRow(i // 32, i % 32, i % 32, "self", f"model.layers.{i // 32}.self_attn", 8192, **dict(zip(PROBE_COLUMNS, line, strict=True)),
-                 flags=("sharp", "few-directions"))
+                 flags=("sharp", "antisymmetric"))
         for i, line in enumerate(values.tolist())
     ]  # fmt: skip
     layers = [{**found.layers[0], "layer": i, "name": f"model.layers.{i}.self_attn", "heads": 32} for i in range(32)]
@@ -169,7 +169,7 @@ def test_the_summary_says_what_was_found(pages: dict[str, Path], probes: dict[st
     assert f"Spearman correlation of {found.agreement['predicted_entropy']['spearman']:.2f}" in text
     assert "Too few heads" in pages["tiny"].read_text()
     assert "there were no others" in pages["tiny"].read_text()
-    assert "deserve a look (layer.head): nonfinite 1.1" in pages["broken"].read_text()
+    assert "heads are nonfinite: 1.1" in pages["broken"].read_text()
 
 
 def test_the_headline_is_about_the_model_and_not_the_prediction(
@@ -179,9 +179,9 @@ def test_the_headline_is_about_the_model_and_not_the_prediction(
     header = re.search(r"<header>(.*?)</header>", pages["broken"].read_text(), re.DOTALL)
     assert header is not None
     assert summary(found.rows, found.verdicts) in header[1].partition('<p class="verdict">')[2].partition("</p>")[0]
-    assert header[1].index("deserve a look") < header[1].index("Predicted entropy is off by")
+    assert header[1].index("are nonfinite") < header[1].index("Predicted entropy is off by")
     text = " ".join(printed(found).split())
-    assert text.index("deserve a look") < text.index("Predicted entropy is off by")
+    assert text.index("are nonfinite") < text.index("Predicted entropy is off by")
 
 
 # ---- in a real browser ----
@@ -339,7 +339,7 @@ def printed(found: Probe, width: int = 140) -> str:
 
 def test_terminal_shows_heads_flags_and_kinds(probes: dict[str, Probe]) -> None:
     text = printed(probes["broken"])
-    assert "every head, what deserves a look first" in text
+    assert "every head, faults first" in text
     assert "Restore an earlier checkpoint" in text
     for kind in ("exact (", "predicted (", "prior (", "bound ("):
         assert kind in text
@@ -429,7 +429,9 @@ def test_text_from_standard_input_and_fail_on(
     monkeypatch.setattr(sys, "stdin", io.StringIO(words.read_text()))
     result = run("probe", saved, "--text", "-", *SMALL, "--fail-on", "entropy>=0")
     assert result.status == 1
-    assert "12 heads cross --fail-on, first entropy>=0 at layer 0 head 0" in result.err
+    assert "--fail-on: entropy " in result.err
+    assert " has reached 0 at " in result.err
+    assert " and 6 more: " in result.err
     assert run("probe", saved, "--text", words, *SMALL, "--fail-on", "locked, exploding, max_logit>1e9").status == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from copy import deepcopy
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ from tests.report.visits import Visit, data_of, needs_browser
 DEMO = str(files("locater") / "demo")
 
 
+def noted() -> Scan:
+    """The demo with a note at two heads."""
+    found = scan(DEMO, details=True)
+    at = {(2, 1), (4, 3)}
+    return replace(
+        found, rows=[replace(r, flags=("antisymmetric",) if (r.layer, r.head) in at else ()) for r in found.rows]
+    )
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
@@ -33,7 +43,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     twin = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 8, 64, batch_first=True), 3)
     with torch.no_grad():
         for block in twin.layers[1:]:  # the first layer keeps its size, so that not every head is sharp
-            block.self_attn.in_proj_weight *= 3
+            block.self_attn.in_proj_weight *= 6
     compare(other, twin).report(folder / "twins.html")
     compare(DEMO, other).report(folder / "strangers.html")
     with torch.no_grad():
@@ -49,6 +59,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         other.layers[1].self_attn.in_proj_weight[8 * 5] = torch.nan  # a row of head 5
     scan(other).report(folder / "broken.html")
     scan(DEMO).save(folder / "demo.json")
+    noted().report(folder / "noted.html")
     Scan.load(folder / "demo.json").report(folder / "loaded.html")
     compare(folder / "demo.json", DEMO).report(folder / "half.html")
     (folder / "demo.json").unlink()
@@ -167,7 +178,7 @@ def test_comparison_subtracts_b_minus_a() -> None:
     torch.manual_seed(0)
     a, b = nn.MultiheadAttention(32, 4), nn.MultiheadAttention(32, 4)
     with torch.no_grad():
-        b.in_proj_weight *= 8
+        b.in_proj_weight *= 9
     found = compare(a, b)
     for change, x, y in zip(found.rows, scan(a).rows, scan(b).rows, strict=True):
         assert change.difference["F"] == pytest.approx(y.F - x.F)
@@ -240,10 +251,10 @@ def test_metric_and_flag_choices_change_the_map(browser: Any, pages: dict[str, P
 
 @needs_browser
 def test_a_flag_dims_the_others_and_goes_to_its_first_head(browser: Any, pages: dict[str, Path]) -> None:
-    visit = Visit(browser, pages["demo"], choice="#layer=5&head=3")
-    flagged = [r for r in scan(DEMO).rows if "few-directions" in r.flags]
+    visit = Visit(browser, pages["noted"], choice="#layer=5&head=3")
+    flagged = [r for r in noted().rows if "antisymmetric" in r.flags]
     assert visit.text("#which") == "Layer 5, head 3"
-    button = visit.page.locator('button.flag[data-flag="few-directions"]')
+    button = visit.page.locator('button.flag[data-flag="antisymmetric"]')
     button.click()
     assert visit.page.locator("#heatmap .cell.dim").count() == 24 - len(flagged)
     assert visit.text("#which") == f"Layer {flagged[0].layer}, head {flagged[0].head}"
@@ -297,8 +308,8 @@ def test_a_comparison_opens_on_what_moved_most(browser: Any, pages: dict[str, Pa
 @needs_browser
 def test_the_header_says_in_plain_words_where_numbers_come_from(browser: Any, pages: dict[str, Path]) -> None:
     visit = Visit(browser, pages["demo"])
-    assert visit.text("header summary") == "From weights only; not measured on data."
-    assert visit.text("header .verdict") == "No head deserves a look."
+    assert visit.text("header summary") == "Predicted from weights alone, which is a prior; not measured on data."
+    assert visit.text("header .verdict") == "No problems found."
     assumed = visit.page.locator("header details p")
     assert "unit tokens" in str(assumed.text_content())
     assert assumed.is_hidden()
@@ -311,8 +322,8 @@ def test_harmless_flags_have_a_colour_of_their_own(browser: Any, pages: dict[str
     def border(visit: Visit, selector: str) -> str:
         return str(visit.page.locator(selector).first.evaluate("e => getComputedStyle(e).borderLeftColor"))
 
-    calm, alarm = Visit(browser, pages["demo"]), Visit(browser, pages["twins"])
-    calm.page.click('button[data-flag="few-directions"]')
+    calm, alarm = Visit(browser, pages["noted"]), Visit(browser, pages["twins"])
+    calm.page.click('button[data-flag="antisymmetric"]')
     alarm.page.click('button[data-flag="sharp"]')
     for selector in ("button.flag", "#findings .finding"):
         assert border(calm, selector) != border(alarm, selector)

@@ -45,7 +45,7 @@ def made_rows(
                         "width": 32,
                         "head_dim": 8,
                         **numbers,
-                        "flags": sharp + ["repels-itself"] * (M < -1),
+                        "flags": sharp + ["antisymmetric"] * (M < -1),
                         "faults": sharp,
                         "source": f"runs/{run}/step-{step}",
                         "run": run,

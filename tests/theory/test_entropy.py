@@ -13,10 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special, stats
+from scipy import stats
 from torch import Tensor
 
-from locater.theory import entropy_floor, entropy_floor_of_range, entropy_ratio, expected_entropy
+from locater.theory import (
+    entropy_floor,
+    entropy_floor_of_range,
+    entropy_ratio,
+    expected_entropy,
+    second_order_entropy,
+    variance_at,
+)
 
 
 def entropy(logits: np.ndarray) -> np.ndarray:
@@ -163,26 +170,59 @@ def test_the_floor_of_a_range_falls_from_uniform_to_nothing() -> None:
 # --- the estimate -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variance", [0.01, 0.1, 0.5, 1.0])
-def test_expected_entropy_is_that_of_normal_logits(variance: float) -> None:
-    length = 4096
-    seen = entropy(np.random.default_rng(1).normal(0, math.sqrt(variance), (400, length)))
-    # log T - v/2 is the limit of many keys; the next order is below this
-    finite = variance * math.exp(variance) / length
-    error = 5 * seen.std(ddof=1) / math.sqrt(len(seen))
-    assert abs(seen.mean() - expected_entropy(variance, length).item()) < error + finite
-    assert error + finite < 0.2 * variance / 2, "the test would not see a wrong coefficient of v"
+def drawn_entropies(spread: float, length: int, rows: int, seed: int) -> np.ndarray:
+    """Of rows of normal logits, drawn in float64, some at a time."""
+    rng, some = np.random.default_rng(seed), max(1, 2_000_000 // length)
+    parts = [entropy(rng.normal(0, spread, (min(some, rows - at), length))) for at in range(0, rows, some)]
+    return np.concatenate(parts)
 
 
-def test_expected_entropy_is_zero_from_collapse_on() -> None:
-    length = 4096
-    edge = 2 * math.log(length)
-    assert expected_entropy(edge * 0.99, length).item() > 0
-    assert expected_entropy(torch.tensor([edge, 4 * edge]), length).tolist() == pytest.approx([0, 0], abs=1e-6)
-    collapsed = entropy(np.random.default_rng(2).normal(0, math.sqrt(4 * edge), (200, length)))
-    # so do drawn logits: beyond the edge the random energy model has psi(1) - psi(1 - sqrt(edge/v)) nats, however many
-    # the keys
-    assert collapsed.mean() < special.digamma(1) - special.digamma(0.5) < 0.2 * math.log(length)
+@pytest.mark.parametrize("length", [2, 3, 16, 256, 4096])
+def test_expected_entropy_is_that_of_drawn_rows(length: int) -> None:
+    """To 0.01 nats, from uniform rows to one-hot ones; the rows are so many that an error of 0.01 would show."""
+    for seed, spread in enumerate((0.1, 1.0, 3.33, 10.0, 15.1, 83.7)):
+        seen = drawn_entropies(
+            spread, length, min(60_000, (15_000_000 if length == 256 else 4_000_000) // length), seed
+        )
+        error = seen.std(ddof=1) / math.sqrt(len(seen))
+        found = expected_entropy(spread**2, length).item()
+        assert abs(seen.mean() - found) < 0.002 + 4 * error, (length, spread)
+        assert error < 0.0033 or length > 256, "too few rows to tell"
+
+
+@pytest.mark.parametrize("length", [2, 256, 10**9])
+def test_expected_entropy_has_its_limits_and_falls_between_them(length: int) -> None:
+    v = torch.cat([torch.zeros(1), torch.logspace(-3, 12, 151)]).double()
+    found = expected_entropy(v, length)
+    assert found[0].item() == pytest.approx(math.log(length), abs=1e-8)
+    assert bool((found.diff() < 0).all()), "it falls, also where the integral gives way to its continuation"
+    assert 0 < found[-1].item() < 2e-5
+    ends = expected_entropy(torch.tensor([math.inf, math.nan, -1.0]), length).tolist()
+    assert ends[0] == 0
+    assert [math.isnan(x) for x in ends] == [False, True, True]
+    assert expected_entropy(torch.rand(2, 3), length).shape == (2, 3)
+
+
+def test_expected_entropy_of_a_head_does_not_depend_on_its_batch() -> None:
+    v = torch.tensor([0.0, 0.3, 4.0, 11.1, 224.0, 226.0, 7000.0], dtype=torch.float64)
+    assert expected_entropy(v, 256).tolist() == [expected_entropy(x, 256).item() for x in v]
+
+
+def test_expected_entropy_is_not_zero_where_its_second_order_is() -> None:
+    """At v = 2 log T: 2.26 nats of 5.55 are left over 256 keys. Scans said 0 there."""
+    edge = 2 * math.log(256)
+    assert second_order_entropy(torch.tensor([edge, 4 * edge]), 256).tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert expected_entropy(edge, 256).item() == pytest.approx(2.26, abs=0.01)
+    assert second_order_entropy(0.01, 4096).item() == pytest.approx(expected_entropy(0.01, 4096).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 256, 8192])
+def test_variance_at_is_where_the_expected_entropy_has_fallen_to_a_share(length: int) -> None:
+    for share in (0.9, 0.5, 0.1, 0.02):
+        assert expected_entropy(variance_at(share, length), length).item() == pytest.approx(
+            share * math.log(length), abs=1e-4
+        )
+    assert variance_at(0.1, 256) ** 0.5 == pytest.approx(10.13, abs=0.01)
 
 
 # --- the ratio --------------------------------------------------------------------------------------------------------

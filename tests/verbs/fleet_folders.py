@@ -36,7 +36,7 @@ def checkpoint(folder: Path, seed: int, **changes: Any) -> Path:
         stem = f"model.layers.{layer}"
         for name, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
             rows = config[heads] * size
-            tensors[f"{stem}.self_attn.{name}_proj.weight"] = torch.randn(rows, width, generator=generator) * 0.3
+            tensors[f"{stem}.self_attn.{name}_proj.weight"] = torch.randn(rows, width, generator=generator) * 0.53
         tensors[f"{stem}.self_attn.o_proj.weight"] = torch.randn(
             width, config["num_attention_heads"] * size, generator=generator
         )

@@ -17,7 +17,9 @@ from torch import nn
 
 from locater import ComparisonSeries, LocaterError, Scan, compare, scan
 from locater.report.change_words import changes_sentences
+from locater.report.scan_columns import in_words
 from locater.report.series_words import fault_sentence, series_sentences
+from locater.report.tables import number
 from locater.verbs.compare_result import ComparedTensors
 from tests.conftest import Result
 
@@ -25,7 +27,7 @@ Run = Callable[..., Result]
 DEMO = Path(str(files("locater") / "demo"))
 
 
-def one_head_larger(by: float = 20.0) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
+def one_head_larger(by: float = 60.0) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
     """Two layers of four heads that are the same, but for the queries of head 2."""
     torch.manual_seed(0)
     a, b = nn.MultiheadAttention(32, 4), nn.MultiheadAttention(32, 4)
@@ -36,7 +38,7 @@ def one_head_larger(by: float = 20.0) -> tuple[nn.MultiheadAttention, nn.Multihe
 
 
 def test_what_changed_most() -> None:
-    a, b = one_head_larger()
+    a, b = one_head_larger(20.0)
     comparison = compare(a, b)
     first = comparison.head_changes()[0]
     assert (first.layer, first.head) == (0, 2)
@@ -48,8 +50,9 @@ def test_what_changed_most() -> None:
             largest = max(row.F**0.5 for x in (a, b) for row in scan(x).rows)  # type: ignore[operator]
             assert change.size == pytest.approx((change.after - change.before) / largest)
     words = " ".join(changes_sentences(comparison))
-    fall = f"from {row_a.expected_entropy:.2f} to {row_b.expected_entropy:.2f}"
-    assert words.endswith(f"Heads that changed most (layer.head): expected entropy (nats): 0.2 {fall}.")
+    change = f"{in_words()[first.column]}: 0.2 from {number(first.before)} to {number(first.after)}"
+    assert words.endswith(f"Heads that changed most (layer.head): {change}.")
+    assert {(row_a[first.column], row_b[first.column])} == {(first.before, first.after)}
     document = comparison.to_dict()["changes"]
     assert document["heads"][0]["head"] == 2
     assert set(document["columns"]) == {change.column for change in comparison.changes}
@@ -114,7 +117,7 @@ def test_a_head_that_breaks_comes_first() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """Scans on disk: of a model, of the same with one head twenty times as large, and of another shape."""
+    """Scans on disk: of a model, of the same with one head sixty times as large, and of another shape."""
     folder = tmp_path_factory.mktemp("compared")
     paths = folder / "a.json", folder / "b.json", folder / "other.json"
     for model, path in zip((*one_head_larger(), nn.MultiheadAttention(32, 2)), paths, strict=True):
@@ -146,8 +149,8 @@ def test_fail_on_what_is_new(
     assert result.status == status, result.err
     assert len(result.err.splitlines()) == (status != 0)
     if status == 1:
-        assert "1 head crosses --fail-on" in result.err
-        assert "layer 0 head 2" in result.err
+        assert "0.2" in result.err
+        assert ("1 head is newly sharp: 0.2 (H ratio 0.0" in result.err) == (conditions == "sharp")
     assert run("compare", saved[0], saved[0], "--fail-on", conditions).status == (2 if status == 2 else 0)
 
 
@@ -177,7 +180,7 @@ def growing(factors: tuple[float, ...]) -> list[nn.MultiheadAttention]:
 
 
 def test_a_series_says_what_changed_and_between_which() -> None:
-    models = growing((1.0, 20.0, 1.0))
+    models = growing((1.0, 60.0, 1.0))
     series = compare(*models)
     assert isinstance(series, ComparisonSeries)
     first = series.head_changes()[0]
@@ -229,10 +232,10 @@ def test_the_page_of_a_series_has_its_steps(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved_series(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Scans of a head that grows fourfold twice, then falls back: F by 16 each time."""
+    """Scans of a head that grows eightfold twice, then falls back: F by 64 each time."""
     folder = tmp_path_factory.mktemp("series")
     paths = [folder / f"step-{at}.json" for at in range(4)]
-    for model, path in zip(growing((4.0, 4.0, 1 / 16)), paths, strict=True):
+    for model, path in zip(growing((8.0, 8.0, 1 / 64)), paths, strict=True):
         scan(model).save(path)
     return paths
 
@@ -255,7 +258,10 @@ def test_fail_on_along_a_series(
 ) -> None:
     result = run("compare", *saved_series, "--fail-on", conditions)
     assert result.status == (0 if pair is None else 1), result.err
-    assert result.err.strip().endswith(f"at layer 0 head 2 from {pair}" if pair else "")
+    if pair is not None:
+        assert result.err.startswith("locater: --fail-on: ")
+        assert f" 0.2 from {pair}" in result.err
+        assert "2 heads" not in result.err, "one head, which crosses between two and over all"
 
 
 def test_small_changes_that_add_up(run: Callable[..., Result], saved_series: list[Path]) -> None:
@@ -264,7 +270,7 @@ def test_small_changes_that_add_up(run: Callable[..., Result], saved_series: lis
     assert changes["A to C"] == pytest.approx(changes["A to B"] + changes["B to C"])
     bound = (changes["B to C"] + changes["A to C"]) / 2
     result = run("compare", *saved_series[:3], "--fail-on", f"change_F>{bound}")
-    assert (result.status, result.err.strip().endswith("head 2 from A to C")) == (1, True)
+    assert (result.status, "at 0.2 from A to C (" in result.err) == (1, True)
 
 
 def test_a_series_refuses_what_it_cannot_compare(

@@ -101,7 +101,6 @@ INTEGRALS = (attenuation._squares, attenuation._participation, attenuation._entr
 
 def columns_of(m: Moments, spread: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, getattr(m, name)) for name in MOMENTS)
-    yield "expected_entropy", theory.expected_entropy(spread, 64)
     yield "localization", theory.localization(*theory.unit_moments(m, 0.5))
     yield "signal_propagation", theory.signal_propagation(*theory.unit_moments(m, 0.5), 64)
     keys = attenuation._keys([8, 64], spread.device)

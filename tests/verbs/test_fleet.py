@@ -381,7 +381,7 @@ def test_the_command_says_what_there_is(steps: Path, scanned: Path, tmp_path: Pa
         assert said["first"]["step"] == min(row["step"] for row in rows if flag in row["flags"])
         assert said["heads"] == len({(r["layer"], r["head"]) for r in rows if flag in r["flags"]})
     sharp = sum("sharp" in row["flags"] for row in rows)
-    assert f"{sharp} heads cross --fail-on, first sharp at layer" in shown.err
+    assert f"locater: --fail-on: {sharp} heads are sharp, worst " in shown.err
     assert run("fleet", scanned, "--fail-on", "M<-1e9").status == 0
     assert json.loads(run("fleet", scanned, "--json", "-").out) == document
     assert "<table>" in locater.Fleet.open(scanned)._repr_html_()

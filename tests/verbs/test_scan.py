@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -176,16 +177,18 @@ def test_cross_attention_has_no_traces() -> None:
         assert row.F == pytest.approx(row.frobenius_sq * row.scale**2)
 
 
-def test_longer_views_raise_the_bar_for_sharp() -> None:
-    """sqrt v > sqrt(2 log T): the same head is sharp over few tokens and not over many."""
+def test_sharp_is_where_the_entropy_of_a_row_is_below_a_tenth_of_log_T() -> None:
+    """Over few tokens that needs a larger spread: the same head is sharp over many and not over two."""
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(32, 2)
     with torch.no_grad():
-        attention.in_proj_weight *= 2
-    short, long = scan(attention, length=4).rows[0], scan(attention, length=100_000).rows[0]
+        attention.in_proj_weight *= 5
+    short, long = scan(attention, length=2).rows[0], scan(attention, length=100_000).rows[0]
     assert short.F == long.F
-    assert "sharp" in short.flags
-    assert "sharp" not in long.flags
+    assert short.expected_entropy > 0.1 * math.log(2)
+    assert long.expected_entropy < 0.1 * math.log(100_000)
+    assert "sharp" not in short.flags
+    assert "sharp" in long.flags
 
 
 def test_frames(saved_llama: Path) -> None:

@@ -72,4 +72,4 @@ def command(
             print_series(result, console)
 
     deliver(result, title, show, json, report)
-    exit_if_crossed(conditions, rows)
+    exit_if_crossed(conditions, rows, scans[0].assumptions["length"])

@@ -95,8 +95,8 @@ def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition], wh
     """Status 2 where a checkpoint that was asked for failed, or where --fail-on could not be tried on it because it is
     not scanned (but for jobs that do a part); 1 where a head meets a condition of --fail-on.
     """
-    crossed = fleet.first_crossing(conditions, asked)
-    if crossed is not None:
+    crossed = fleet.crossings(conditions, asked)
+    if crossed:
         print(one_line(f"locater: {crossed}"), file=sys.stderr)
     failed = {source: reason for source, reason in fleet.errors.items() if source in asked}
     if failed:
@@ -119,5 +119,5 @@ def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition], wh
             file=sys.stderr,
         )
         raise typer.Exit(2)
-    if crossed is not None:
+    if crossed:
         raise typer.Exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from rich.console import Console
 from locater.cli.shell import stdout_console
 from locater.escapes import one_line
 from locater.files import write_whole
-from locater.findings import Condition
+from locater.findings import Condition, crossings
 
 
 class Document(Protocol):
@@ -46,20 +45,10 @@ def deliver(
             console.print(f"{label} written to {path}", markup=False, highlight=False)
 
 
-def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> None:
-    """End with status 1 if a head meets a condition of --fail-on. Name the first that does; where heads meet several
-    conditions, also how many meet each: a CI log should not hide `nonfinite` behind `sharp`.
+def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]], length: int) -> None:
+    """End with status 1 if a head meets a condition of --fail-on, and say of each condition how many heads meet it and
+    which is the worst: a CI log should not hide `nonfinite` behind `sharp`.
     """
-    crossed = [(condition.text, row) for condition in conditions for row in rows if condition.test(row)]
-    if not crossed:
-        return
-    text, row = crossed[0]
-    count = len({(r["layer"], r["head"]) for _, r in crossed})
-    heads = "1 head crosses" if count == 1 else f"{count} heads cross"
-    where = f" from {row['where']}" if "where" in row else ""  # of several scans
-    place = f"layer {row['layer']} head {row['head']}"
-    each = Counter(text for text, _ in {(text, (r["layer"], r["head"])) for text, r in crossed})
-    counts = ", ".join(f"{name} {each[name]}" for name in dict.fromkeys(name for name, _ in crossed))
-    more = f" ({counts})" if len(each) > 1 else ""
-    print(one_line(f"locater: {heads} --fail-on, first {text} at {place}{where}{more}"), file=sys.stderr)
-    raise typer.Exit(1)
+    if line := crossings(conditions, rows, length):
+        print(one_line(f"locater: --fail-on: {line}"), file=sys.stderr)
+        raise typer.Exit(1)

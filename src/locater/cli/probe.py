@@ -85,7 +85,7 @@ def command(
     if report is not None:
         result.report(report)
     deliver(result, result.source, lambda console: print_probe(result, console), json, report, save_statistics)
-    exit_if_crossed(conditions, [vars(row) for row in result.rows])
+    exit_if_crossed(conditions, [vars(row) for row in result.rows], result.assumptions["length"])
 
 
 def _text(text: str | None, images: str | None) -> tuple[str | Path | None, str | None]:

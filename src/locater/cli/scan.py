@@ -92,4 +92,4 @@ def command(
     if report is not None:
         result.report(report)
     deliver(result.plain(eigenvalues), result.title(), lambda console: print_scan(result, console), json, report)
-    exit_if_crossed(conditions, [vars(row) for row in result.rows])
+    exit_if_crossed(conditions, [vars(row) for row in result.rows], result.assumptions["length"])

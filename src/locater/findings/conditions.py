@@ -8,9 +8,10 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from locater.errors import LocaterError
-from locater.findings.flags import FLAG_NAMES, FLAGS, Flag, Numbers
+from locater.findings.flags import FLAG_NAMES, FLAGS, RETIRED, Flag, Numbers
 from locater.findings.remedies import LOWER_LOGITS, OF_FLAGS, RAISE_LOGITS, Remedy
 
 COMPARISON = r"(\w+)\s*(<=|>=|<|>)\s*(\S+)"
@@ -54,6 +55,8 @@ def parse_conditions(
 
 
 def _flag(part: str, measured: Sequence[str], option: str) -> Condition | None:
+    if part in RETIRED:
+        raise LocaterError(f"{option} {part}: no longer a flag; {RETIRED[part]}")
     if part in FLAG_NAMES and part not in measured:
         raise LocaterError(
             f"{option} {part}: this flag needs observation and weights alone do not show it; "
@@ -204,3 +207,70 @@ def _against(value: float, bound: float) -> str:
     """With as many digits as tell a value from its bound."""
     texts = (f"{value:.{digits}g}" for digits in range(2, 17))
     return next((text for text in texts if float(text) != bound), f"{value:g}")
+
+
+NAMED = 6  # heads that a line names for each condition
+
+
+def crossings(conditions: Sequence[Condition], rows: Sequence[Numbers], length: int) -> str:
+    """One line about the heads that meet conditions: for each condition how many, and the worst first; empty where none
+    does.
+
+    >>> rows = [{"layer": 4, "head": 7, "flags": ("sharp",), "F": 4e4, "key_bias": 0.0, "M": 0.0}]
+    >>> crossings(parse_conditions("sharp, M<-1", {"M"}, ["sharp"]), rows, length=256)
+    '1 head is sharp: 4.7 (H ratio 0.0043)'
+    """
+    found = [(condition, [row for row in rows if condition.test(row)]) for condition in conditions]
+    return "; ".join(_crossing(condition, some, length) for condition, some in found if some)
+
+
+def _crossing(condition: Condition, rows: Sequence[Numbers], length: int) -> str:
+    bad = [(_how_bad(condition, row, length), row) for row in rows]
+    bad.sort(key=lambda pair: -pair[0][0])
+    words = bad[0][0][1]
+    of_head: dict[Any, str] = {}
+    for _, row in bad:  # of several scans one head can have several rows
+        of_head.setdefault((row["layer"], row["head"], row.get("source")), _place(row))
+    places = list(of_head.values())
+    rest = f" and {len(places) - NAMED:,} more" if len(places) > NAMED else ""
+    if condition.column is not None:
+        at = f" at {', '.join(places[:NAMED])}{rest}"
+        if comparison(condition.text) is None:
+            return f"{condition.text}{at} (worst {words})"
+        crossed, meaning = reasons(condition, [row[condition.column] for row in rows])
+        return f"{crossed}{at}: {meaning}"
+    first = f"{places[0]} ({words})" if words else places[0]
+    one, several = _verbs(condition, rows)
+    if len(places) == 1:
+        return f"1 head {one}: {first}"
+    return f"{len(places):,} heads {several}, worst {first}, then {', '.join(places[1:NAMED])}{rest}"
+
+
+def _how_bad(condition: Condition, row: Numbers, length: int) -> tuple[float, str]:
+    """How bad a head is by a condition, larger is worse, and that in words."""
+    if condition.column is not None:
+        value = float(row[condition.column])
+        return (-value if "<" in condition.text else value), f"{value:.3g}"
+    flag = _flag_of(condition)
+    numbers = [row.get(column) for column in flag.needs] if flag is not None else []
+    if flag is not None and flag.worst is not None and None not in numbers:
+        return flag.worst(*numbers, length=length)
+    ratio = row.get("entropy_ratio")
+    if flag is not None and flag.confirmed is not None and ratio is not None:  # of a measured head
+        return (-ratio if flag.confirmed(0.0) else ratio), f"entropy ratio {ratio:.2g}"
+    return float("nonfinite" in row["flags"]), ""
+
+
+def _verbs(condition: Condition, rows: Sequence[Numbers]) -> tuple[str, str]:
+    """What is said of one head, and of several."""
+    flag = _flag_of(condition)
+    if flag is None:
+        return f"has a new {condition.text}", f"have a new {condition.text}"
+    one = flag.verb.replace("is ", "is newly ") if any(row.get("new") for row in rows) else flag.verb
+    return one, one.replace("is ", "are ", 1).replace("raises ", "raise ", 1)
+
+
+def _place(row: Numbers) -> str:
+    """`4.7`; of several scans also which."""
+    where = f" from {row['where']}" if "where" in row else f" of {row['source']}" if "source" in row else ""
+    return f"{row['layer']}.{row['head']}{where}"

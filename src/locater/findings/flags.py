@@ -17,7 +17,7 @@ Numbers = Mapping[str, Any]  # a row by column; a number that was not measured i
 class Flag:
     """One line of the table. `rule` reads the columns in `needs`; without them the flag is not raised.
 
-    A fault deserves a look, a note does not. `locater.findings.judge` turns some faults into notes.
+    A fault says that something is wrong, a note does not. `locater.findings.judge` turns some faults into notes.
     """
 
     name: str
@@ -28,6 +28,12 @@ class Flag:
     way_out: str
     on_purpose: bool = False  # a head with a role raises it by doing its work
     confirmed: Callable[[float], bool] | None = None  # for a prediction: does the measured entropy_ratio agree?
+    worst: Callable[..., tuple[float, str]] | None = None  # (*needs, length) -> how bad a head is, and that in words
+
+    @property
+    def verb(self) -> str:
+        """What a sentence says of a head that raises it: `is sharp`, `raises sink`."""
+        return f"raises {self.name}" if self.severity == "note" else f"is {self.name}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,19 @@ def key_variance(F: Any, key_bias: Any) -> Any:
     numbers, or of tensors.
     """
     return F + key_bias**2
+
+
+def _locked_variance(length: int) -> float:
+    """The variance of logits above which the expected entropy of a row is below LOCKED of that of uniform attention."""
+    from locater.theory import variance_at  # needs torch, and `locater --help` reads this table
+
+    return variance_at(LOCKED, length)
+
+
+def _how_sharp(variance: float, length: int) -> tuple[float, str]:
+    from locater.theory import expected_entropy
+
+    return variance, f"H ratio {expected_entropy(variance, length).item() / math.log(length):.2g}"
 
 
 # largest logit: catches as many failures as 100, with half of the false alarms (docs/results/early-warning.md)
@@ -78,18 +97,23 @@ FLAGS: tuple[Flag, ...] = (
         "In a trained model it is a candidate for pruning; "
         "before training start it larger or with a positive mean (control Mimetic)",
         confirmed=lambda entropy_ratio: entropy_ratio > LEVEL,
+        worst=lambda F, key_bias, length: (
+            -key_variance(F, key_bias),
+            f"spread {key_variance(F, key_bias) ** 0.5:.2g}",
+        ),
     ),
     Flag(
         "sharp",
         "fault",
         ("F", "key_bias"),
-        lambda F, key_bias, length: key_variance(F, key_bias) > 2 * math.log(length),
-        "its logits spread so far that each token locks onto one other: little gradient passes, "
+        lambda F, key_bias, length: key_variance(F, key_bias) > _locked_variance(length),
+        "its logits spread so far that rows of attention are nearly one-hot: little gradient passes, "
         "and training can become unstable",
         "If locater probe shows no role such as previous-token, lower the learning rate "
         "or attach QKClip, QKNorm or LocAteR",
         on_purpose=True,
         confirmed=lambda entropy_ratio: entropy_ratio < LOCKED,
+        worst=lambda F, key_bias, length: _how_sharp(key_variance(F, key_bias), length),
     ),
     Flag(
         "silent",
@@ -100,28 +124,13 @@ FLAGS: tuple[Flag, ...] = (
         "If it was not pruned on purpose, restore these weights: a conversion or a merge has lost them",
     ),
     Flag(
-        "repels-itself",
-        "note",
-        ("M",),
-        lambda M, length: M < -1,
-        "its mean self-logit is negative: a token looks away from tokens like itself",
-        "Nothing to do; common in heads that look for difference, such as previous-token or suppression heads",
-    ),
-    Flag(
         "antisymmetric",
         "note",
         ("S", "F"),
         lambda S, F, length: F > 0 and S / F < -0.5,
         "its query-key map mostly rotates: who looks at whom is one-way",
         "Nothing to do; read its eigenvalues in the complex plane and not by their mean",
-    ),
-    Flag(
-        "few-directions",
-        "note",
-        ("skew",),
-        lambda skew, length: abs(skew) > 0.75,
-        "a few directions of its input decide its logits: the closed form for localization does not apply",
-        "Nothing to do; its localization comes from 4,096 draws of the exact mixture",
+        worst=lambda S, F, length: (-S / F, f"S/F {S / F:.2g}"),
     ),
     Flag(
         "exploding",
@@ -132,6 +141,7 @@ FLAGS: tuple[Flag, ...] = (
         "and half precision is near its limits",
         "Clip or normalise queries and keys (controls QKClip, QKNorm), or lower the learning rate, "
         "before the loss diverges",
+        worst=lambda max_logit, length: (max_logit, f"largest logit {max_logit:.3g}"),
     ),
     Flag(
         "locked",
@@ -142,6 +152,7 @@ FLAGS: tuple[Flag, ...] = (
         "so it hardly learns any more",
         "If the loss stalls or spikes, lower the learning rate or attach QKClip, EntropyPenalty or LocAteR",
         on_purpose=True,
+        worst=lambda entropy_ratio, length: (-entropy_ratio, f"entropy ratio {entropy_ratio:.2g}"),
     ),
     Flag(
         "sink",
@@ -151,6 +162,7 @@ FLAGS: tuple[Flag, ...] = (
         "its observed attention rests on the first token: it adds next to nothing on this text",
         "Nothing to do, it is usual in trained decoders; "
         "to use such heads, prune them or give the softmax a sink of its own",
+        worst=lambda sink, length: (sink, f"{sink:.2g} of its weight there"),
     ),
 )
 ROLES: tuple[Role, ...] = (
@@ -183,13 +195,18 @@ ROLES: tuple[Role, ...] = (
 )
 NO_ROLE = ("nonfinite", "silent")
 FLAG_NAMES = tuple(flag.name for flag in FLAGS)
+# flags of earlier versions that are columns now, and where they went
+RETIRED = {
+    "few-directions": "it is the column skew of locater scan, beyond 0.75 in size: --fail-on 'skew>0.75, skew<-0.75'",
+    "repels-itself": "it is the column M of locater scan, below -1: --fail-on 'M<-1'",
+}
 
 
 def flags_of(row: Numbers, length: int) -> tuple[str, ...]:
     """Names of the flags that a row raises.
 
-    >>> flags_of({"finite": True, "M": -3.0, "F": 100.0, "S": 1.0, "key_bias": 0.0, "skew": 0.1}, length=256)
-    ('sharp', 'repels-itself')
+    >>> flags_of({"finite": True, "F": 400.0, "S": -300.0, "key_bias": 0.0}, length=256)
+    ('sharp', 'antisymmetric')
     """
     return tuple(flag.name for flag in FLAGS if applies(flag, row, length))
 

@@ -8,17 +8,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from locater.findings.flags import FLAG_NAMES, FLAGS, LEVEL, NO_ROLE, ROLES, Flag, Numbers, Role, applies, key_variance
+from locater.findings.flags import (
+    FLAG_NAMES,
+    FLAGS,
+    LEVEL,
+    NO_ROLE,
+    RETIRED,
+    ROLES,
+    Flag,
+    Numbers,
+    Role,
+    applies,
+    key_variance,
+)
 
 # variance of logits of a nearly uniform head: trained models lie above it (docs/log.md, 2026-11-16), a new GPT-2 below
 NEAR_UNIFORM = 0.1
 UNTRAINED = 0.8  # share of nearly uniform heads, from which the model as a whole is called untrained
+RETIRED_REASON = "A flag of an earlier version of Locater, which is a column now: docs/theory.md, section 9"
+UNKNOWN_REASON = "A flag of another version of Locater: scan the model again"
 
 
 class Verdict(NamedTuple):
     """The flags of one head, judged."""
 
-    faults: tuple[str, ...]  # flags that deserve a look
+    faults: tuple[str, ...]  # flags that say something is wrong
     notes: dict[str, str]  # every other flag, and why it is no fault here
     role: str | None  # a name of ROLES
 
@@ -73,7 +87,7 @@ def _verdict(row: Numbers, length: int, alike: Mapping[str, bool]) -> Verdict:
     role = next((role for role in ROLES if acts and applies(role, row, length)), None)
     reasons = {flag.name: _excuse(flag, row, role, alike) for flag in FLAGS if flag.name in row["flags"]}
     unknown = (name for name in row["flags"] if name not in FLAG_NAMES)
-    reasons |= dict.fromkeys(unknown, "A flag of another version of Locater: scan the model again")
+    reasons |= {name: RETIRED_REASON if name in RETIRED else UNKNOWN_REASON for name in unknown}
     faults = tuple(name for name, reason in reasons.items() if not reason)
     return Verdict(faults, {name: reason for name, reason in reasons.items() if reason}, role.name if role else None)
 

@@ -21,6 +21,7 @@ from locater.report.tables import (
     noted,
     number,
     origin,
+    predicted_from,
     roles_sentence,
     summary,
 )
@@ -37,7 +38,8 @@ OBSERVED = ("H", "first", "max logit", "distance", "top")  # headings of a probe
 
 def scan_in_notebook(scan: Scan) -> str:
     title = f"{short_name(scan.source)}: {len(scan.rows)} heads in {len(scan.layers)} attention layers"
-    sentences = (summary(scan.rows, scan.verdicts), noted(scan.rows, scan.verdicts), origin(scan.assumptions))
+    verdict = summary(scan.rows, scan.verdicts, predicted_from(scan.assumptions))
+    sentences = (verdict, noted(scan.rows, scan.verdicts), origin(scan.assumptions))
     return heads_display(title, sentences, of_scan(scan), SCAN, scan.rows, scan.verdicts)
 
 
@@ -93,7 +95,7 @@ def heads_display(
     rows: Sequence[Any],
     verdicts: Sequence[Verdict],
 ) -> str:
-    """A result with a row per head: sentences, the map of one number, and the heads that deserve a look first."""
+    """A result with a row per head: sentences, the map of one number, and the heads with faults first."""
     shown = chosen(rows, verdicts, LISTED)
     lines = [
         [str(row.layer), str(row.head), *(number(read(row)) for read in columns.values()), _flags(verdict)]

@@ -9,7 +9,9 @@ from locater.findings import Verdict
 from locater.report.change_words import changes_sentences
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
 from locater.report.scan_columns import by_column, changes, quantities, telling
-from locater.report.tables import NO_ROLES, collapse_risk, directions, moved, noted, origin, summary
+from locater.report.tables import NO_ROLES, collapse_risk, directions, moved, noted, origin, predicted_from, summary
+from locater.theory import variance_at
+from locater.theory.propagation import COLLAPSED
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ def scan_page(scan: Scan) -> str:
     risk = collapse_risk(scan.layers, scan.assumptions["length"])
     sentences = (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk, directions(scan.rows))
     counts = " ".join(filter(None, sentences))
-    return _page(short_name(scan.source), summary(scan.rows, scan.verdicts), counts, [scan], aligned=True)
+    return _page(short_name(scan.source), _verdict(scan), counts, [scan], aligned=True)
 
 
 def compare_page(comparison: Comparison) -> str:
@@ -40,7 +42,7 @@ def compare_page(comparison: Comparison) -> str:
         verdict = moved(a.verdicts, b.verdicts)
         changed = " ".join(changes_sentences(comparison))
     else:
-        verdict = " ".join(f"{letter}: {summary(x.rows, x.verdicts)}" for letter, x in (("A", a), ("B", b)))
+        verdict = " ".join(f"{letter}: {_verdict(x)}" for letter, x in (("A", a), ("B", b)))
         counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
     return _page(f"{short_name(a.source)} against {short_name(b.source)}", verdict, counts, [a, b], aligned, changed)
 
@@ -63,9 +65,15 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
     }
     data = {
         "length": assumed["length"],
+        "sharp": significant(variance_at(COLLAPSED, assumed["length"]) ** 0.5),  # a line in the map of M and √F
         "aligned": aligned,
         "metrics": {
-            name: {"label": x.label, "diverging": x.diverging, "least": x.least, "meaning": x.meaning}
+            name: {
+                "label": x.label + ", by the old formula" * (scans[0].old and name == "expected_entropy"),
+                "diverging": x.diverging,
+                "least": x.least,
+                "meaning": x.meaning,
+            }
             for name, x in quantities(assumed["length"]).items()
         },
         "opening": _opening(scans, aligned, assumed["length"]),
@@ -123,6 +131,10 @@ def _head_data(row: HeadRow, verdict: Verdict, place: int, rotary: bool) -> dict
         data["even"], data["odd"] = ([significant(x, 3) for x in row.drive[part]] for part in ("even", "odd"))
         data["still"] = significant(row.drive["still"])
     return data
+
+
+def _verdict(scan: Scan) -> str:
+    return summary(scan.rows, scan.verdicts, predicted_from(scan.assumptions))
 
 
 def _sizes(scan: Scan) -> str:

@@ -59,8 +59,8 @@ def quantities(length: int) -> dict[str, Quantity]:
         ),
         (
             *("sqrtF", "√F", "spread of logits", False, 0.5),
-            "How far logits spread over keys. Near 0 attention is uniform (rank collapse); above √(2 log T) it locks "
-            "onto single tokens (entropy collapse).",
+            "How far logits spread over keys. Near 0 attention is uniform (rank collapse); far above √(2 log T) "
+            "each row locks onto single tokens (entropy collapse).",
         ),
         (
             *("concentration", "κ", "concentration of the spectrum", True, 0.1),

@@ -36,8 +36,11 @@ PROBE: dict[str, Read] = {
 }
 
 
-def summary(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
-    """How many heads deserve a look, which, and why. An untrained model gets one sentence, not one per head."""
+def summary(rows: Sequence[Any], verdicts: Sequence[Verdict], predicted: str = "") -> str:
+    """Which heads have which fault. An untrained model gets one sentence, not one per head.
+
+    `predicted` says from what flags were predicted (`predicted_from`); without it they were measured.
+    """
     if not rows:
         return "There is no head."
     sentences = []
@@ -47,13 +50,26 @@ def summary(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
         sentences.append(
             f"{which} are near uniform: this looks like an untrained model (in a trained one, attention has collapsed)."
         )
-    faulty = sum(bool(verdict.faults) for verdict in verdicts)
-    if faulty:
-        verb, names = "deserves" if faulty == 1 else "deserve", "; ".join(_named(rows, verdicts))
-        sentences.append(f"{faulty:,} of {counted(len(rows), 'head')} {verb} a look (layer.head): {names}.")
-    elif not sentences:
-        sentences.append("No head deserves a look.")
-    return " ".join(sentences)
+    pairs = list(zip(rows, verdicts, strict=True))
+    for flag in FLAGS:
+        heads = [(row.layer, row.head) for row, verdict in pairs if flag.name in verdict.faults]
+        if heads:
+            sentences.append(_fault_sentence(flag.name, heads, len(rows), predicted))
+    return " ".join(sentences) or "No problems found."
+
+
+def _fault_sentence(name: str, heads: Sequence[tuple[int, int]], of: int, predicted: str) -> str:
+    """`2 of 8 heads look sharp (predicted from weights; measure with `locater probe`): 0.2, 1.4.`"""
+    count = f"{len(heads):,} of {counted(of, 'head')}"
+    if predicted and name != "nonfinite":  # which weights show, and do not predict
+        verb = "looks" if len(heads) == 1 else "look"
+        return f"{count} {verb} {name} (predicted from {predicted}; measure with `locater probe`): {head_list(heads)}."
+    return f"{count} {'is' if len(heads) == 1 else 'are'} {name}: {head_list(heads)}."
+
+
+def predicted_from(assumptions: Mapping[str, Any]) -> str:
+    """What the numbers of a scan are predicted from, in words."""
+    return "weights and statistics" if assumptions.get("prediction") == "predicted" else "weights"
 
 
 def noted(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
@@ -63,17 +79,6 @@ def noted(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
         flags.pop("uniform", None)
     kinds = ", ".join(f"{name} {count:,}" for name, count in flags.most_common())
     return f"{counted(flags.total(), 'note')}, no fault: {kinds}." if flags else ""
-
-
-def _named(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> list[str]:
-    """`sharp 0.2, 1.4 and 3 more` for each fault, the worst first."""
-    parts = []
-    for flag in FLAGS:
-        pairs = zip(rows, verdicts, strict=True)
-        heads = [(row.layer, row.head) for row, verdict in pairs if flag.name in verdict.faults]
-        if heads:
-            parts.append(f"{flag.name} {head_list(heads)}")
-    return parts
 
 
 def roles_sentence(roles: Mapping[str, Sequence[tuple[int, int]]]) -> str:
@@ -116,7 +121,7 @@ def origin(assumptions: Mapping[str, Any]) -> str:
     """Where the numbers of a scan come from, in a few words."""
     if assumptions.get("prediction") == "predicted":
         return "Predicted from weights and statistics of what the layers read; not measured."
-    return "From weights only; not measured on data."
+    return "Predicted from weights alone, which is a prior; not measured on data."
 
 
 def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:

@@ -1,6 +1,6 @@
 """A scan, a comparison or a probe as tables in the terminal.
 
-Heads that deserve a look come first; a large model gets a line per layer. Tables show as many columns as fit, and
+Heads with faults come first; a large model gets a line per layer. Tables show as many columns as fit, and
 always the flags.
 """
 
@@ -33,6 +33,7 @@ from locater.report.tables import (
     noted,
     number,
     origin,
+    predicted_from,
     roles_sentence,
     summary,
 )
@@ -83,11 +84,11 @@ Line = tuple[tuple[int, int], list[str], Collection[str], Collection[str]]  # la
 
 
 def print_scan(scan: Scan, console: Console) -> None:
-    """Heads that deserve a look, the table, what the flags mean, and what was assumed."""
-    console.print(
-        f"[bold]{summary(scan.rows, scan.verdicts)}[/bold] {noted(scan.rows, scan.verdicts)}", highlight=False
-    )
-    _print_heads(scan, SCAN, LEGEND, {"kept": "residual_kept"}, console)
+    """The verdict, the table, what the flags mean, and what was assumed."""
+    verdict = summary(scan.rows, scan.verdicts, predicted_from(scan.assumptions))
+    console.print(f"[bold]{verdict}[/bold] {noted(scan.rows, scan.verdicts)}", highlight=False)
+    legend = {**LEGEND, "H": "log T - v/2, the old formula"} if scan.old else LEGEND
+    _print_heads(scan, SCAN, legend, {"kept": "residual_kept"}, console)
     if risk := collapse_risk(scan.layers, scan.assumptions["length"]):
         console.print(escape(risk), highlight=False)
     if used := directions(scan.rows):
@@ -99,7 +100,7 @@ def print_scan(scan: Scan, console: Console) -> None:
 
 
 def print_probe(probe: Probe, console: Console) -> None:
-    """What heads do and which deserve a look, the tables, how well predictions agree, and the kinds of numbers."""
+    """What heads do and which have faults, the tables, how well predictions agree, and the kinds of numbers."""
     rows, verdicts = probe.rows, probe.verdicts
     console.print(escape(data_sentence(probe)), highlight=False)
     console.print(f"[bold]{summary(rows, verdicts)}[/bold]", highlight=False)
@@ -123,6 +124,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(f"[bold]{moved(a.verdicts, b.verdicts)}[/bold]", highlight=False)
     for sentence in changes_sentences(comparison):
         console.print(escape(sentence), highlight=False)
+    for letter, scan in (("A", a), ("B", b)):
+        if scan.about_old:
+            console.print(f"[dim]- {letter}: {escape(scan.about_old)}[/dim]", highlight=False)
     columns: dict[str, Read] = {
         **SCAN,
         "stable rank": lambda row: row.stable_rank,
@@ -166,7 +170,7 @@ def _print_heads(
     of_layer: Mapping[str, str],
     console: Console,
 ) -> None:
-    """Every head, or, of many, those that deserve a look and a line per layer; then what the flags mean."""
+    """Every head, or, of many, those with faults and a line per layer; then what the flags mean."""
     rows: Sequence[Any] = result.rows
     faulty = sum(bool(verdict.faults) for verdict in result.verdicts)
     every = len(rows) <= ALL_HEADS
@@ -176,7 +180,7 @@ def _print_heads(
         for row, verdict in chosen(rows, result.verdicts, ALL_HEADS if every else min(faulty, MOST_SHOWN))
     ]
     if lines:
-        title = "every head" + ", what deserves a look first" * bool(faulty)
+        title = "every head" + ", faults first" * bool(faulty)
         if not every:
             title = f"{len(lines)} of {faulty} heads to look at"
         tables.append(_line_table(title, list(columns), lines, console.width))

@@ -1,11 +1,11 @@
 """Predictions about attention from moments and sizes. Pure functions: tensors in, tensors out. See docs/theory.md."""
 
 from locater.theory import approximation
-from locater.theory.attenuation import kept_at_entropy, residual_kept
+from locater.theory.attenuation import expected_entropy, kept_at_entropy, residual_kept, variance_at
 from locater.theory.blocks import Block, hidden_states
 from locater.theory.bounds import attention_bound, beta, layer_bound, mlp_lipschitz, skip_bound
 from locater.theory.contraction import contraction_order, contraction_rate, depth_residuals
-from locater.theory.entropy import entropy_floor, entropy_floor_of_range, entropy_ratio, expected_entropy
+from locater.theory.entropy import entropy_floor, entropy_floor_of_range, entropy_ratio, second_order_entropy
 from locater.theory.path_sums import (
     FrozenLayer,
     Path,
@@ -70,10 +70,12 @@ __all__ = [
     "phase_diagram",
     "regime",
     "residual_kept",
+    "second_order_entropy",
     "signal_propagation",
     "simulate",
     "skip_bound",
     "skip_weight",
     "terms_by_length",
     "unit_moments",
+    "variance_at",
 ]

@@ -52,10 +52,12 @@ def entropy_floor_of_range(spread: Float[Tensor, "*n"] | float, length: int) -> 
     return entropy.amin(-1)
 
 
-def expected_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
-    """log T - v/2 for logits that are normal across keys with variance v; 0 for v >= 2 log T, where entropy collapses.
+def second_order_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
+    """log T - v/2: the entropy of T normal logits of variance v to second order in their spread, at least 0.
 
-    >>> round(expected_entropy(1.0, 256).item(), 3)
+    Close for v well below 2 log T. For every v there is `expected_entropy`.
+
+    >>> round(second_order_entropy(1.0, 256).item(), 3)
     5.045
     """
     v = as_float64(variance)

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from locater.numerics import as_float64, spread_over_workers
 from locater.spectrum import Moments
+from locater.theory.attenuation import variance_at
 from locater.theory.surrogate import symmetric_root
 
 SKEW_LIMIT = 0.75  # |g1| above which the mixture is used: the closed form of a near-projector is off by 0.05 there
 DRAWS = 4096
 NODES = 64
+COLLAPSED = 0.1  # expected entropy over log T under which `regime` calls a head sharp
 LOCALIZED = 0.1  # |Lambda| from which `regime` calls a head localized
 
 
@@ -135,7 +137,7 @@ def phase_diagram(means: Tensor, scales: Tensor, ratio: float = 1.0, length: int
     """Lambda and the regime over a grid: M along rows, sqrt F along columns, S = ratio * F (1: symmetric, -1:
     antisymmetric).
 
-    >>> grid = phase_diagram(torch.tensor([0.0, 4.0]), torch.tensor([0.05, 0.5, 8.0]))
+    >>> grid = phase_diagram(torch.tensor([0.0, 4.0]), torch.tensor([0.05, 0.5, 12.0]))
     >>> [[REGIMES[k] for k in row] for row in grid["regime"].tolist()]
     [['uniform', 'spread', 'sharp'], ['localized', 'localized', 'sharp']]
     """
@@ -157,7 +159,7 @@ def regime(Lambda: Float[Tensor, "*n"], variance: Float[Tensor, "*n"], length: i
     out = torch.ones_like(Lambda, dtype=torch.long)
     out[variance < 0.01] = 0
     out[Lambda.abs() >= LOCALIZED] = 2
-    out[variance > 2 * math.log(length)] = 3
+    out[variance > variance_at(COLLAPSED, length)] = 3
     return out
 
 

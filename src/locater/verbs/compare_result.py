@@ -13,8 +13,8 @@ from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.missing import known_median
 from locater.report.scan_columns import Change, by_column, by_head, changes
-from locater.verbs.scan_result import NUMERIC_COLUMNS, HeadRow, Scan
-from locater.version import SCHEMA, __version__
+from locater.verbs.scan_result import NUMERIC_COLUMNS, HeadRow, Scan, alike
+from locater.version import SCAN_SCHEMA, __version__
 
 MEDIANS = (
     *("M", "F", "concentration", "localization", "expected_entropy", "residual_kept"),
@@ -24,7 +24,7 @@ MOST_LISTED = 20  # heads that the document lists as those that changed most
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
 
 
-FAULT = "fault"  # a condition of --fail-on: any flag that deserves a look and is new
+FAULT = "fault"  # a condition of --fail-on: any fault that is new
 CHANGE_COLUMNS = tuple(f"change_{name}" for name in DIFFERENCES)
 
 
@@ -110,7 +110,8 @@ class Comparison:
 
     def condition_rows(self) -> list[dict[str, Any]]:
         """What conditions of --fail-on are tested on: for each head `change_COLUMN`, B minus A, and as `flags` those
-        that B raises and A does not, with "fault" among them where one is a fault in B and was none in A.
+        that B raises and A does not, with "fault" among them where one is a fault in B and was none in A; and
+        the columns of B.
         """
         if not self.aligned:
             raise LocaterError(
@@ -118,11 +119,12 @@ class Comparison:
                 "give two models of one shape, or use locater scan B --fail-on"
             )
         rows = []
-        for change, before, after in zip(self.rows, self.a.verdicts, self.b.verdicts, strict=True):
+        pairs = zip(self.rows, self.b.rows, self.a.verdicts, self.b.verdicts, strict=True)
+        for change, row, before, after in pairs:
             new_fault = bool({*after.faults} - {*before.faults})
             differences = {f"change_{name}": x for name, x in change.difference.items()}
             flags = (*change.gained, *((FAULT,) if new_fault else ()))
-            rows.append({"layer": change.layer, "head": change.head, "flags": flags, **differences})
+            rows.append({**vars(row), "flags": flags, "new": True, **differences})
         return rows
 
     def medians(self) -> dict[str, tuple[float | None, float | None]]:
@@ -134,7 +136,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
+            "schema": SCAN_SCHEMA,
             "locater": __version__,
             "source": [self.a.source, self.b.source],
             "assumptions": self.a.assumptions,
@@ -169,6 +171,7 @@ def compare_scans(first: Scan, second: Scan) -> Comparison:
                 f"these two cannot be compared: {setting} is {one!r} in the first and {other!r} in the second; "
                 "scan them alike"
             )
+    first, second = alike((first, second))
     aligned = shape(first) == shape(second)
     rows = [_change(x, y) for x, y in zip(first.rows, second.rows, strict=True)] if aligned else []
     return Comparison(first, second, aligned, rows)

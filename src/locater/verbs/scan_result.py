@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file, write_whole
-from locater.findings import FLAGS, Verdict, judge
+from locater.findings import FLAGS, Verdict, flags_of, judge, key_variance
 from locater.verbs.documents import check_scan, parsed
-from locater.version import SCHEMA, __version__
+from locater.version import SCAN_SCHEMA, __version__
 
 if TYPE_CHECKING:
     import pandas
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 LENGTH = 256  # default number of tokens in view
 TOKENS = 8192  # default number of tokens that a probe measures
+OF_SCHEMA = "of_schema"  # in the assumptions of a scan that was read from a document of an earlier schema: its number
+OLD_NUMBERS = (
+    "of a document of version 0.2 or before: expected entropy (H) by the old formula log T - v/2, "
+    "and sharp where that is 0; scan the model again for the entropy of normal logits"
+)
+COMPUTED_AGAIN = (
+    "of a document of version 0.2 or before: expected entropy and flags computed again from its F and key bias"
+)
+
+
+READ = (1, SCAN_SCHEMA)  # schemas of documents that are read
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,7 @@ class Scan:
         """The JSON document: schema, locater, source, assumptions, layers, heads."""
         heads = [{k: v for k, v in row.items() if v is not None or k not in OPTIONAL} for row in self.records()]
         return {
-            "schema": SCHEMA,
+            "schema": SCAN_SCHEMA,
             "locater": __version__,
             "source": self.source,
             "assumptions": self.assumptions,
@@ -146,11 +157,12 @@ class Scan:
         regular_file(file)
         try:
             document = parsed(file.read_text(encoding="utf-8"))
-            if document["schema"] != SCHEMA:
-                raise ValueError(f"schema {document['schema']!r:.40}, not {SCHEMA}")
+            if document["schema"] not in READ or isinstance(document["schema"], bool):
+                raise ValueError(f"schema {document['schema']!r:.40}, not {' or '.join(map(str, READ))}")
             check_scan(document, NUMERIC_COLUMNS, OPTIONAL + ADDED)
             rows = [_row_of(head) for head in document["heads"]]
-            return cls(document["source"], document["assumptions"], document["layers"], rows)
+            found = cls(document["source"], document["assumptions"], document["layers"], rows)
+            return found if document["schema"] == SCAN_SCHEMA else found.labelled_old()
         except (KeyError, TypeError, AttributeError) as error:
             raise LocaterError(
                 f"{path}: not what `locater scan --json` writes (it lacks {error}): scan the model again"
@@ -180,6 +192,47 @@ class Scan:
             raise LocaterError("these shards were scanned with different settings (length, raw): scan them alike")
         rows = sorted((row for shard in shards for row in shard.rows), key=lambda row: (row.layer, row.head))
         return cls(sources[0], assumptions, layers, rows)
+
+    @property
+    def old(self) -> bool:
+        """Whether expected entropy and flags are those of a document of schema 1."""
+        return OF_SCHEMA in self.assumptions
+
+    @property
+    def about_old(self) -> str:
+        """The note of a scan from a document of schema 1; empty for others."""
+        return next((note for note in self.assumptions["notes"] if note in (OLD_NUMBERS, COMPUTED_AGAIN)), "")
+
+    def labelled_old(self) -> Scan:
+        """This scan, which is of schema 1, with a label that says so."""
+        notes = [OLD_NUMBERS, *self.assumptions["notes"]]
+        return replace(self, assumptions={**self.assumptions, OF_SCHEMA: 1, "notes": notes})
+
+    def computed_again(self) -> Scan:
+        """This scan with the expected entropy and the flags of this version, computed from the other columns of its
+        rows; itself, unless it is `old`.
+        """
+        if not self.old:
+            return self
+        from locater.theory import expected_entropy, second_order_entropy
+
+        length = self.assumptions["length"]
+        known = [row for row in self.rows if None not in (row.expected_entropy, row.F, row.key_bias)]
+        variance = [float(key_variance(row.F, row.key_bias)) for row in known]
+        entropies: dict[int, float] = {}
+        for row, v, entropy in zip(known, variance, _listed(expected_entropy, variance, length), strict=True):
+            old = _listed(second_order_entropy, [v], length)[0]
+            # of heads that were run on measured tokens the entropy is another, and stays
+            if abs((row.expected_entropy or 0.0) - old) <= 1e-6 * (1 + old):
+                entropies[id(row)] = entropy
+        rows = [
+            replace(row, expected_entropy=entropies.get(id(row), row.expected_entropy), flags=_flags_again(row, length))
+            for row in self.rows
+        ]
+        notes = [note for note in self.assumptions["notes"] if note != OLD_NUMBERS]
+        assumptions = {name: value for name, value in self.assumptions.items() if name != OF_SCHEMA}
+        assumptions["notes"] = [COMPUTED_AGAIN, *notes]
+        return replace(self, assumptions=assumptions, rows=rows)
 
     def with_details(self) -> Scan:
         """This scan with the eigenvalues, drives and profiles that a page draws; reads the source again for them."""
@@ -220,6 +273,25 @@ class Scan:
         import polars
 
         return polars.DataFrame(self.records())
+
+
+def alike(scans: Iterable[Scan]) -> list[Scan]:
+    """Scans that are to be compared: where only some are of schema 1, these with numbers computed again."""
+    listed = list(scans)
+    return listed if all(x.old for x in listed) else [x.computed_again() for x in listed]
+
+
+def _listed(entropy: Callable[..., Any], variance: list[float], length: int) -> list[float]:
+    import torch
+
+    values: list[float] = entropy(torch.tensor(variance, dtype=torch.float64, device="cpu"), length).tolist()
+    return values
+
+
+def _flags_again(row: HeadRow, length: int) -> tuple[str, ...]:
+    """The flags that this version raises; of other mechanisms than softmax only whether its weights are finite."""
+    numbers = vars(row) if row.expected_entropy is not None else {}
+    return flags_of({**numbers, "finite": "nonfinite" not in row.flags}, length)
 
 
 def _lacks_details(row: HeadRow) -> bool:

@@ -18,9 +18,9 @@ from locater.missing import known_median
 from locater.report.scan_columns import changes, ranges
 from locater.verbs.compare_result import MEDIANS, MOST_LISTED, Comparison, compare_scans, shape
 from locater.verbs.fleet.naming import labelled
-from locater.verbs.scan_result import Scan
+from locater.verbs.scan_result import Scan, alike
 from locater.verbs.trajectory import trajectory
-from locater.version import SCHEMA, __version__
+from locater.version import SCAN_SCHEMA, __version__
 
 
 class StepChange(NamedTuple):
@@ -114,7 +114,7 @@ class ComparisonSeries:
             steps = [asdict(pair.rows[at]) for pair in self.pairs]
             heads.append({**asdict(row), "between": [{key: step[key] for key in parts} for step in steps]})
         return {
-            "schema": SCHEMA,
+            "schema": SCAN_SCHEMA,
             "locater": __version__,
             "source": [scan.source for scan in self.scans],
             "assumptions": self.scans[0].assumptions,
@@ -157,6 +157,7 @@ class ComparisonSeries:
 
 def series(scans: list[Scan]) -> ComparisonSeries:
     """A series of scans that were made alike, of models of one shape."""
+    scans = alike(scans)
     first = scans[0]
     for other in scans[1:]:
         if shape(other) != shape(first):

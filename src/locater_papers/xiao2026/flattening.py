@@ -13,7 +13,7 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.attention.binary import sign
-from locater.theory import expected_entropy
+from locater.theory import second_order_entropy
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
 from locater_papers.engine.papers import Results, Setting, Study
@@ -163,7 +163,7 @@ def measure(setting: Setting) -> Results:
 def of_rows(by_size: dict[int, list[Rows]]) -> dict[str, Measured]:
     """Claims on rows of heads; b7 is judged at the size whose rank correlation is farthest from the stated one."""
     plain, widest = by_size[64], by_size[SIZES[-1]]
-    estimate = float(expected_entropy((2 / math.pi) ** 2, TOKENS))
+    estimate = float(second_order_entropy((2 / math.pi) ** 2, TOKENS))
     away = {d: sum(x.rank for x in drawn) / len(drawn) - KEPT for d, drawn in by_size.items()}
     worst = max(SIZES, key=lambda d: abs(away[d]))
     side = math.copysign(1.0, away[worst])

@@ -114,7 +114,7 @@ function heatmapKey(svg, { most, diverging }, x, y, width, narrow, mark) {
     make("text", { x: x + at * wide, y: y + 23, "text-anchor": at === 0 ? "start" : at === 1 ? "end" : "middle" }, svg, v ? label(Number(v.toPrecision(2))) : 0));
   const at = narrow ? x : width - 250, line = y + (narrow ? 50 : 9);
   mark(false, "", at + 4, line - 4, 1);
-  make("text", { x: at + 11, y: line }, svg, "deserves a look");
+  make("text", { x: at + 11, y: line }, svg, "has a fault");
   mark(true, "", at + 106, line - 4, 1);
   make("text", { x: at + 113, y: line }, svg, "note");
   make("rect", { fill: "url(#hatch-none)", class: "swatch", x: at + 150, y: line - 10, width: 14, height: 11 }, svg);

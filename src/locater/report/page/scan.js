@@ -114,7 +114,7 @@ function heatmap() {
   legend(svg, left, bottom + 16, Math.min(240, width - left - 12), most);
   const x = narrow ? left : width - 250, y = bottom + (narrow ? 68 : 25);
   mark("mark", x + 4, y - 4, 1);
-  make("text", { x: x + 11, y }, svg, "deserves a look");
+  make("text", { x: x + 11, y }, svg, "has a fault");
   mark("mark calm", x + 106, y - 4, 1);
   make("text", { x: x + 113, y }, svg, "note");
   make("rect", { fill: "url(#hatch-none)", class: "swatch", x: x + 150, y: y - 10, width: 14, height: 11 }, svg);
@@ -243,10 +243,10 @@ function phases() {
   for (let i = 0; i < 50; i++) make("rect", { class: "tint-key", x: at + i * bar / 50, y, width: bar / 50 + 0.5, height: 10, fill: shade(i / 24.5 - 1) }, svg);
   make("text", { x: at - 6, y: y + 9, "text-anchor": "end" }, svg, "far keys, Λ −1");
   make("text", { x: at + bar + 6, y: y + 9 }, svg, "Λ 1, near keys");
-  const sharp = Math.sqrt(2 * Math.log(DATA.length));
+  const sharp = DATA.sharp;
   if (sharp < high) {
     make("line", { class: "rule", x1: box.left, x2: box.right, y1: sy(sharp), y2: sy(sharp) }, svg);
-    make("text", { x: box.right - 4, y: sy(sharp) - 4, "text-anchor": "end" }, svg, "entropy collapses above");
+    make("text", { x: box.right - 4, y: sy(sharp) - 4, "text-anchor": "end" }, svg, "nearly one-hot above");
   }
   make("line", { class: "rule", x1: sx(0), x2: sx(0), y1: box.top, y2: box.bottom }, svg);
   const isHere = head => head.layer === state.layer && head.head === state.head;
@@ -361,7 +361,7 @@ function flagButtons() {
   });
 }
 
-function start() { // on the head in the address, else on one that deserves a look, else on the one that stands out most
+function start() { // on the head in the address, else on one with a fault, else on the one that stands out most
   state.metric = DATA.opening;
   const worst = TWO ? "nonfinite" : Object.keys(DATA.flags).find(name => SCANS[0].heads.some(h => isFault(h, name)));
   if (!recall() && !toFlag(worst)) standout();

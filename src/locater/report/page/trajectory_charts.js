@@ -49,7 +49,7 @@ function legend(svg, box, range, marks) { // colours, and what marks mean
   const x = narrow ? box.left : box.right - 236, y = box.bottom + (narrow ? 50 : 18);
   if (marks) {
     make("circle", { class: "mark", cx: x + 4, cy: y - 4, r: 3.2 }, svg);
-    make("text", { x: x + 11, y }, svg, "deserves a look");
+    make("text", { x: x + 11, y }, svg, "has a fault");
     make("circle", { class: "mark calm", cx: x + 106, cy: y - 4, r: 2.6 }, svg);
     make("text", { x: x + 113, y }, svg, "note");
   }

@@ -12,10 +12,11 @@ from typing import Any
 from locater.errors import LocaterError, first_line
 from locater.verbs.fleet.jobs import Job
 from locater.verbs.scan_result import HeadRow, Scan
-from locater.version import SCHEMA, __version__
+from locater.version import SCAN_SCHEMA, __version__
 
 METADATA = b"locater"
 LABELS = {"source": "str", "run": "str", "step": "int", "identity": "str", "digest": "str", "layer_name": "str"}
+COMPUTED_AGAIN = ("expected_entropy", "flags", "faults")  # columns of schema 1 with another meaning
 LEFT_OUT = ("drive", "profile")  # columns that only a page of one scan draws
 
 
@@ -66,7 +67,7 @@ def to_bytes(scan: Scan, job: Job, digest: str) -> bytes:
     labels = {"source": job.source, "run": job.run, "step": job.step, "identity": job.identity, "digest": digest}
     rows = [{**labels, "layer_name": names[row["layer"]], **row} for row in scan.records()]
     document = {
-        "schema": SCHEMA,
+        "schema": SCAN_SCHEMA,
         "locater": __version__,
         "reader": job.reader,
         "key": job.key,
@@ -102,8 +103,29 @@ def header(path: Path) -> dict[str, Any]:
         raise DamagedPartError(f"{path}: not a whole part ({first_line(error)})") from None
 
 
+def of_schema_1(path: Path) -> bool:
+    """Whether a version before 0.3 wrote this part: its expected entropy and flags have another meaning."""
+    return bool(header(path).get("schema", 1) < SCAN_SCHEMA)
+
+
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
-    """The rows of a part as a pyarrow table. For small files, threads would take longer than the reading."""
+    """The rows of a part as a pyarrow table. Expected entropy and flags of a part of schema 1 are computed again, so
+    that the rows of all parts mean the same.
+    """
+    table = _stored_rows(path, columns)
+    again = [name for name in COMPUTED_AGAIN if name in table.column_names]
+    if not again or not of_schema_1(path):
+        return table
+    records = to_scan(path).records()
+    for name in again:
+        place = table.schema.get_field_index(name)
+        values = pyarrow().array([row[name] for row in records], table.schema.field(name).type)
+        table = table.set_column(place, table.schema.field(name), values)
+    return table
+
+
+def _stored_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
+    """The rows as they are stored. For small files, threads would take longer than the reading."""
     arrow = pyarrow()
     try:
         with arrow.parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
@@ -118,7 +140,7 @@ def relabelled(path: Path, run: str | None, step: int | None) -> bytes:
     """The same part with another run and step."""
     arrow = pyarrow()
     document = {**header(path), "run": run, "step": step}
-    table = read_rows(path)
+    table = _stored_rows(path)
     for name, value in (("run", run), ("step", step)):
         place, kind = table.schema.get_field_index(name), table.schema.field(name).type
         table = table.set_column(place, table.schema.field(name), arrow.array([value] * len(table), kind))
@@ -126,14 +148,15 @@ def relabelled(path: Path, run: str | None, step: int | None) -> bytes:
 
 
 def to_scan(path: Path) -> Scan:
-    """The scan that a part was made of."""
+    """The scan that a part was made of; of one of schema 1 with numbers computed again."""
     document = header(path)
     names = {f.name for f in fields(HeadRow)}
     rows = []
-    for record in read_rows(path).to_pylist():
+    for record in _stored_rows(path).to_pylist():
         known = {name: value for name, value in record.items() if name in names}
         known["flags"] = tuple(known["flags"])
         if known.get("eigenvalues") is not None:
             known["eigenvalues"] = tuple((re, im) for re, im in known["eigenvalues"])
         rows.append(HeadRow(**known))
-    return Scan(document["source"], document["assumptions"], document["layers"], rows)
+    found = Scan(document["source"], document["assumptions"], document["layers"], rows)
+    return found if document.get("schema", 1) == SCAN_SCHEMA else found.labelled_old().computed_again()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.errors import LocaterError, first_line
-from locater.verbs.fleet.parts import pyarrow, schema
+from locater.verbs.fleet.parts import of_schema_1, pyarrow, read_rows, schema
 
 if TYPE_CHECKING:
     import duckdb
@@ -21,9 +21,16 @@ def answer(query: str, files: Sequence[Path], sources: Sequence[dict[str, Any]])
         raise LocaterError("duckdb is not installed: pip install 'locater[fleet]'") from None
     arrow = pyarrow()
     connection = duckdb.connect()
-    if files:
-        names = ", ".join("'" + str(path).replace("'", "''") + "'" for path in files)
-        connection.execute(f"create view heads as select * from read_parquet([{names}], union_by_name=true)")
+    old = [path for path in files if of_schema_1(path)]
+    if old:  # their numbers are computed again, so their rows come from memory
+        tables = [read_rows(path).replace_schema_metadata(None) for path in old]
+        connection.register("old_heads", arrow.concat_tables(tables, promote_options="default"))
+    if new := [path for path in files if path not in old]:
+        names = ", ".join("'" + str(path).replace("'", "''") + "'" for path in new)
+        both = "union all by name select * from old_heads" if old else ""
+        connection.execute(f"create view heads as select * from read_parquet([{names}], union_by_name=true) {both}")
+    elif old:
+        connection.execute("create view heads as select * from old_heads")
     else:
         connection.register("heads", schema().empty_table())
     text, whole = arrow.string(), arrow.int64()

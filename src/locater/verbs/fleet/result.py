@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from locater.errors import LocaterError
 from locater.escapes import one_line
 from locater.files import write_whole
-from locater.findings import Condition
+from locater.findings import Condition, crossings
 from locater.verbs.fleet.jobs import Settings
 from locater.verbs.fleet.parts import DamagedPartError, header, pyarrow, read_rows, to_scan
 from locater.verbs.fleet.store import Store
@@ -183,19 +183,12 @@ class Fleet:
         ]
         return "\n".join(map(one_line, [*lines, *(f"damaged: {line}" for line in self.damaged.values())]))
 
-    def first_crossing(self, conditions: Sequence[Condition], sources: Collection[str]) -> str | None:
-        """How many heads of these checkpoints meet a condition of --fail-on, and the first that does."""
-        if not conditions:
-            return None
-        wanted, count, first = {*sources}, 0, ""
-        for row in self.records():
-            text = next((c.text for c in conditions if c.test(row)), None) if row["source"] in wanted else None
-            if text is not None:
-                count += 1
-                first = first or f"{text} at layer {row['layer']} head {row['head']} of {row['source']}"
-        if not count:
-            return None
-        return f"{count:,} {'head crosses' if count == 1 else 'heads cross'} --fail-on, first {first}"
+    def crossings(self, conditions: Sequence[Condition], sources: Collection[str]) -> str:
+        """How many heads of these checkpoints meet each condition of --fail-on, the worst first; empty if none does."""
+        wanted = {*sources}
+        rows = [row for row in self.records() if row["source"] in wanted] if conditions else []
+        line = crossings(conditions, rows, self.settings.length)
+        return line and f"--fail-on: {line}"
 
     @property
     def errors(self) -> dict[str, str]:
