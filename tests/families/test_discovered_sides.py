@@ -13,6 +13,7 @@ from locater.control import Mimetic, QKClip
 from locater.errors import LocaterError
 from locater.families import effective
 from locater.families.layer import AttentionLayer
+from tests.families.plain_models import Maps, many_heads
 
 WIDTH, HEADS, SIZE = 24, 4, 6
 X = {"x": torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))}
@@ -388,3 +389,59 @@ def test_a_softmax_over_queries_is_no_attention_and_a_cast_is_no_stream() -> Non
     discovered = locater.discover(Block(LikeTheStream), X)
     assert not discovered.gaps
     assert discovered.layers[0].scale == pytest.approx(0.6)
+
+
+class MaskedStream(nn.Module):
+    """As in XLM: the normed stream is multiplied by the mask, in place, and meets learned tokens that are normed too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedded, self.tokens = nn.Embedding(20, 32), nn.Parameter(torch.zeros(1, 5, 32))
+        self.norm, self.queries_norm = nn.LayerNorm(32), nn.LayerNorm(32, eps=1e-6)
+        self.attention, self.cross = Maps(many_heads), CrossMaps()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.norm(self.embedded(input_ids)), 0.1, self.training)
+        x *= attention_mask[..., None].to(x)
+        x = x + self.attention(x)
+        learned = nn.functional.dropout(self.queries_norm(self.tokens.expand(len(x), -1, -1)), 0.1, self.training)
+        return self.cross(learned.to(x.dtype), self.norm(x))
+
+
+class CrossMaps(Maps):
+    def __init__(self) -> None:
+        super().__init__(many_heads)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+        return self.proj(self.attend(self.q(x), self.k(memory), self.v(memory)))
+
+
+def test_norms_behind_a_mask_and_of_learned_tokens_are_found() -> None:
+    torch.manual_seed(0)
+    model, ids = MaskedStream(), torch.arange(14).view(2, 7)
+    example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    own, cross = locater.discover(model, example).layers
+    assert (own.norm.kind, cross.norm.kind, cross.memory_norm and cross.memory_norm.kind) == ("layer",) * 3
+    assert cross.norm.eps == 1e-6
+    hidden = locater.discover(MaskedStream(), {**example, "attention_mask": (ids > 1).long()})
+    assert hidden.layers[0].norm.kind == "none", "a mask that hides tokens is a part of the stream"
+    notes = locater.scan(MaskedStream(), example={**example, "attention_mask": (ids > 1).long()}).assumptions["notes"]
+    assert any(note.startswith("no known norm in front of 1 of 2 layers") and "(attention)" in note for note in notes)
+
+
+def test_keys_without_a_known_norm_are_named() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.blocks = nn.LayerNorm(32), nn.ModuleList(CrossMaps() for _ in range(3))
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            for number, block in enumerate(self.blocks):
+                x = x + block(self.norm(x), memory if number else self.norm(memory))
+            return x
+
+    x, memory = torch.randn(2, 2, 5, 32).unbind()
+    notes = locater.scan(Model(), example={"x": x, "memory": memory}).assumptions["notes"]
+    (note,) = [note for note in notes if "no known norm" in note]
+    assert note.startswith("no known norm in front of the keys of 2 of 3 layers")
+    assert note.endswith("(blocks.* (2))")

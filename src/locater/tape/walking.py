@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from locater.tape.recording import Node, Tape
@@ -85,13 +86,21 @@ def upstream(tape: Tape, node: Node, is_norm: Callable[[Node], bool], stop: Coll
     return Upstream(maps, sorted(norms, key=lambda n: -n.order), loose, names)
 
 
-def moved_from(node: Node, stops: Callable[[Node], bool]) -> Node | None:
-    """The first node on the way back, through calls that only move numbers, for which `stops` is true."""
+def moved_from(node: Node, stops: Callable[[Node], bool], unchanged: bool = False) -> Node | None:
+    """The first node on the way back, through calls that only move numbers, for which `stops` is true. With
+    `unchanged`, calls that gave back the numbers of one of their inputs are passed, too: a mask that hides no token
+    multiplies by 1.
+    """
     for _ in range(60):
         if stops(node):
             return node
-        moving = [x for x in node.inputs if x.moving]
-        if node.name not in MOVING or len(moving) != 1:
+        moving = [x for x in node.inputs if x.moving] or node.inputs  # learned tokens move through nothing but maps
+        same = next((x for x in moving if _equal(x.value, node.value)), None) if unchanged else None
+        if same is None and (node.name not in MOVING or len(moving) != 1):
             return None
-        node = moving[0]
+        node = moving[0] if same is None else same
     return None
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

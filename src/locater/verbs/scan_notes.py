@@ -67,8 +67,7 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     formats = sorted({x.quantised for x in layers if x.quantised is not None})
     if formats:
         notes.append(f"quantised weights ({', '.join(formats)}): the numbers describe the quantised model")
-    if any(x.norm.kind == "none" for x in layers) and not raw:
-        notes.append("layers without a known norm in front: their input is taken as unit tokens too")
+    notes += [] if raw else _unnormed(layers)
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
         notes.append("query and key norms in mean field: each token's own norm is replaced by its root mean square")
     if any(norm_inside(part) for x in layers for part in (x.query, x.key)):
@@ -95,6 +94,19 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     if any(x.kind == "cross" for x in layers):
         notes.append("cross-attention: traces, M, S and localization have no meaning and are left out")
     return notes
+
+
+def _unnormed(layers: list[AttentionLayer]) -> list[str]:
+    """Which layers have no known norm in front of their queries, or of their keys where these read another stream."""
+    queries = [x.name for x in layers if x.norm.kind == "none" and x.unknown_norm is None]
+    keys = [x.name for x in layers if x.kind == "cross" and (x.memory_norm is None or x.memory_norm.kind == "none")]
+    sides = ((queries, "in front"), (keys, "in front of the keys"))
+    return [
+        f"no known norm {where} of {len(names)} of {len(layers)} layers: what they read there is taken as unit "
+        f"tokens too ({folded_paths(names)})"
+        for names, where in sides
+        if names
+    ]
 
 
 def layer_entry(layer: AttentionLayer, number: int, details: bool) -> dict[str, Any]:

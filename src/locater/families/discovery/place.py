@@ -155,10 +155,11 @@ def _latent(tape: Tape, linear: LinearMap, path: str) -> Latent | None:
 
 
 def _front(tape: Tape, linear: LinearMap) -> tuple[NormLayout, Tensor]:
-    """(the norm in front of a map, the stream that it reads). Between the two, tokens may be moved. What is no norm, a
-    sum with positions for example, or follows no known formula, is left to the stream.
+    """(the norm in front of a map, the stream that it reads). Between the two, tokens may be moved, or multiplied by a
+    mask that hides none of them. What is no norm, a sum with positions for example, or follows no known formula, is
+    left to the stream.
     """
-    norm = moved_from(linear.source, lambda n: may_be_norm(tape, n))
+    norm = moved_from(linear.source, lambda n: may_be_norm(tape, n), unchanged=True)
     if norm is not None:
         made = tape.made[norm]
         stream = replay(linear.source, {norm: made.source.value})
