@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 
 from locater import LocaterError
 from locater.report.follower import Follower
-from locater.report.watch import THREADS, Server
+from locater.report.watch import THREADS, Server, watch_page
+from locater.tracking.run_log import read_run
 from locater.tracking.run_reader import RunReader
 from tests.conftest import Result
 from tests.report.test_watch_page import ask, header, step, warning, write
@@ -185,6 +187,53 @@ def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(fed) == 1
     assert second["curves"]["loss"][-1] == [20_001, 99.0]
     assert second["last"] == 20_001
+
+
+def held(action: Callable[[], object]) -> int:
+    """Bytes that are allocated by Python at the most, beside what was there before."""
+    tracemalloc.start()
+    try:
+        kept = action()
+        del kept
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_log_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """What is held grows with what a page draws, and not with the log."""
+    path = write(tmp_path / "run.jsonl", header(8, 32))
+    line = json.dumps(step(7, 8, 32)).replace('"step": 7', '"step": %d')
+    with path.open("a") as file:
+        file.writelines(line % at + "\n" for at in range(750))
+    size = path.stat().st_size
+    assert size > 7_000_000
+    assert held(lambda: Follower(path, room=5_000).answer(0)) < size / 3
+    assert held(lambda: watch_page(read_run(path, stored=True))) < 2 * held(lambda: read_run(path))
+    eager, stored = read_run(path), read_run(path, stored=True)
+    assert held(lambda: read_run(path, stored=True)) < size / 3 < held(lambda: read_run(path))
+    assert watch_page(eager) == watch_page(stored)
+    assert eager.to_json() == stored.to_json()
+
+
+def test_numbers_that_stay_in_the_log_are_those_that_were_seen(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl", header(), step(0), step(10))
+    run = read_run(path, stored=True)
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b'"step":10', b'"step":11').replace(b'"step": 10', b'"step": 11'))
+    with pytest.raises(LocaterError, match="changed while it was read: start again"):
+        watch_page(run)
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locater.tracking.run_log.JSON_LIMIT", 100_000)
+    path = write(tmp_path / "run.jsonl", header(), step(0))
+    with path.open("a") as file:
+        file.write("x" * 200_000)
+    said = "a line of more than 100,000 bytes, too large for a record of a run"
+    with pytest.raises(LocaterError, match=said):
+        read_run(path)
+    assert said in Follower(path).answer(0)["error"]
 
 
 def test_a_bad_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

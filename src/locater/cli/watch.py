@@ -44,8 +44,8 @@ def command(
     if json is None and report is None:
         serve(run, port, open_browser, other)
         return
-    log = read_run(run)
-    second = None if other is None else read_run(other)
+    log = read_run(run, stored=True)
+    second = None if other is None else read_run(other, stored=True)
     if report is not None:
         write_whole(Path(report), watch_page(log, other=second, names=names_of_two(run, other or "")))
     title = f"{run}: {log.summary()}"

@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from locater.errors import LocaterError
 from locater.report.packing import VALUES, Curve, pack, thin
 from locater.tracking.records import Record
-from locater.tracking.run_log import find_log
+from locater.tracking.run_log import find_log, lines_of
 from locater.tracking.run_reader import RunReader
 
 FINGERPRINT = 4_096  # bytes at both ends of the part that was read, by which the file is recognized
@@ -36,6 +37,7 @@ class Follower:
         self._fingerprint = b"", b""  # of the part that has been read
         self._sent: dict[int, list[Record]] = {}  # the steps that were drawn at the last few revisions
         self._curves: dict[str, Curve] = {}
+        self._drawn: dict[int, tuple[Record, Record]] = {}  # by step: a record, and the same with its heads' numbers
         self._rewrites = 0
 
     def look(self) -> None:
@@ -53,7 +55,7 @@ class Follower:
                 or self._fingerprint_of(file) != self._fingerprint
             ):
                 self._restart()  # another file under this name, or the same one written anew
-                self._file, self._reader = (status.st_dev, status.st_ino), RunReader(log)
+                self._file, self._reader = (status.st_dev, status.st_ino), RunReader(log, stored=True)
             self._changed = status.st_mtime
             if self._reader is None or self._error or status.st_size == self._offset:
                 return
@@ -63,7 +65,7 @@ class Follower:
         before = self._offset
         file.seek(before)
         try:
-            reader.feed(self._complete_lines(file))
+            reader.feed(self._complete_lines(file, log))
         except LocaterError as error:
             self._error, self._fingerprint = str(error), self._fingerprint_of(file)
             raise
@@ -73,8 +75,8 @@ class Follower:
         elif before == 0:
             _check_beginning(file, log)
 
-    def _complete_lines(self, file: BinaryIO) -> Iterator[bytes]:
-        for line in file:
+    def _complete_lines(self, file: BinaryIO, log: Path) -> Iterator[bytes]:
+        for line in lines_of(file, log):
             if not line.endswith(b"\n"):
                 return
             self._offset += len(line)
@@ -129,7 +131,17 @@ class Follower:
         pairs = zip(self._sent.get(after, []), drawn, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
         self._sent = {**dict(list(self._sent.items())[-3:]), self._revision: drawn}
-        return pack(run, drawn, stride, same, self._curves)
+        self._read_heads(reader, drawn)
+        drawn_run = replace(run, with_heads=lambda records: [self._drawn[record["step"]][1] for record in records])
+        return pack(drawn_run, drawn, stride, same, self._curves)
+
+    def _read_heads(self, reader: RunReader, drawn: list[Record]) -> None:
+        """Keep the numbers of the steps that are drawn, and no others: pages have room for so many."""
+        kept = {record["step"]: self._drawn.get(record["step"], (None, record)) for record in drawn}
+        missing = [record for record in drawn if kept[record["step"]][0] is not record]
+        found = reader.with_heads(missing) if missing else []  # the log may be gone
+        read = dict(zip((record["step"] for record in missing), found, strict=True))
+        self._drawn = {x["step"]: (x, read[x["step"]] if x["step"] in read else kept[x["step"]][1]) for x in drawn}
 
 
 def _check_beginning(file: BinaryIO, log: Path) -> None:

@@ -107,7 +107,7 @@ def pack(
 
     `curves` are the loss and the scalars, where a `Follower` has them already.
     """
-    new, names = drawn[keep:], columns(run)
+    new, names = run.with_heads(drawn[keep:]), columns(run)
     if curves is None:
         curves = {name: Curve(points) for name, points in {"loss": run.losses, **run.scalars}.items()}
     values = {name: _encoded(run, new, name) for name in names if any(name in record["heads"] for record in new)}

@@ -48,7 +48,7 @@ def assemble(
 
 
 def policy(script: str = "", connect: str = "") -> str:
-    """A Content-Security-Policy: this one script, styles and pictures of the page itself, and nothing from elsewhere."""
+    """A Content-Security-Policy: the script, styles and pictures of the page itself, and nothing from elsewhere."""
     parts = [
         "default-src 'none'",
         "style-src 'unsafe-inline'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,10 @@ class Run:
     losses: Points  # of every step whose loss is known, observed or not; may be NaN or infinite
     resumed: tuple[int, ...] = ()  # first step of each part after the first
     scalars: dict[str, Points] = field(default_factory=dict)  # other numbers of the run by name, such as grad_norm
+    # reads the numbers of heads from the log, where `steps` only name their columns
+    with_heads: Callable[[Sequence[Record]], Sequence[Record]] = field(
+        default=lambda records: records, compare=False, repr=False
+    )
 
     @property
     def last(self) -> int:
@@ -48,7 +53,7 @@ class Run:
             "schema": SCHEMA,
             "locater": __version__,
             **about,
-            "steps": self.steps,
+            "steps": self.with_heads(self.steps),
             "losses": self.losses,
             "scalars": self.scalars,
             "warnings": self.warnings,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from locater.errors import LocaterError
+from locater.files import JSON_LIMIT
 from locater.tracking.logged_run import Run
 from locater.tracking.records import Record, is_run, parse
 from locater.tracking.run_reader import RunReader
@@ -16,23 +19,31 @@ SWEEP = "results.jsonl"  # what `locater train` writes beside the folders of sev
 logger = logging.getLogger("locater")
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str], stored: bool = False) -> Run:
     """Read a log, or the one log in a folder. An incomplete last line is skipped; any other line that is no record is
-    refused.
+    refused. With `stored` the numbers of heads stay in the log, until they are asked for (`Run.with_heads`).
     """
     file = find_log(path)
     if file is None:
         raise LocaterError(f"{path}: no run log there; locater.Monitor writes one that ends in .jsonl")
-    reader = RunReader(file)
+    reader = RunReader(file, stored)
     try:
-        with file.open("rb") as lines:
-            reader.feed(lines)
+        with file.open("rb") as log:
+            reader.feed(lines_of(log, file))
     except OSError as error:
         raise LocaterError(f"{file}: cannot be read ({error.strerror})") from None
     run = reader.run()
     if run is None:
         raise LocaterError(f"{file}: holds no run yet: its first line is missing or incomplete")
     return run
+
+
+def lines_of(log: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Lines as they come; a file without any could fill the memory."""
+    while line := log.readline(JSON_LIMIT + 1):
+        if len(line) > JSON_LIMIT:
+            raise LocaterError(f"{path}: a line of more than {JSON_LIMIT:,} bytes, too large for a record of a run")
+        yield line
 
 
 def find_log(path: str | os.PathLike[str]) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,10 +21,15 @@ FIELDS = {"loss": (), "step": ("heads",), "warning": ("flag", "layer", "head"), 
 class RunReader:
     """Takes lines as they come; `run` is the run so far. An incomplete line is accepted at the end of a log, and where
     a resumed run follows it.
+
+    With `stored` the numbers of heads, nearly all of a log, are not kept: `with_heads` reads those of some steps again.
+    The lines that are fed must then be all of the file, from its beginning.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, stored: bool = False) -> None:
+        self.path, self.stored = path, stored
+        self.offset = 0  # of the line being read
+        self.places: dict[int, tuple[int, int]] = {}  # offset and length of the line of each observed step
         self.number = self.torn = 0  # the number of the line being read; that of an incomplete line before it
         self.header: Record | None = None
         self.steps: list[Record] = []
@@ -37,14 +42,37 @@ class RunReader:
     def feed(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             self.number += 1
-            if not line.strip():
-                continue
-            record = parse(line)
-            if self.torn and not is_run(record):
-                self._refuse("is not a JSON object", self.torn)
-            self.torn = 0 if record is not None else self.number
-            if record is not None:
-                self._add(record)
+            self._take(line)
+            self.offset += len(line)
+
+    def _take(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        record = parse(line)
+        if self.torn and not is_run(record):
+            self._refuse("is not a JSON object", self.torn)
+        self.torn = 0 if record is not None else self.number
+        if record is not None:
+            self._add(record)
+            if self.stored and record.get("kind") == "step":
+                self.places[record["step"]] = (self.offset, len(line))
+                record["heads"] = dict.fromkeys(record["heads"])
+
+    def with_heads(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Observed steps with the numbers of their heads, from the log where they are not kept."""
+        if not self.stored:
+            return records
+        found: list[Record] = []
+        with self.path.open("rb") as file:
+            for record in records:
+                offset, length = self.places[record["step"]]
+                file.seek(offset)
+                stored = parse(file.read(length)) or {}
+                if stored.get("step") != record["step"] or stored.get("heads", {}).keys() != record["heads"].keys():
+                    raise LocaterError(f"{self.path}: changed while it was read: start again")
+                self._check_heads(stored, self.header or {})
+                found.append({**record, "heads": stored["heads"]})
+        return found
 
     def run(self) -> Run | None:
         """The run so far, None before its first record. Nothing is copied: its lists grow when more is fed."""
@@ -52,7 +80,14 @@ class RunReader:
             return None
         scalars = {name: points for name, points in self.curves.items() if name != "loss"}
         return Run(
-            self.header, self.steps, self.warnings, self.ended, self.curves["loss"], tuple(self.resumed), scalars
+            self.header,
+            self.steps,
+            self.warnings,
+            self.ended,
+            self.curves["loss"],
+            tuple(self.resumed),
+            scalars,
+            self.with_heads,
         )
 
     def _add(self, record: Record) -> None:
