@@ -564,16 +564,26 @@ def spectrum_of(model: Any, path: Path, meanwhile: Any = None) -> list[Any]:
     return [read_run(path).steps[0]["heads"][name] for name in ("M", "spread")]
 
 
-def test_what_cannot_be_recorded_is_read_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_recorded_is_read_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And said so once, whether a monitor or a control reads it."""
     together = spectrum_of(llama(), tmp_path / "a.jsonl")
 
     def fails(*args: Any) -> None:
         raise RuntimeError("not recorded")
 
     for name in ("__init__", "spectra"):
+        caplog.clear()
+        model = llama()
         with monkeypatch.context() as patch:
-            patch.setattr(head_table.FoldedStacks, name, fails)
-            apart = spectrum_of(llama(), tmp_path / f"{name}.jsonl")
+            patch.setattr(folded.FoldedStacks, name, fails)
+            apart = spectrum_of(model, tmp_path / f"{name}.jsonl")
+            locater.LocAteR().attach(model).loss()
+        assert [line for line in messages(caplog) if "layer by layer" in line] == [
+            "the maps of LlamaForCausalLM are re-read layer by layer at each step, which is slower: they cannot be "
+            "recorded (RuntimeError: not recorded)"
+        ]
         for a, b in zip(together, apart, strict=True):
             torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=1e-6)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -10,15 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.families.effective import Effective
-from locater.families.folded import FoldedStacks, Inputs, Maps, maps_of
+from locater.families.folded import Inputs, Maps, maps_of, recorded_stacks
 from locater.families.forms import size_counts, sized_maps, stored_maps, token_maps
 from locater.observing.token_sample import Listener, TokenSample, on_training_tokens, samples_of, share_samples
 from locater.observing.token_size import TokenSize, share_sizes, sizes_of
 
-logger = logging.getLogger("locater")
 Form = Literal["effective", "measured", "stored"]
 FOLDS: Mapping[Form, Callable[..., Effective]] = {
     "effective": sized_maps,
@@ -43,17 +41,7 @@ class ModelMaps:
             **{number: partial(_tokens, sample) for number, sample in self.samples.items()},
             **{number: partial(_mean_square, size) for number, size in self.sizes.items()},
         }
-        self._stacks: FoldedStacks | None = None
-        try:
-            self._stacks = FoldedStacks(model, self.numbers, self.fold, self._inputs)
-        except LocaterError:
-            raise
-        except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
-            logger.warning(
-                "LocAteR: the maps of %s are read anew at each step, which is slower: they cannot be recorded (%s)",
-                type(model).__name__,
-                first_line(error),
-            )
+        self._stacks = recorded_stacks(model, self.numbers, self.fold, self._inputs)
         listeners: list[Listener] = [*self.samples.values(), *self.sizes.values()]
         self._ends = on_training_tokens(model, listeners) if listeners else []
 

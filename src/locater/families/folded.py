@@ -9,9 +9,11 @@ tensors as they are at that moment. What cannot be recorded can still be folded 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +24,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from locater.checkpoints.live_tensors import is_a
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights, Rows, take_rows
+from locater.errors import LocaterError, first_line
 from locater.families.effective import Effective, effective
 from locater.families.fold_graph import LayerStack, layer_stacks, tensor_kind
 from locater.families.layer import AttentionLayer
 from locater.families.reading import layers_of
 from locater.spectrum import cross_moments, moments
 
+logger = logging.getLogger("locater")
 Result = TypeVar("Result")
 Inputs = Callable[[], tuple[Tensor, ...]]
 Maps = tuple[Tensor, Tensor, Tensor]  # queries (L, H, h, d), keys (L, K, h, d), logit scales (L,) of L layers
@@ -200,6 +204,38 @@ class FoldedStacks:
             yield self.fold(
                 layers[i], *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i)
             )
+
+
+def recorded_stacks(
+    model: nn.Module,
+    chosen: Sequence[int],
+    fold: Callable[..., Effective] = effective,
+    inputs: Mapping[int, Inputs] | None = None,
+    layers: Callable[[ModuleWeights], list[AttentionLayer]] | None = None,
+) -> FoldedStacks | None:
+    """`FoldedStacks`, or None with a warning where the maps cannot be recorded; raises where they cannot be read."""
+    try:
+        return FoldedStacks(model, chosen, fold, inputs, layers)
+    except LocaterError:
+        raise
+    except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
+        warn_unrecorded(model, error)
+        return None
+
+
+def warn_unrecorded(model: nn.Module, error: Exception) -> None:
+    """Once for a model, whoever reads its maps."""
+    if model not in _warned:
+        _warned.add(model)
+        name, reason = type(model).__name__, f"{type(error).__name__}: {first_line(error)}"
+        logger.warning(
+            "the maps of %s are re-read layer by layer at each step, which is slower: they cannot be recorded (%s)",
+            name,
+            reason,
+        )
+
+
+_warned: WeakSet[nn.Module] = WeakSet()
 
 
 class _ChangedError(Exception):

@@ -15,9 +15,10 @@ from torch import nn
 from locater.attention.changes import CHANGES, changes
 from locater.checkpoints.live_tensors import next_training_pass
 from locater.checkpoints.weights import ModuleWeights
+from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers, effective
 from locater.families.effective import Effective
-from locater.families.folded import FoldedStacks, Spectra, spectra_of
+from locater.families.folded import FoldedStacks, Spectra, recorded_stacks, spectra_of, warn_unrecorded
 from locater.findings import key_variance
 from locater.missing import finite_or_none
 from locater.monitor.first_batch import DiscoveredLayers
@@ -69,8 +70,8 @@ class WeightSpectra:
     def __init__(self, model: nn.Module, numbers: Sequence[int], layers: ReadLayers | None = None) -> None:
         self.model, self.numbers, self._layers = model, list(numbers), layers
         self.stacks: FoldedStacks | None = None
-        with contextlib.suppress(Exception):  # `read` then goes layer by layer, and raises what cannot be read
-            self.stacks = FoldedStacks(model, self.numbers, layers=layers)
+        with contextlib.suppress(LocaterError):  # `read` then goes layer by layer, and raises what cannot be read
+            self.stacks = recorded_stacks(model, self.numbers, layers=layers)
 
     @torch.no_grad()
     def read(self) -> list[Spectra]:
@@ -84,8 +85,9 @@ class WeightSpectra:
             if self.stacks is not None:
                 try:
                     return self.stacks.spectra()
-                except Exception:
+                except Exception as error:
                     self.stacks = None  # from here on layer by layer
+                    warn_unrecorded(self.model, error)
             return self._layer_by_layer()
 
     def _layer_by_layer(self) -> list[Spectra]:
