@@ -167,8 +167,8 @@ def softcap(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def record(case: Case, model: nn.Module, implementation: str) -> list[Record]:
-    """Run the model once; one record per site."""
+def record(case: Case, model: nn.Module, implementation: str, gradients: bool = False) -> list[Record]:
+    """Run the model once, with or without gradients; one record per site."""
     records = {site.attention: Record(padding=site.padding) for site in case.sites}
     handles = []
     for site in case.sites:
@@ -185,7 +185,7 @@ def record(case: Case, model: nn.Module, implementation: str) -> list[Record]:
             )
     batch = case.batch()
     try:
-        with torch.no_grad(), (case.tap or interface_tap)(model, implementation, records):
+        with torch.set_grad_enabled(gradients), (case.tap or interface_tap)(model, implementation, records):
             case.call(model, batch) if case.call else model(**batch)
     finally:
         for handle in handles:

@@ -63,7 +63,7 @@ def expected(model: nn.Module, case: Case, records: list[Record]) -> float:
 def check(case: Case) -> None:
     model = without_dropout(model_of(case))
     control = LocAteR(form="measured").attach(model)
-    records = record(case, model, case.implementations[0])
+    records = record(case, model, case.implementations[0], gradients=True)
     assert float(control.loss().detach()) == pytest.approx(expected(model, case, records), rel=1e-6)
 
 
@@ -221,6 +221,24 @@ def test_a_step_without_a_training_pass_is_refused() -> None:
     model.eval()(IDS)
     with pytest.raises(LocaterError, match=r"call loss\(\) after model\(...\)"):
         control.loss()
+
+
+@pytest.mark.parametrize("form", ["measured", "effective"])
+def test_passes_without_gradients_do_not_count(form: Any) -> None:
+    """A reference or a rollout in training mode, as TRL runs them; its tokens are not those of the loss."""
+    found = []
+    for others in (False, True):
+        model = small(norm="post")
+        control = LocAteR(form=form).attach(model)
+        for _ in range(others):
+            with torch.no_grad():
+                model(IDS.flip(1) // 2)
+        model(IDS)
+        for _ in range(others):
+            with torch.inference_mode():
+                model(IDS.flip(1) // 2)
+        found.append(control.loss().detach())
+    assert found[0] == found[1] > 0
 
 
 def test_a_layer_that_is_not_reached_is_named() -> None:

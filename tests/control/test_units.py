@@ -107,7 +107,7 @@ def mean_squares(model: nn.Module, case: Case) -> dict[int, float]:
     """Of the tokens of one pass that are no padding, for layers without a norm."""
     squares = {}
     for number, (layer, seen) in enumerate(
-        zip(attention_layers(model), record(case, model, case.implementations[0]), strict=True)
+        zip(attention_layers(model), record(case, model, case.implementations[0], gradients=True), strict=True)
     ):
         if layer.norm.kind == "none" and layer.kind == "self":
             assert seen.x is not None

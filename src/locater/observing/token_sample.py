@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from locater.attention.listeners import Switch, is_on, run_pass
 from locater.attention.stand_ins import instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
@@ -189,14 +190,17 @@ def samples_of(model: nn.Module, layers: Mapping[int, AttentionLayer], size: int
 
 
 def on_training_tokens(model: nn.Module, listeners: Iterable[Listener]) -> list[Callable[[], None]]:
-    """From now on, tell the listeners whenever their modules run in training mode; returns functions that end it."""
+    """From now on, tell the listeners whenever their modules run in training mode, in a pass that begins with gradients
+    enabled: a reference model and a rollout run without. Returns functions that end it.
+    """
     weights, padding = ModuleWeights(model), Padding()
+    switch = Switch(loss_only=True, thread=None)
     ends: list[Callable[[], None]] = []
     for listener in listeners:
         module = weights.submodule(listener.name)
-        ends.append(instead(module, "forward", partial(_listening, listener, padding, _names(module))))
+        ends.append(instead(module, "forward", partial(_listening, listener, padding, switch, _names(module))))
     # last, so that masks are noted first where the model is itself the attention module
-    ends.append(instead(model, "forward", partial(_noting_masks, padding, _names(model))))
+    ends.append(instead(model, "forward", partial(_noting_masks, padding, switch, _names(model))))
     return ends
 
 
@@ -207,6 +211,7 @@ def _names(module: nn.Module) -> list[str]:
 
 def _noting_masks(
     padding: Padding,
+    switch: Switch,
     names: Iterable[str],
     model: nn.Module,
     forward: Callable[..., Any],
@@ -214,19 +219,20 @@ def _noting_masks(
     **kwargs: Any,
 ) -> Any:
     padding.before(model, (), {**dict(zip(names, args, strict=False)), **kwargs})
-    return forward(*args, **kwargs)
+    return run_pass(switch, model, forward, *args, **kwargs)
 
 
 def _listening(
     listener: Listener,
     padding: Padding,
+    switch: Switch,
     names: list[str],
     module: nn.Module,
     forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if module.training:
+    if module.training and is_on(switch):
         read = attention_input(module, args, kwargs, names)
         if read is not None and hasattr(read.x, "full_tensor"):  # under sequence parallelism
             read = replace(read, x=read.x.full_tensor())
