@@ -15,6 +15,7 @@ from locater.errors import LocaterError
 
 JSON_LIMIT = 100_000_000  # bytes; real indices have fewer than ten million
 CONFIG_LIMIT = 4_000_000  # bytes of a configuration; the largest real ones, with the names of 20,000 classes, have one
+VALUES = 4_000_000  # in a document: each takes some hundred bytes of memory, whatever it takes in the file
 
 
 def regular_file(path: Path) -> int:
@@ -45,7 +46,7 @@ def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
     if regular_file(path) > most:
         raise LocaterError(f"{path}: more than {most:,} bytes, too large for a configuration or an index")
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates if unique else None)
+        return parsed_json(path.read_text(encoding="utf-8"), unique)
     except RecursionError:
         raise LocaterError(f"{path}: not readable as JSON (nested too deep)") from None
     except ValueError as error:
@@ -54,12 +55,25 @@ def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
         raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
 
 
+def parsed_json(text: str, unique: bool = False) -> Any:
+    """The content of a JSON text; ValueError where it is none, and where it has more values than real ones have.
+
+    A value takes one byte in the text or more, and a hundred times as much as an object.
+    """
+    if len(text) > VALUES and text.count(",") + text.count("[") + text.count("{") > VALUES:
+        raise ValueError(f"more than {VALUES:,} values")
+    return json.loads(text, object_pairs_hook=no_duplicates if unique else None)
+
+
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For `json.loads(object_pairs_hook=...)`: the object, or ValueError where a key occurs twice."""
     document = dict(pairs)
     if len(document) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name!r:.200} occurs twice")
+            seen.add(name)
     return document
 
 

@@ -189,14 +189,149 @@ def make_indices(folder: Path) -> None:
         (place / "__0_0.distcp").write_bytes(bytes(4096))
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {"pickles": make_pickles, "indices": make_indices}
+def safetensors(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def make_headers(folder: Path) -> None:
+    """Safetensors, indices, configurations and GGUF whose headers alone are hostile."""
+    one = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    keys = b",".join(b'"a%d":%s' % (i, one) for i in range(80_000))
+    texts = {
+        "keys twice": b"{" + keys + b',"a79999":' + one + b"}",
+        "many values": b"[" + b"[]," * 7_000_000 + b"0]",
+        "deep": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        "a long number": b'{"a":' + b"9" * 3_000_000 + b"}",
+        "a long name twice": b'{"' + b"x" * 1_000_000 + b'":0,"' + b"x" * 1_000_000 + b'":0}',
+    }
+    for label, text in texts.items():
+        (folder / f"{label}.safetensors").write_bytes(safetensors(text))
+        for name in ("model.safetensors.index.json", "config.json", "adapter_config.json"):
+            place = folder / f"{label}, {name.split('.')[0]}"
+            place.mkdir()
+            (place / name).write_bytes(text)
+            if name == "config.json":
+                (place / "model.safetensors").write_bytes(safetensors(b'{"a":' + one + b"}"))
+    head, word = b"GGUF" + struct.pack("<I", 3), lambda name: struct.pack("<Q", len(name)) + name
+    arrays = struct.pack("<IQ", 9, 8000) + (struct.pack("<IQ", 9, 100) + struct.pack("<IQ", 4, 0) * 100) * 8000
+    gguf = {
+        "many tensors": struct.pack("<QQ", 10**6, 0) + bytes(30 * 10**6),
+        "a count": struct.pack("<QQ", 2**62, 1),
+        "arrays of arrays": struct.pack("<QQ", 0, 1) + word(b"a") + struct.pack("<I", 9) + arrays,
+        "a long text": struct.pack("<QQ", 0, 1) + struct.pack("<Q", 2**60) + b"a",
+        "sixty-four axes": struct.pack("<QQ", 1, 0) + word(b"a") + struct.pack("<I", 64) + struct.pack("<q", 2) * 64 + bytes(12),
+    }  # fmt: skip
+    for label, data in gguf.items():
+        (folder / f"{label}.gguf").write_bytes(head + data)
+
+
+def nf4(**said: Any) -> dict[str, Any]:
+    import torch
+
+    state = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "float32",
+        "shape": [8, 16],
+        "nested_blocksize": 256,
+        "nested_offset": 0.0,
+    }
+    state |= {"nested_dtype": "float32", **said}
+    blocks = -(-128 // state["blocksize"]) if isinstance(state["blocksize"], int) else 2
+    return {
+        "a.weight": torch.zeros(64, 1, dtype=torch.uint8),
+        "a.weight.absmax": torch.zeros(blocks, dtype=torch.uint8),
+        "a.weight.quant_map": torch.zeros(16),
+        "a.weight.nested_absmax": torch.zeros(1),
+        "a.weight.nested_quant_map": torch.zeros(256),
+        "a.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
+def make_quantised(folder: Path) -> None:
+    """Maps whose scales or shapes say more than there is."""
+    import torch
+    from safetensors.torch import save_file
+
+    codes, scales = torch.zeros(8, 16, dtype=torch.int8), torch.ones(8)
+    words = {
+        "a.qweight": torch.zeros(2, 8, dtype=torch.int32),
+        "a.qzeros": torch.zeros(1, 1, dtype=torch.int32),
+        "a.scales": torch.ones(1, 8),
+    }
+    files: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "a huge block": (nf4(blocksize=2**45), {}),
+        "an outer block": (nf4(nested_blocksize=10**30), {}),
+        "a huge shape": (nf4(shape=[2**31, 2**31]), {}),
+        "an offset": ({**nf4(), **nf4(nested_offset=10**400)}, {}),
+        "empty layout": ({"a.weight": codes, "a.SCB": scales, "a.weight_format": torch.zeros(0, dtype=torch.uint8)}, {}),
+        "a weight without axes": ({"a.weight": codes[0, 0].clone(), "a.SCB": scales}, {}),
+        "a packed number": ({**nf4(), "a.weight": torch.tensor(0, dtype=torch.uint8)}, {}),
+        "a map without axes": ({"a.weight": torch.tensor(1.0)}, {}),
+        "a scaled number": ({"a.weight": codes[0, 0].clone(), "a.weight_scale": torch.ones(1)}, {}),
+        "groups": (words, {"quant_method": "gptq", "bits": 4, "group_size": 10**30, "checkpoint_format": "gptq_v2"}),
+        "a method": (words, {"quant_method": [[[0] * 100] * 100] * 100, "bits": 4}),
+    }  # fmt: skip
+    for label, (tensors, settings) in files.items():
+        place = folder / label
+        place.mkdir()
+        save_file(tensors, place / "model.safetensors")
+        (place / "config.json").write_text(json.dumps({"quantization_config": settings}))
+
+
+def make_adapters(folder: Path) -> None:
+    """Adapters on a base of one map."""
+    import torch
+    from safetensors.torch import save_file
+
+    base = folder / ".base"
+    base.mkdir()
+    save_file({"a.weight": torch.eye(8)}, base / "model.safetensors")
+    parts = {"base_model.model.a.lora_A.weight": torch.ones(2, 8), "base_model.model.a.lora_B.weight": torch.ones(8, 2)}
+    good = {"peft_type": "LORA", "base_model_name_or_path": str(base), "lora_alpha": 1, "r": 2}
+    nested: Any = 0
+    for _ in range(900):
+        nested = [nested]
+    deep = ".".join("a" * 100_000)
+    changes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "patterns": ({"alpha_pattern": {"(a+)+b": 1}}, {}),
+        "choices": ({"alpha_pattern": {"a?" * 100 + "b": 1}}, {}),
+        "many patterns": ({"alpha_pattern": {f".*{i}.*x.*": 1 for i in range(9_000)}}, {f"base_model.model.{'a' * 200}.a.lora_A.weight": torch.ones(2, 8)}),
+        "a huge alpha": ({"lora_alpha": 10**400}, {}),
+        "a nested alpha": ({"lora_alpha": nested}, {}),
+        "a nested kind": ({"peft_type": nested}, {}),
+        "a nested start": ({"init_lora_weights": nested}, {}),
+        "a nested option": ({"use_qalora": nested}, {}),
+        "no axes": ({}, {"base_model.model.a.lora_A.weight": torch.tensor(1.0)}),
+        "whole numbers": ({}, {"base_model.model.a.lora_B.weight": torch.ones(8, 2, dtype=torch.int64)}),
+        "no rank": ({}, {"base_model.model.a.lora_A.weight": torch.ones(0, 8)}),
+        "a long name": ({}, {f"base_model.model.{deep}.lora_A.weight": torch.ones(2, 8)}),
+        "itself": ({"base_model_name_or_path": "."}, {}),
+        "an address": ({"base_model_name_or_path": "http://127.0.0.1:9/x"}, {}),
+        "another machine": ({"base_model_name_or_path": r"\\127.0.0.1\x"}, {}),
+    }  # fmt: skip
+    for label, (settings, tensors) in changes.items():
+        place = folder / label
+        place.mkdir()
+        save_file({**parts, **tensors}, place / "adapter_model.safetensors")
+        (place / "adapter_config.json").write_text(json.dumps({**good, **settings}))
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "pickles": make_pickles,
+    "indices": make_indices,
+    "headers": make_headers,
+    "quantised": make_quantised,
+    "adapters": make_adapters,
+}
 
 
 def read(path: Path) -> str:
     import locater
 
+    name = "a.weight" if path.is_dir() and not (path / ".metadata").exists() else "a"
     try:
-        locater.scan(path, query="a", key="a", heads=1)
+        locater.scan(path, query=name, key=name, heads=1)
     except locater.LocaterError as error:
         return (
             "refused" if len(str(error).splitlines()) == 1 and len(str(error)) < 2000 else f"long: {str(error)[:300]}"
@@ -211,7 +346,7 @@ def main() -> None:
 
     assert locater.families
     peak: Any = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # noqa: E731
-    for path in sorted(Path(sys.argv[1]).iterdir()):
+    for path in sorted(Path(sys.argv[1]).glob("[!.]*")):
         print(json.dumps([path.name]), flush=True)  # what is named last is what the process died of
         before, start = peak(), time.monotonic()
         signal.alarm(LIMIT_S)

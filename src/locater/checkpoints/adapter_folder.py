@@ -39,13 +39,19 @@ PART = re.compile(
     r"(?P<map>.+)\.(?P<part>lora_(?:A|B|magnitude_vector|embedding_A|embedding_B))(?:\.(?P<kind>weight|bias))?"
 )
 ADAPTERS = 8  # on one another, at most
-LONGEST = 1000  # characters of a key of alpha_pattern
+LONGEST, KEYS = 1000, 10_000  # characters of a key of alpha_pattern, and how many there may be
 PARTS = 64  # of a name, from its end, by which it is found
 STEPS = 300_000_000  # that matching all keys of alpha_pattern may take, at some nanoseconds each
 LITERAL = re.compile(r"[\w.\-]+")
 ATOMS = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
 HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.%-]+)?", re.ASCII)
 TEXT: Rule = ("a text", lambda x: x is None or (isinstance(x, str) and len(x) <= LONGEST))
+
+
+def _is_alpha(key: str, value: Any) -> bool:
+    return len(key) <= LONGEST and value is not None and FINITE_OR_NULL[1](value)
+
+
 RULES: dict[str, Rule] = {
     BASE: TEXT,
     "revision": TEXT,
@@ -55,13 +61,7 @@ RULES: dict[str, Rule] = {
     "fan_in_fan_out": FLAG,
     "alpha_pattern": (
         "a table of numbers by the names of maps",
-        lambda x: (
-            x is None
-            or (
-                isinstance(x, dict)
-                and all(len(key) <= LONGEST and y is not None and FINITE_OR_NULL[1](y) for key, y in x.items())
-            )
-        ),
+        lambda x: x is None or (isinstance(x, dict) and len(x) <= KEYS and all(map(_is_alpha, x, x.values()))),
     ),
 }
 # opens the base model of an adapter: its settings, where it is, its folder on this machine; also the base's name

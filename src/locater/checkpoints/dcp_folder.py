@@ -63,6 +63,8 @@ class DcpWeights:
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
         tensor = self._tensors[name]
         if not tensor.shape:
+            if rows is not None:
+                raise LocaterError(f"{self.where}: {name} is a single number, where rows of a map belong")
             return self._piece(name, tensor, tensor.pieces[0])
         ranges = [(0, tensor.shape[0])] if rows is None else [slice(a, b).indices(tensor.shape[0])[:2] for a, b in rows]
         shape = (sum(max(0, b - a) for a, b in ranges), *tensor.shape[1:])

@@ -128,6 +128,8 @@ class GGUFWeights:
         return tuple(reversed(self._header.tensors[self._stored[name]].shape))  # GGUF counts axes from the fastest
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        if not self.shape(name):
+            raise LocaterError(f"{self.where}: {name} is a single number, where a map or a vector belongs")
         places = None  # of the rows in the file
         if self._architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"

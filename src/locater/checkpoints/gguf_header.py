@@ -19,6 +19,7 @@ from locater.errors import LocaterError, printable
 from locater.files import regular_file
 
 HEADER_LIMIT = 100_000_000  # bytes; the longest known vocabularies take a tenth of it
+MOST = 500_000  # keys, and tensors: each takes more memory than bytes
 CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in CODES.items()}
 BOOL, TEXT, ARRAY, UINT32 = 7, 8, 9, 4
@@ -125,7 +126,7 @@ class _Cursor:
             self.refuse(f"version {version}; versions {VERSIONS} are supported")
         tensors, keys = self.take(COUNT), self.take(COUNT)
         for count, least, kind in ((tensors, 24, "tensors"), (keys, 13, "keys")):
-            if count * least > len(self.data):
+            if count * least > len(self.data) or count > MOST:
                 self.refuse(f"{count:,} {kind} in {self.size:,} bytes")
         return tensors, keys
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from locater.checkpoints.weights import Rows, joined
 from locater.errors import LocaterError, printable
-from locater.files import no_duplicates, regular_file
+from locater.files import VALUES, no_duplicates, regular_file
 
 DTYPES = {  # those that are read; whole numbers stand for quantised weights, which `quantised/` makes floats of
     "F64": torch.float64,
@@ -76,6 +76,8 @@ class StoredTensors(Generic[F]):
         begin, end = entry["data_offsets"]
         if rows is None:
             return self._bytes(path, start + begin, end - begin, dtype).view(shape)
+        if not shape:
+            raise LocaterError(f"{path}: tensor {printable(name)} is a single number, where rows of a map belong")
         stride = (end - begin) // max(shape[0], 1)
         parts = [self._bytes(path, start + begin + a * stride, (b - a) * stride, dtype) for a, b in rows]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(sum(b - a for a, b in rows), *shape[1:])
@@ -161,6 +163,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
         decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    if len(decoded) > VALUES and decoded.count(",") + decoded.count("[") + decoded.count("{") > VALUES:
+        raise ValueError(f"more than {VALUES:,} values")
     header: dict[str, Any] = json.loads(
         decoded,
         object_pairs_hook=no_duplicates,

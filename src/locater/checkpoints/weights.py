@@ -77,6 +77,8 @@ class DictWeights:
         if not has_dense_data(tensor):
             kind = f"{tensor.layout}, {tensor.device}"
             raise LocaterError(f"{self.where}: {name} is not a dense tensor with data ({kind}): save it as one")
+        if rows is not None and not tensor.ndim:
+            raise LocaterError(f"{self.where}: {name} is a single number, where rows of a map belong")
         claimed, backed = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
         if claimed > backed:
             raise LocaterError(

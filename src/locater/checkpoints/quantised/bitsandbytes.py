@@ -50,9 +50,9 @@ class FourBit:
             sizes = [*shape, block, *([state["nested_blocksize"]] if self._nested else [])]
             if len(shape) != 2 or not all(isinstance(x, int) and x > 0 for x in sizes) or state["dtype"] not in DTYPES:
                 raise ValueError("its shape, block size or dtype is not one")
-            if self._nested and not isinstance(state["nested_offset"], float | int):
+            if self._nested and not math.isfinite(state["nested_offset"]):
                 raise ValueError("nested_offset is no number")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise bad(self.weights, stored, f"is not the state of a quantised map ({error}): damaged") from None
         return dict(state)
 
@@ -112,10 +112,11 @@ class FourBit:
                 )
             values = read_scales(self.weights, f"{self.name}.nested_quant_map").float()[stored.int()]
             sizes = read_scales(self.weights, f"{self.name}.nested_absmax").float()
-            values = values * sizes[torch.arange(begin, end) // outer] + self._state["nested_offset"]
+            values = values * sizes[torch.arange(begin, end) // min(outer, max(end, 1))] + self._state["nested_offset"]
         else:
             values = read_scales(self.weights, f"{self.name}.absmax", [(begin, end)]).float()
-        return values.repeat_interleave(block)[first - begin * block : last - begin * block]
+        # a block may be said to be longer than all numbers
+        return values.repeat_interleave(min(block, last))[first - begin * block : last - begin * block]
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,12 @@ class LLMInt8:
 
     def read(self, rows: Rows | None = None) -> Tensor:
         name, layout = self.parts[1:]
+        if len(self.shape()) != 2:
+            raise bad(
+                self.weights, self.name, f"is quantised and has shape {list(self.shape())}, not two axes: damaged"
+            )
         expect_shape(self.weights, name, (self.shape()[0],), (1, self.shape()[0]))
-        if layout in self.weights.names() and int(self.weights.read(layout).flatten()[0]) != 0:
+        if layout in self.weights.names() and self.weights.read(layout).flatten().tolist() != [0]:
             raise bad(self.weights, layout, "is not 0 (rows): other orders of LLM.int8 are not read, save it again")
         largest = read_scales(self.weights, name).float().flatten()
 

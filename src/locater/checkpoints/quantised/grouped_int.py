@@ -8,6 +8,7 @@ is a range of columns on disk, so all bytes of a map are read for it.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -105,11 +106,11 @@ class GroupedInt:
         form = self.settings.get("checkpoint_format", self.settings.get("version"))
         known = {"gptq": (None, "gptq", "gptq_v2"), "awq": (None, "gemm", "GEMM")}[layout.kind]
         if method != layout.kind or form not in known:
-            said = f"{method}" if form is None else f"{method} ({form})"
+            said = reprlib.repr(method) if form is None else f"{reprlib.repr(method)} ({reprlib.repr(form)})"
             raise bad(
                 self.weights,
                 self.parts[0],
-                f"is packed as {layout.kind.upper()} packs, and config.json says {said!r:.60}: "
+                f"is packed as {layout.kind.upper()} packs, and config.json says {said:.60}: "
                 "dequantise the checkpoint first (to bfloat16)",
             )
 
@@ -160,4 +161,4 @@ class GroupedInt:
                 self.parts[2],
                 f"has {layout.groups} groups, and {layout.inputs} inputs in groups of {size} are not as many: damaged",
             )
-        return torch.arange(layout.inputs) // size
+        return torch.arange(layout.inputs) // min(size, layout.inputs)

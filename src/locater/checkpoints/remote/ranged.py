@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
 from locater.checkpoints.remote.address import Address
 from locater.errors import LocaterError
-from locater.files import JSON_LIMIT, no_duplicates
+from locater.files import JSON_LIMIT, parsed_json
 
 
 class RangedFile(Protocol):
@@ -75,7 +74,7 @@ def remote_json(folder: RemoteFolder, name: str, unique: bool = False, most: int
     if len(text) > most:
         raise LocaterError(f"{where}: more than {most:,} bytes, too large for a configuration or an index")
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates if unique else None)
+        return parsed_json(text.decode("utf-8"), unique)
     except RecursionError:
         raise LocaterError(f"{where}: not readable as JSON (nested too deep)") from None
     except ValueError as error:
