@@ -171,7 +171,7 @@ def test_an_adapter_in_float64(tmp_path: Path) -> None:
         ("lora_B.weight", torch.ones(32, 2), "are [3, 32] and [32, 2], which make no map"),
         ("lora_B.weight", torch.ones(32, 3, 1), "which make no map"),
         ("lora_A.weight", torch.ones(3, 32).to(torch.int8), "lora_A.weight is stored as torch.int8"),
-        ("lora_magnitude_vector", torch.ones(1), "lora_magnitude_vector of model.layers.0.self_attn.q_proj.weight is [1]"),
+        ("lora_magnitude_vector", torch.ones(1), "has lora_magnitude_vector, and use_dora is False"),
         ("lora_B.bias", torch.ones(5), "which its base model"),
     ],
 )  # fmt: skip
@@ -179,6 +179,35 @@ def test_tensors_that_make_no_adapter(name: str, tensor: torch.Tensor, says: str
     saved(tmp_path, "lora")
     edited(tmp_path, lambda tensors: {f"{QUERY}.{name}": tensor})
     refused(tmp_path / "adapter", says)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"target_modules": ["q_proj"]}, "has tensors for model.layers.0.self_attn.k_proj, which target_modules does not name"),
+        ({"target_modules": None}, "target_modules is None, not a list of names, or a pattern"),
+        ({"use_dora": True}, "has no lora_magnitude_vector, and use_dora is True"),
+    ],
+)  # fmt: skip
+def test_settings_of_another_adapter(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """peft leaves such tensors out, or begins from its own: other numbers than those of a sum."""
+    saved(tmp_path, "lora")
+    rewrite(tmp_path, **settings)
+    refused(tmp_path / "adapter", says)
+
+
+def test_two_tensors_for_one_place(tmp_path: Path) -> None:
+    saved(tmp_path, "lora")
+    edited(tmp_path, lambda tensors: {f"other.{QUERY}.lora_A.weight": torch.ones(3, 32)})
+    refused(tmp_path / "adapter", "are of one place in its base model: remove one")
+
+
+def test_square_maps_are_turned_by_the_kind_of_layer(tmp_path: Path) -> None:
+    """peft corrects fan_in_fan_out where the layer is an nn.Linear."""
+    saved(tmp_path, "lora")
+    expected = [row.M for row in locater.scan(tmp_path / "adapter").rows]
+    rewrite(tmp_path, fan_in_fan_out=True)
+    assert [row.M for row in locater.scan(tmp_path / "adapter").rows] == expected
 
 
 def test_a_replaced_tensor_of_another_shape(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.fuzz.harness import GOOD, attempt, summary, supervised
 from tests.fuzz.planted import PLANTED
 
 FILES = {
-    "safetensors": 150, "shards": 120, "quantised": 120, "gguf": 120, "pickle": 120, "pickled shards": 60, "legacy pickle": 80, "dcp": 40, "dcp index": 120, "config": 60,
+    "safetensors": 150, "shards": 120, "quantised": 120, "gguf": 120, "pickle": 120, "pickled shards": 60, "legacy pickle": 80, "dcp": 40, "dcp index": 120, "dcp records": 120, "adapter": 60, "config": 60,
     "scan": 60, "statistics": 60, "log": 200,
 }  # fmt: skip
 
@@ -44,7 +44,10 @@ def test_mutated_files_are_refused_or_read_right(name: str, tmp_path: Path) -> N
         faults[:3]
     )
     # mutations are neither all fatal nor all harmless
-    assert {outcome.kind for outcome in outcomes} == {"refused", "read"}
+    assert {outcome.kind for outcome in outcomes} >= {
+        "refused",
+        "unchecked" if FORMATS[name].reference is None else "read",
+    }
 
 
 def test_the_harness_sees_every_kind_of_fault(tmp_path: Path) -> None:

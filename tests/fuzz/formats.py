@@ -5,6 +5,7 @@ same file.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +35,24 @@ class Format:
     read: Callable[[Path], Any]
     reference: Callable[[Path], Any] | None = None
     share: int = 1  # of the files that are tried, in 20ths
+
+
+class NoReferenceError(Exception):
+    """The library that defines the format does not say what this file holds."""
+
+
+class Near:
+    """A tensor that equals another within rounding."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach().double()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Near) or self.tensor.shape != other.tensor.shape:
+            return False
+        return torch.allclose(self.tensor, other.tensor, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -127,6 +146,89 @@ def read_dcp(folder: Path) -> Tensors:
 
 def dcp_reference(folder: Path) -> Tensors:
     return {name: raw(tensor) for name, tensor in dcp.loaded(folder).items()}
+
+
+def records_reference(folder: Path) -> Tensors:
+    """PyTorch puts all states of a checkpoint together, where the model's alone are read here."""
+    try:
+        return dcp_reference(folder)
+    except BaseException as error:
+        raise NoReferenceError(repr(error)[:200]) from None
+
+
+def edit_records(rng: Random, folder: Path) -> None:
+    """The index, by what it says: loaded and written by PyTorch's own classes."""
+    path = folder / ".metadata"
+    content = pickle.loads(path.read_bytes())  # written a moment ago, by `seeds`
+    deep: Any = "w"
+    for _ in range(60):
+        deep = (deep, deep)
+    extra = ((), ("model",), ("model", "a"), torch.Size(()), torch.Size((1,)), torch.Size((2**40, 2**20)), torch.float16, (0,) * 100,
+             "x" * 2000, deep, 2**61, -1, "__0_0.distcp", "model.norm.weight")  # fmt: skip
+    mutate.of_objects(rng, content, extra + mutate.VALUES)
+    with suppress(Exception):  # PyTorch's classes do not write everything
+        path.write_bytes(pickle.dumps(content))
+
+
+def adapter_values(folder: Path) -> dict[str, Near]:
+    """Every tensor of the base as the adapter changes it. One that cannot be read refuses all: peft loads a whole."""
+    weights, _ = open_source(folder / "adapter")
+    scan(folder / "adapter")
+    return {name: Near(weights.read(name)) for name in weights.names()}
+
+
+def adapter_reference(folder: Path) -> dict[str, Near]:
+    """The same by peft: what each layer computes of unit vectors, and what it stores."""
+    import peft
+    from transformers import LlamaForCausalLM
+
+    base = LlamaForCausalLM.from_pretrained(folder / "base")
+    names = [name for name, _ in base.named_parameters()]
+    try:
+        model: Any = peft.PeftModel.from_pretrained(base, folder / "adapter")
+    except BaseException as error:  # it checks settings that do not change a number: ranks, tasks, names of versions
+        raise NoReferenceError(repr(error)) from None
+    live = model.base_model.model
+    found = {}
+    for name in names:
+        layer, _, last = name.rpartition(".")
+        module = live.get_submodule(layer)
+        if last == "weight" and hasattr(module, "lora_A") and hasattr(module, "in_features"):
+            with torch.no_grad():
+                dtype = next(module.parameters()).dtype
+                bias = module(torch.zeros(1, module.in_features, dtype=dtype))
+                found[name] = Near((module(torch.eye(module.in_features, dtype=dtype)) - bias).mT)
+        else:
+            found[name] = Near(getattr(getattr(module, "base_layer", module), last))
+    return found
+
+
+def edit_adapter(rng: Random, folder: Path) -> None:
+    """Its settings, or the header or the bytes of its tensors, or tensors themselves."""
+    from safetensors.torch import load_file, save_file
+
+    settings, file = folder / "adapter" / "adapter_config.json", folder / "adapter" / "adapter_model.safetensors"
+    if rng.random() < 0.4:
+        document = json.loads(settings.read_bytes())
+        kept = {key: document.pop(key) for key in ("modules_to_save", "layers_to_transform", "exclude_modules", "bias")}
+        extra = ("q_proj", "k_proj", "(a+)+b", ".*k_proj", "a?" * 40, {"q_proj": 4}, {".*": 2.5}, {"(a|aa)+": 1}, ["q_proj"], "../adapter",
+                 "../base", "https://127.0.0.1:9/x", "LORA", "IA3", 16)  # fmt: skip
+        document = mutate.of_value(rng, document, 2, extra)
+        both = {**document, **kept} if isinstance(document, dict) else document
+        settings.write_bytes(mutate.as_json(rng, both))
+    elif rng.random() < 0.4:
+        file.write_bytes(mutate.of_safetensors(rng, file.read_bytes()))
+    else:
+        tensors = load_file(file)
+        name, other = rng.choice(sorted(tensors)), rng.choice(sorted(tensors))
+        old = tensors[name]
+        tensors[rng.choice((name, name, mutate.of_text(rng, name), other))] = rng.choice((
+            old.double(), old.bfloat16(), old.to(torch.int8), old.to(torch.float8_e4m3fn), old[:1].clone(), old.flatten(), old.mT.contiguous(),
+            old.mean(), old[:0].clone(), old * 3, tensors[other] + 0.5, torch.cat([old, old]), old * float("nan"),
+        ))  # fmt: skip
+        if rng.random() < 0.3:
+            del tensors[other]
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, file)
 
 
 def read_gguf(folder: Path) -> tuple[Any, Tensors]:
@@ -298,6 +400,8 @@ FORMATS = {
     ),
     "dcp": Format(seeds.make_dcp, edit("*.distcp", mutate.of_bytes), read_dcp, dcp_reference),
     "dcp index": Format(seeds.make_dcp, edit(".metadata", mutate.of_bytes), read_dcp),
+    "dcp records": Format(seeds.make_dcp, edit_records, read_dcp, records_reference),
+    "adapter": Format(seeds.make_adapter, edit_adapter, adapter_values, adapter_reference),
     "config": Format(seeds.make_config, edit_config, read_config, share=2),
     "scan": Format(seeds.make_scan, edit("scan.json", edit_json()), read_compare),
     "statistics": Format(seeds.make_statistics, edit_statistics, read_statistics),

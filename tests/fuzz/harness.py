@@ -1,4 +1,5 @@
-"""Tries mutated files one by one and says what came of each: refused, read (and equal to the reference), or a fault.
+"""Tries mutated files one by one and says what came of each: refused, read and equal to the reference, read without a
+reference to compare with, or a fault.
 
 A good file, one that is not mutated, has to be read with every name of the reference.
 
@@ -21,7 +22,7 @@ from random import Random
 from typing import Any
 
 from locater import LocaterError
-from tests.fuzz.formats import FORMATS, Format
+from tests.fuzz.formats import FORMATS, Format, NoReferenceError
 from tests.fuzz.planted import PLANTED
 
 GOOD = -1  # the seed of no mutation
@@ -32,7 +33,7 @@ LIMIT_KB = 1_000_000  # on top of what the process had before
 @dataclass(frozen=True)
 class Outcome:
     seed: int
-    kind: str  # refused, read, fault
+    kind: str  # refused, read (and equal to the reference), unchecked (read, and there is no reference), fault
     detail: str = ""
 
 
@@ -62,9 +63,11 @@ def attempt(form: Format, originals: Path, work: Path, seed: int) -> Outcome:
 
 def _judge(form: Format, work: Path, read: Any, whole: bool) -> tuple[str, str]:
     if form.reference is None:
-        return "read", ""
+        return "unchecked", ""
     try:
         expected = form.reference(work)
+    except NoReferenceError as error:
+        return ("fault", f"no reference for a good file: {error}") if whole else ("unchecked", "")
     except BaseException as error:
         return "fault", f"read where the reference library refuses: {error!r}"
     if whole and read != expected and _agree(read, expected):
@@ -150,4 +153,7 @@ def _next(conn: Any, worker: Any, seed: int, patience: float) -> tuple[Outcome, 
 
 def summary(outcomes: Iterable[Outcome]) -> str:
     kinds = Counter(outcome.kind for outcome in outcomes)
-    return f"{kinds.total():6} tried, {kinds['refused']:6} refused, {kinds['read']:6} read and equal, {kinds['fault']:3} faults"
+    return (
+        f"{kinds.total():6} tried, {kinds['refused']:6} refused, {kinds['read']:6} read and equal, "
+        f"{kinds['unchecked']:6} read, no reference, {kinds['fault']:3} faults"
+    )

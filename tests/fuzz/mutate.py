@@ -9,6 +9,9 @@ import json
 import struct
 import warnings
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from io import BytesIO
 from random import Random
 from typing import Any
@@ -82,6 +85,60 @@ def of_value(rng: Random, document: Any, most: int = 3, extra: tuple[Any, ...] =
             case _:
                 parent[key] = copy.deepcopy(rng.choice(VALUES + extra))
     return made
+
+
+def of_objects(rng: Random, root: Any, values: tuple[Any, ...], most: int = 2) -> None:
+    """One to `most` parts of a tree of objects replaced, removed or taken from elsewhere in it: entries of dictionaries
+    (keys too), items of lists and tuples, attributes.
+    """
+    for _ in range(rng.randint(1, most)):
+        slots = list(_slots(root))
+        setter, old = rng.choice(slots)
+        new = rng.choice(
+            (rng.choice(values), rng.choice(values), copy.deepcopy(rng.choice(slots)[1]), _nudged(rng, old))
+        )
+        with suppress(TypeError, KeyError):  # a key that cannot be one, or that was itself changed
+            setter(new)
+
+
+def _nudged(rng: Random, value: Any) -> Any:
+    """Near to what was there: a number more or less, a tuple shorter or longer, a text with a letter changed."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value + rng.choice((-8, -1, 1, 8, 2**32))
+    if isinstance(value, tuple) and value:
+        return rng.choice((value[:-1], (*value, value[0]), (*value[:-1], _nudged(rng, value[-1])), ()))
+    return of_text(rng, value) if isinstance(value, str) and value else rng.choice((None, (), 0))
+
+
+def _slots(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Callable[[Any], None], Any]]:
+    """Every place in a tree of objects: how it is set, and what is there."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            yield partial(_rename, value, key), key
+            yield partial(value.__setitem__, key), item
+            yield from _slots(key, seen)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield partial(value.__setitem__, number), item
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        yield from _slots(item, seen)
+    for name, item in list(vars(value).items()) if hasattr(value, "__dict__") and not isinstance(value, type) else ():
+        yield partial(vars(value).__setitem__, name), item
+        yield from _slots(item, seen)
+
+
+def _rename(table: dict[Any, Any], old: Any, new: Any) -> None:
+    parts = [new, old, *getattr(new, "__dict__", {}).values(), *getattr(old, "__dict__", {}).values()]
+    if any(isinstance(inner, tuple) for part in parts if isinstance(part, tuple) for inner in part):
+        return  # it would be hashed for ever here
+    table[new] = table[old]
+    if new != old:
+        del table[old]
 
 
 def at(document: Any, path: tuple[Any, ...]) -> Any:

@@ -75,6 +75,26 @@ def make_dcp(folder: Path) -> None:
     dcp.save({"model": tensors, "optim": {"state": tensors["model.norm.weight"]}, "step": 3}, checkpoint_id=folder)
 
 
+def make_adapter(folder: Path) -> None:
+    """A LoRA adapter of peft, trained, beside its base."""
+    import peft
+    from transformers import LlamaForCausalLM
+
+    llama(folder / "base")
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj", "k_proj"], alpha_pattern={"layers.1.self_attn.k_proj": 7}
+    )
+    model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(folder / "base"), config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder / "adapter")
+    path = folder / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "../base"}))
+
+
 def make_legacy_pickle(folder: Path) -> None:
     make_pickle(folder, zipped=False)
 

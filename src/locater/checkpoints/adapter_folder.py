@@ -42,6 +42,7 @@ ADAPTERS = 8  # on one another, at most
 LONGEST, KEYS = 1000, 10_000  # characters of a key of alpha_pattern, and how many there may be
 PARTS = 64  # of a name, from its end, by which it is found
 STEPS = 300_000_000  # that matching all keys of alpha_pattern may take, at some nanoseconds each
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # whose maps are Conv1D
 LITERAL = re.compile(r"[\w.\-]+")
 ATOMS = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
 HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.%-]+)?", re.ASCII)
@@ -58,6 +59,11 @@ RULES: dict[str, Rule] = {
     "lora_alpha": FINITE_OR_NULL,
     "use_rslora": FLAG,
     "use_dora": FLAG,
+    "lora_bias": FLAG,
+    "target_modules": (
+        "a list of names, or a pattern",
+        lambda x: isinstance(x, str) or (isinstance(x, list) and bool(x)),
+    ),
     "fan_in_fan_out": FLAG,
     "alpha_pattern": (
         "a table of numbers by the names of maps",
@@ -80,12 +86,21 @@ class Adapter:
 class AdaptedWeights:
     """The tensors of a base model as an adapter changes them."""
 
-    def __init__(self, base: Weights, own: Weights, settings: Mapping[str, Any], where: str, base_name: str) -> None:
-        self.where = where
+    def __init__(
+        self,
+        base: Weights,
+        own: Weights,
+        settings: Mapping[str, Any],
+        where: str,
+        base_name: str,
+        model_type: str | None = None,
+    ) -> None:
+        self.where, self._settings = where, settings
         below = base_name_of(base)
         self.base_name = base_name if below is None else f"{base_name} (an adapter on {below})"
         self._base, self._own = base, own
-        self._transposed = bool(settings.get("fan_in_fan_out"))
+        # peft corrects the setting by the kind of layer, which a square map does not show
+        self._transposed = model_type in TRANSPOSED if model_type else bool(settings.get("fan_in_fan_out"))
         self._adapters: dict[str, Adapter] = {}  # by the base's name of the weight
         self._replaced: dict[str, str] = {}  # the base's name -> the adapter's
         self._places = _Places(base.names())
@@ -162,9 +177,16 @@ class AdaptedWeights:
         if part == "lora_B.bias":
             self._in_base(f"{match['map']}.bias", name)
         adapter = self._adapters.setdefault(weight, Adapter(match["map"]))
+        self._refuse_two(name, adapter.tensors.get(part))
         adapter.tensors[part] = name
 
+    def _refuse_two(self, name: str, other: str | None) -> None:
+        if other is not None:
+            both = f"{printable(other)} and {printable(name)}"
+            raise LocaterError(f"{self.where}: {both} are of one place in its base model: remove one")
+
     def _replace(self, place: str, name: str) -> None:
+        self._refuse_two(name, self._replaced.get(place))
         if self._own.shape(name) != self._base.shape(place):
             sizes = f"{list(self._own.shape(name))}, the base has {list(self._base.shape(place))}"
             raise LocaterError(f"{self.where}: {printable(name)} has the shape {sizes}: it is of another base")
@@ -177,6 +199,7 @@ class AdaptedWeights:
         shape, (a, b) = self._base.shape(weight), (shapes.get("lora_A"), shapes.get("lora_B"))
         for name in adapter.tensors.values():
             self._dtype(name)
+        self._agrees(weight, adapter)
         if a is None or b is None or len(shape) != 2:
             return
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
@@ -192,6 +215,25 @@ class AdaptedWeights:
             if part in shapes and math.prod(shapes[part]) != b[0]:
                 raise LocaterError(
                     f"{self.where}: {part} of {printable(weight)} is {list(shapes[part])}, where {b[0]} numbers belong"
+                )
+
+    def _agrees(self, weight: str, adapter: Adapter) -> None:
+        """Refuse tensors that peft would leave out by the settings, and settings whose tensors are missing."""
+        targets = self._settings.get("target_modules")
+        if isinstance(targets, list):
+            ends = {".".join(adapter.path.split(".")[-count:]) for count in range(1, PARTS)}
+            if not any(isinstance(target, str) and target in ends for target in targets):
+                raise LocaterError(
+                    f"{self.where}: has tensors for {printable(adapter.path)}, which target_modules does not name: the "
+                    "settings are of another adapter"
+                )
+        for setting, part in (("use_dora", "lora_magnitude_vector"), ("lora_bias", "lora_B.bias")):
+            held, said = part in adapter.tensors, bool(self._settings.get(setting))
+            if held != said and "lora_A" in adapter.tensors and (held or setting == "use_dora"):
+                have = "has" if held else "has no"
+                raise LocaterError(
+                    f"{self.where}: {printable(weight)} {have} {part}, and {setting} is {said}: the settings are of "
+                    "another adapter"
                 )
 
     def _dtype(self, name: str) -> None:
@@ -320,7 +362,7 @@ def open_adapter(folder: Path, open_base: OpenBase) -> tuple[Weights, dict[str, 
     own = (
         SafetensorsWeights([file], str(folder)) if file.suffix == ".safetensors" else open_pickles([file], str(folder))
     )
-    return AdaptedWeights(base, own, settings, str(folder), name), config
+    return AdaptedWeights(base, own, settings, str(folder), name, config.get("model_type")), config
 
 
 def checked_settings(settings: Any, where: str) -> dict[str, Any]:

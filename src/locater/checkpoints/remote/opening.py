@@ -136,7 +136,8 @@ def _open_adapter(folder: RemoteFolder, settings: Any, open_local: Opener, open_
         remove_with(opened[0], place)
         return opened
     base, config, base_name = open_base(settings, where, None)
-    return AdaptedWeights(base, RemoteWeights([folder.file(name)], where), settings, where, base_name), config
+    own = RemoteWeights([folder.file(name)], where)
+    return AdaptedWeights(base, own, settings, where, base_name, config.get("model_type")), config
 
 
 def _open_download(folder: RemoteFolder, names: Sequence[str], open_local: Opener, file: str | None = None) -> Opened:
