@@ -24,7 +24,7 @@ from locater.checkpoints.safetensors_file import SafetensorsWeights
 from locater.checkpoints.settings import FINITE_OR_NULL, FLAG, Rule, fault
 from locater.checkpoints.weights import Rows, Weights, quantised_names, take_rows
 from locater.errors import LocaterError, first_line, printable
-from locater.files import is_there, read_json
+from locater.files import CONFIG_LIMIT, is_there, read_json
 from locater.numerics import upcast
 
 SETTINGS, BASE = "adapter_config.json", "base_model_name_or_path"
@@ -354,7 +354,7 @@ def _growth(parsed: Any) -> tuple[int, int]:
 
 def open_adapter(folder: Path, open_base: OpenBase) -> tuple[Weights, dict[str, Any]]:
     """The weights of an adapter's folder on its base model, and the configuration of that."""
-    settings = checked_settings(read_json(folder / SETTINGS), str(folder))
+    settings = checked_settings(read_json(folder / SETTINGS, most=CONFIG_LIMIT), str(folder))
     file = next((folder / name for name in FILES if is_there(folder / name)), None)
     if file is None:
         raise LocaterError(f"{folder}: an adapter without weights: {FILES[0]} is missing")
