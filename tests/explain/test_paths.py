@@ -400,17 +400,17 @@ def test_lengths_sum_to_the_models_output(name: str, mlp: Any, final_norm: bool)
 def test_what_passes_a_head_is_all_paths_through_it(name: str, linear: bool) -> None:
     made, paths = reference(name, linear), paths_of(name, "linear" if linear else "source")
     attention = [step for step, counts in enumerate(made.counted) if counts]
-    shares = paths.through_heads()
+    parts = paths.through_heads()
     y = made.output[paths.real]
     for (layer, step), head in product(enumerate(attention), range(HEADS)):
         want = through_head(made, step, head)
         close_to(paths.through(layer, head), want)
-        torch.testing.assert_close(shares.norm[layer, head], want[paths.real].norm() / y.norm())
-        torch.testing.assert_close(shares.projection[layer, head], (want[paths.real] * y).sum() / (y * y).sum())
-    ranked = shares.ranked()
+        torch.testing.assert_close(parts.norm[layer, head], want[paths.real].norm() / y.norm())
+        torch.testing.assert_close(parts.projection[layer, head], (want[paths.real] * y).sum() / (y * y).sum())
+    ranked = parts.ranked()
     assert len(ranked) == LAYERS * HEADS
-    assert abs(ranked[0][2]) == pytest.approx(float(shares.projection.abs().max()))
-    assert shares.ranked("norm")[0][2] == pytest.approx(float(shares.norm.max()))
+    assert abs(ranked[0][2]) == pytest.approx(float(parts.projection.abs().max()))
+    assert parts.ranked("norm")[0][2] == pytest.approx(float(parts.norm.max()))
     only = torch.zeros_like(paths.real)
     only[0, -1] = True
     last = paths.through(1, 1)[0, -1]

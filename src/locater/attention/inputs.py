@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms
 
@@ -28,6 +29,8 @@ class Inputs:
     v: Float[Tensor, "B K S E"]
     terms: Terms
     query_padding: Bool[Tensor, "B T"] | None = None  # True = a real token
+
+    __repr__ = brief
 
     def with_terms(self, **changes: Any) -> Inputs:
         """The same with some fields of the terms replaced."""

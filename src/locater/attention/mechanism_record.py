@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.attention.inputs import Inputs, checked
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms
 
@@ -54,6 +55,8 @@ class Mechanism:
     reason: str = ""  # why `causal` is "never" or "only"
     options: tuple[str, ...] = field(init=False)  # what it takes besides the common arguments
     needs: tuple[str, ...] = field(init=False)  # the options without a default
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         own = list(inspect.signature(self.attend).parameters.values())[1:]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from locater.attention import interface
 from locater.attention.changes import AttentionChange, changes, numbered, put, take
 from locater.attention.stand_ins import CONTROL, instead, through
+from locater.brief import brief
 from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, device_of, layers_numbered
 from locater.errors import LocaterError
@@ -152,6 +153,8 @@ class Carried:
     module: str
     control: str
     parameters: dict[str, nn.Parameter]
+
+    __repr__ = brief
 
 
 def carried(model: nn.Module) -> list[Carried]:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target, vectors
@@ -32,6 +33,8 @@ class Curve:
     values: Float[Tensor, " F"]  # the target
     probabilities: Float[Tensor, " F"] | None  # softmax of the logits, where there are several
     unchanged: Bool[Tensor, " F"] | None  # whether the target is the model's first choice of several
+
+    __repr__ = brief
 
     @property
     def area(self) -> float:
@@ -58,6 +61,8 @@ class Deletion:
     tokens: tuple[int, ...]
     positive: Curve  # the most relevant first: deletion
     negative: Curve  # the least relevant first
+
+    __repr__ = brief
 
     @property
     def insertion(self) -> Curve:

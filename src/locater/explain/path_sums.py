@@ -38,6 +38,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.explain.branches import normed
 from locater.explain.frozen import CONSTANTS, INPUT, MLP, Step
@@ -56,6 +57,8 @@ class ByLength:
     constants: Tensor
     mlp: Tensor
 
+    __repr__ = brief
+
     @property
     def total(self) -> Tensor:
         """Over origins. Its sum over lengths is the output."""
@@ -63,22 +66,22 @@ class ByLength:
 
 
 @dataclass(frozen=True)
-class HeadShares:
-    """The share of the output that passes through each head: (L, H). A path passes several heads, so shares do not sum
-    to 1.
+class HeadParts:
+    """The part of the output stream that passes through each head: (L, H). A path passes several heads, so parts do not
+    sum to 1. The share of `locater.explanations` is another quantity: of one target, in place of the whole stream.
     """
 
     norm: Tensor  # |c| / |y|
     projection: Tensor  # <c, y> / <y, y>
 
+    __repr__ = brief
+
     def ranked(self, by: Literal["norm", "projection"] = "projection") -> list[tuple[int, int, float]]:
-        """(layer, head, share), the largest in size first; a projection may be negative."""
+        """(layer, head, part), the largest in size first; a projection may be negative."""
         if by not in ("norm", "projection"):
             raise LocaterError(f"by={by!r} is not known: use 'norm' or 'projection'")
         table: Tensor = getattr(self, by)
-        rows = [
-            (layer, head, share) for layer, shares in enumerate(table.tolist()) for head, share in enumerate(shares)
-        ]
+        rows = [(layer, head, part) for layer, parts in enumerate(table.tolist()) for head, part in enumerate(parts)]
         return sorted(rows, key=lambda row: -abs(row[2]))
 
 
@@ -95,6 +98,8 @@ class Paths:
     frozen: Sequence[Step]
     # (B, T, d) in front of each frozen step, replayed; the last is the end
     streams: Sequence[Tensor] = field(init=False)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         streams = [self.input]
@@ -201,7 +206,7 @@ class Paths:
             )
         return self._through(layer)[head]
 
-    def through_heads(self, tokens: Bool[Tensor, "B T"] | None = None) -> HeadShares:
+    def through_heads(self, tokens: Bool[Tensor, "B T"] | None = None) -> HeadParts:
         """How much of the output passes each head, over `tokens` (by default all real ones)."""
         tokens = self.real if tokens is None else tokens
         y = self.output[tokens]
@@ -210,7 +215,7 @@ class Paths:
             passed = self._through(layer)[:, tokens]  # (H, tokens, d)
             norms.append(passed.flatten(1).norm(dim=1) / y.norm())
             projections.append((passed * y).flatten(1).sum(1) / y.square().sum())
-        return HeadShares(torch.stack(norms), torch.stack(projections))
+        return HeadParts(torch.stack(norms), torch.stack(projections))
 
     def along_heads(self, covectors: Float[Tensor, "B T d"]) -> Float[Tensor, "L H"]:
         """<g, c> for the sum c of all paths through each head, and covectors g at the end: one backward pass."""

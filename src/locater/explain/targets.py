@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 
 TargetChoice = int | tuple[int, int] | None
@@ -32,6 +33,8 @@ class Target:
     position: int | None  # output token; None where the output is one vector for the whole input
     value: float
     direction: Tensor | None = None  # (d,) of unit length, where index is None
+
+    __repr__ = brief
 
     @property
     def what(self) -> str:

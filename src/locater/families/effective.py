@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.families.layer import AttentionLayer, Fold, Projection
 from locater.families.norm import Norm
@@ -33,6 +34,8 @@ class Effective:
     key_term: Float[Tensor, "H d"]  # e: what every query adds to the logit of key z, before the scale
     scale: float
     cross: bool = False
+
+    __repr__ = brief
 
     def moments(self) -> Moments:
         """Moments of every query head, shape (H,)."""
@@ -56,6 +59,8 @@ class Tokens:
     mean: Float[Tensor, " d"]
     covariance: Float[Tensor, "d d"]
     memory: Tokens | None = None
+
+    __repr__ = brief
 
 
 def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = None) -> Effective:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.families.bias import PositionBias
 from locater.families.norm import Norm
@@ -36,6 +37,8 @@ class Projection:
     weight: Callable[[], Tensor]
     shape: tuple[int, int]
     bias: Tensor | None = None
+
+    __repr__ = brief
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight().to(x), None if self.bias is None else self.bias.to(x))
@@ -96,6 +99,8 @@ class AttentionLayer:
     unknown_output: str | None = None
     # why the norm in front is not known, of a layer of a record; `norm` is a guess then
     unknown_norm: str | None = None
+
+    __repr__ = brief
 
     @property
     def width(self) -> int:

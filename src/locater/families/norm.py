@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from locater.brief import brief
 from locater.numerics import upcast
 
 NormKind = Literal["layer", "rms", "none"]
@@ -24,6 +25,8 @@ class Norm:
     gain: Tensor | None = None  # (d,)
     bias: Tensor | None = None  # (d,)
     eps: float = 0.0
+
+    __repr__ = brief
 
     def standardize(self, x: Tensor) -> Tensor:
         """z: the theory's unit token, |z|^2 = d."""

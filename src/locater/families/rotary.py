@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.families.pairs import PositionsError, refuse_other_length
 
@@ -27,6 +28,8 @@ class Rotary:
     frequencies: Float[Tensor, " pairs"]
     amplitude: float = 1.0  # of the rotated channels: some length extensions (yarn) scale them
     first: int = 0  # the model's number for position 0; no product of queries and keys depends on it
+
+    __repr__ = brief
 
     @property
     def channels(self) -> int:
@@ -69,6 +72,8 @@ class RotaryTable:
     """
 
     angles: Float[Tensor, "positions pairs"]
+
+    __repr__ = brief
 
     def rotate(self, x: Float[Tensor, "*b t h"], positions: Tensor) -> Float[Tensor, "*b t h"]:
         refuse_other_length(positions, len(self.angles))

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 
 LARGEST_CAP = 1000.0  # of the Triton kernels: cap tanh(x / cap) by one exponential is off by 6e-8 of the cap
@@ -57,6 +58,8 @@ class Terms:
     )
     ARGUMENTS: ClassVar[int] = 12
     NUMBERS: ClassVar[int] = 5
+
+    __repr__ = brief
 
     def flat(self) -> tuple[Any, ...]:
         """The fields as arguments of an operator, in the order of SCHEMA."""
@@ -210,6 +213,8 @@ class AttentionStatistics:
     first_mass: Tensor | None = None
     self_mass: Tensor | None = None
     received: Float[Tensor, "B H S"] | None = None  # per key: weight received per query that may look at it
+
+    __repr__ = brief
 
     @property
     def max_probability(self) -> Tensor:

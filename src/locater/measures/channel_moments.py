@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.measures.sequences import NOISE
 
 PerChannel = Float[Tensor, "width"]
@@ -36,6 +37,8 @@ class ChannelMoments:
     second: PerChannel  # sum (x - mean)^2
     third: PerChannel
     fourth: PerChannel
+
+    __repr__ = brief
 
     @classmethod
     def empty(cls, width: int, device: torch.device | str | None = None) -> ChannelMoments:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.measures.symmetric import eigenvalues
 
@@ -22,6 +23,8 @@ class Directions:
     mean: Float[Tensor, "*n"]
     along_mean: Float[Tensor, "*n"]
     principal: Float[Tensor, "*n k"]
+
+    __repr__ = brief
 
 
 def top_directions(mean: Float[Tensor, "*n d"], covariance: Float[Tensor, "*n d d"], k: int) -> Directions:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from locater.brief import brief
 from locater.measures.sequences import PerSequence, Real, Sequences
 from locater.numerics import upcast
 
@@ -27,6 +28,8 @@ class Massive:
     token: Index
     channel: Index
     is_massive: IsMassive
+
+    __repr__ = brief
 
 
 def massive_activations(x: Sequences, real: Real | None = None) -> Massive:

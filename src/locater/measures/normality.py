@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.measures.sequences import NOISE
 
 BLOCK = 4096  # tokens converted to float64 at a time, to save memory
@@ -21,6 +22,8 @@ class Normality:
     mean: float
     max: float
     expected: float
+
+    __repr__ = brief
 
 
 def normality_distance(x: Float[Tensor, "tokens width"], projections: int = 16, seed: int = 0) -> Normality:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.measures.sequences import Real, Sequences, centred_on_mean, filled, scaled
 from locater.measures.symmetric import eigenvalues
 from locater.numerics import upcast
@@ -23,6 +24,8 @@ class Ranks:
     numerical: Float[Tensor, "*n"]  # count of s > tolerance * max s; a float, so that it can be NaN
     # s, largest first, including those that the ranks above count as zero
     singular_values: Float[Tensor, "*n D"]
+
+    __repr__ = brief
 
 
 def singular_values(gram: Float[Tensor, "*n D D"]) -> Float[Tensor, "*n D"]:

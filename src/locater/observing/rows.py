@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from locater.brief import brief
 from locater.findings import FLAGS
 from locater.measures import Ranks, ranks_of_gram
 from locater.missing import finite_or_none
@@ -65,6 +66,8 @@ class SeenHead(MeasuredHead):
     output_singular_values: tuple[float, ...] | None = None
     flags: tuple[str, ...] = ()
     provenance: str = "family"  # "calls": found by its calls, without a record, and its query-key map is not known
+
+    __repr__ = brief
 
     @property
     def tower(self) -> str:

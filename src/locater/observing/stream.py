@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from locater.attention.listeners import Switch, is_here
 from locater.attention.stand_ins import instead
+from locater.brief import brief
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
 from locater.observing.accumulators import is_of_another_thread, wide
 
@@ -38,6 +39,8 @@ class SeenLayer:
     median: float | None = None
     top_ratio: float | None = None
     massive: bool = False
+
+    __repr__ = brief
 
     def __getitem__(self, column: str) -> Any:
         return getattr(self, column)

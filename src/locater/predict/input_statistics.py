@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.brief import brief
 from locater.checkpoints.pickle_file import load_pickle
 from locater.checkpoints.weights import has_dense_data
 from locater.errors import LocaterError, first_line
@@ -48,6 +49,8 @@ class Input:
     directions: tuple[float, ...] = ()
     length: int = 0  # mean number of real tokens in a sequence
     memory_length: int = 0
+
+    __repr__ = brief
 
     def as_tokens(self) -> Tokens:
         """The same, as `effective` takes it."""

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
+
 NORM_EPS = 1e-12  # the value of BERT; LayerNorm maps a token whose channels are all equal to 0
 
 
@@ -37,6 +39,8 @@ class Block:
     mlp_skip: bool = False
     norm: bool = False
     causal: bool = False
+
+    __repr__ = brief
 
     def attention(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "heads tokens tokens"]:
         """The attention maps P_h of all heads, in float64."""

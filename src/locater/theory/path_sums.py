@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.measures import composite_norm
 from locater.theory.blocks import Block
@@ -36,6 +37,8 @@ class FrozenLayer:
     value: Float[Tensor, "heads width out"]  # W_V W_O of every head
     skip: bool = False
 
+    __repr__ = brief
+
 
 @dataclass(frozen=True)
 class Path:
@@ -44,6 +47,8 @@ class Path:
     heads: tuple[int | None, ...]
     attention: Float[Tensor, "queries keys"]
     value: Float[Tensor, "width out"]
+
+    __repr__ = brief
 
     @property
     def length(self) -> int:

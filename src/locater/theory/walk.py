@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.theory.surrogate import symmetric_root
 
 
@@ -20,6 +21,8 @@ class Walks:
     softmax: Float[Tensor, " T"]  # mean of the true softmax weight
     error: Float[Tensor, " T"]  # standard error of `propagated`
     walks: int
+
+    __repr__ = brief
 
 
 def simulate(

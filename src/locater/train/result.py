@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.plan import Plan
@@ -37,6 +38,8 @@ class Result:
     measures: dict[str, Any] = field(default_factory=dict)  # of maps and residual stream (`train.measured`)
     data: dict[str, Any] = field(default_factory=dict)  # hash of the text, sizes of the splits
     model: str = ""  # folder of the final weights
+
+    __repr__ = brief
 
     @property
     def perplexity(self) -> float | None:

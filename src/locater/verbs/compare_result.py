@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.missing import known_median
@@ -38,6 +39,8 @@ class HeadChange:
     gained: tuple[str, ...]  # flags that only b raises
     lost: tuple[str, ...]
 
+    __repr__ = brief
+
 
 @dataclass(frozen=True)
 class ComparedTensors:
@@ -47,6 +50,8 @@ class ComparedTensors:
     different: list[str]  # names of tensors with another shape, type or number
     only_a: list[str]
     only_b: list[str]
+
+    __repr__ = brief
 
     @property
     def apart(self) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.brief import brief
 from locater.data.images import image_batches, shown_pixels
 from locater.data.text import Batch, check_ids, positions_of, tokenizer_for
 from locater.errors import LocaterError, first_line
@@ -24,6 +25,8 @@ class TokenStream:
     ids: list[int] | None = None  # None for patches of a picture
     special: list[int] = field(default_factory=list)  # places of special tokens, such as [CLS]
 
+    __repr__ = brief
+
 
 @dataclass(frozen=True, eq=False)
 class Picture:
@@ -33,6 +36,8 @@ class Picture:
     rows: int
     columns: int
     before: int = 0
+
+    __repr__ = brief
 
 
 @dataclass(frozen=True, eq=False)

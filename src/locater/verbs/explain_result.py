@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from locater.brief import brief
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
 from locater.files import write_whole
@@ -57,6 +58,8 @@ class Pattern:
     queries: str  # names of streams
     keys: str
 
+    __repr__ = brief
+
 
 @dataclass(frozen=True)
 class DeletionCurve:
@@ -66,6 +69,8 @@ class DeletionCurve:
     largest_first: list[float]
     smallest_first: list[float]
     of: str  # "probability" of the target, or the "target" itself where there are no probabilities
+
+    __repr__ = brief
 
     @property
     def area(self) -> float:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locater.brief import brief
 from locater.files import write_whole
 from locater.findings import FLAGS, Verdict, heads_by_role, judge
 from locater.observing.rows import MeasuredHead
@@ -59,6 +60,8 @@ class ProbeRow(MeasuredHead):
     prior_localization: float | None = None
     logit_bound: float | None = None
     flags: tuple[str, ...] = ()
+
+    __repr__ = brief
 
     def __getitem__(self, column: str) -> Any:
         return _old_column(self, column) if column in OLD_COLUMNS else getattr(self, column)

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locater.brief import brief
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file, write_whole
 from locater.findings import FLAGS, Verdict, flags_of, judge, key_variance
@@ -77,6 +78,8 @@ class HeadRow:
     eigenvalues: tuple[tuple[float, float], ...] | None = None
     drive: dict[str, Any] | None = None  # rotary: "even" and "odd" by frequency, and the constant "still", in logits
     profile: tuple[float, ...] | None = None  # rho over 65 positions, where the closed form does not apply
+
+    __repr__ = brief
 
     def __getitem__(self, column: str) -> Any:
         return getattr(self, column)

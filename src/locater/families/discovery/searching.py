@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from locater.brief import brief
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like, folded_paths, unread
@@ -51,6 +52,8 @@ class Discovered:
     layers: list[AttentionLayer]
     refused: list[Refusal]
     unreached: list[str]
+
+    __repr__ = brief
 
     @property
     def gaps(self) -> list[str]:
