@@ -465,7 +465,7 @@ def test_damaged_heads_of_a_scan_are_refused(saved_llama: Path, tmp_path: Path, 
     "change",
     [
         {"mean": torch.zeros(3)}, {"mean": [0.0]}, {"covariance": torch.zeros(8)}, {"first": torch.empty(8, device="meta")}, {"layer": -1},
-        {"covariance": torch.zeros(8, 8, dtype=torch.int8)}, {"kind": "cross"}, {"tokens": "many"}, {"name": 3}, {"nonsense": 1},
+        {"covariance": torch.zeros(1).expand(8, 8)}, {"covariance": torch.zeros(8, 8, dtype=torch.int8)}, {"kind": "cross"}, {"tokens": "many"}, {"name": 3}, {"nonsense": 1},
     ],
 )  # fmt: skip
 def test_damaged_statistics_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:

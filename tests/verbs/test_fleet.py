@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import locater
 from locater.errors import LocaterError
-from locater.verbs.fleet import planning, running
+from locater.verbs.fleet import parts, planning, running
 from locater.verbs.fleet.jobs import READING, Settings
 from locater.verbs.fleet.naming import labelled, listing
 from locater.verbs.fleet.planning import jobs_of, tasks_of
@@ -205,6 +205,21 @@ def test_a_truncated_part_hides_no_other(steps: Path, scanned: Path, tmp_path: P
     assert list(account.scanned) == [str(steps / "step-00000100")]
     assert "not a whole part" in account.notes[0]
     assert table(out) == table(scanned)
+
+
+def test_a_part_with_more_rows_than_bytes_is_not_read(scanned: Path, tmp_path: Path) -> None:
+    """Ten million rows of nulls in 30 kB would take gigabytes."""
+    arrow = pytest.importorskip("pyarrow")
+    out = tmp_path / "heads"
+    shutil.copytree(scanned, out)
+    path = locater.Fleet.open(out).files()[0]
+    table = arrow.parquet.read_table(path)
+    more = arrow.table({field.name: arrow.nulls(10_000_000, field.type) for field in table.schema}, schema=table.schema)
+    arrow.parquet.write_table(more, path, compression="zstd")
+    with pytest.raises(parts.DamagedPartError, match=r"damaged \(10,000,000 rows in [0-9,]+ bytes\)"):
+        parts.read_rows(path)
+    with pytest.raises(parts.DamagedPartError, match=r"not a whole part \(10,000,000 rows"):
+        parts.header(path)
 
 
 def test_flipped_bytes_are_noticed(scanned: Path, tmp_path: Path) -> None:

@@ -138,4 +138,6 @@ def _check_input(x: Input) -> None:
 
 
 def _dense(x: Any, axes: int) -> bool:
-    return isinstance(x, Tensor) and has_dense_data(x) and x.is_floating_point() and x.ndim == axes and x.numel() > 0
+    if not (isinstance(x, Tensor) and has_dense_data(x) and x.is_floating_point() and x.ndim == axes and x.numel() > 0):
+        return False
+    return x.numel() * x.element_size() <= x.untyped_storage().nbytes()  # an expanded one claims what is not stored

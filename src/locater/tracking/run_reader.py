@@ -98,10 +98,12 @@ class RunReader:
         if self.header is None:
             self._refuse("comes before any run record: not a run log")
         if not isinstance(kind, str) or kind not in FIELDS:
-            self._refuse(f"has the kind {kind!r}; this version reads run, {', '.join(FIELDS)}")
+            self._refuse(f"has the kind {kind!r:.60}; this version reads run, {', '.join(FIELDS)}")
         missing = [name for name in ("step", *FIELDS[kind]) if name not in record]
         if missing or type(record["step"]) is not int:
-            self._refuse(f"lacks {missing[0]!r}" if missing else f"has the step {record['step']!r}, not a whole number")
+            self._refuse(
+                f"lacks {missing[0]!r}" if missing else f"has the step {record['step']!r:.60}, not a whole number"
+            )
         self.ended = kind == "end"
         if self.resuming and kind != "end":
             self._go_back(record["step"])

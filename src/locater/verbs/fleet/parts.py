@@ -15,6 +15,7 @@ from locater.verbs.scan_result import HeadRow, Scan
 from locater.version import SCAN_SCHEMA, __version__
 
 METADATA = b"locater"
+ROW = 20  # bytes that a head takes in a part, at the least: some twenty numbers that repeat nowhere
 LABELS = {"source": "str", "run": "str", "step": "int", "identity": "str", "digest": "str", "layer_name": "str"}
 COMPUTED_AGAIN = ("expected_entropy", "flags", "faults")  # columns of schema 1 with another meaning
 LEFT_OUT = ("drive", "profile")  # columns that only a page of one scan draws
@@ -93,6 +94,7 @@ def header(path: Path) -> dict[str, Any]:
     arrow = pyarrow()
     try:
         metadata = arrow.parquet.read_metadata(path)
+        _check_rows(path, metadata)
         document: dict[str, Any] = json.loads(metadata.metadata[METADATA])
         if metadata.num_rows != document["heads"]:
             raise ValueError(f"{metadata.num_rows} rows in place of {document['heads']}")
@@ -106,6 +108,13 @@ def header(path: Path) -> dict[str, Any]:
 def of_schema_1(path: Path) -> bool:
     """Whether a version before 0.3 wrote this part: its expected entropy and flags have another meaning."""
     return bool(header(path).get("schema", 1) < SCAN_SCHEMA)
+
+
+def _check_rows(path: Path, metadata: Any) -> None:
+    """ValueError where a file has more rows than bytes for them: nulls take none, and gigabytes when they are read."""
+    size = path.stat().st_size
+    if metadata.num_rows * ROW > size:
+        raise ValueError(f"{metadata.num_rows:,} rows in {size:,} bytes")
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
@@ -129,10 +138,11 @@ def _stored_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
     arrow = pyarrow()
     try:
         with arrow.parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
+            _check_rows(path, file.metadata)
             return file.read(columns=None if columns is None else list(columns), use_threads=False)
     except FileNotFoundError:
         raise DamagedPartError(f"{path}: replaced while the fleet was read: ask again") from None
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, ValueError) as error:
         raise DamagedPartError(f"{path}: damaged ({first_line(error)}): remove it and run the fleet again") from None
 
 
