@@ -48,7 +48,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("obstore")
     from locater.checkpoints.remote import objects
 
-    running = moto.ThreadedMotoServer(port=0)
+    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     with redirect_stdout(StringIO()):
         running.start()
     host, port = running.get_host_and_port()

@@ -8,11 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from locater.checkpoints.remote import http_client, http_file, retrying
+from locater.checkpoints.remote import Traffic, http_client, http_file, objects, retrying
+from locater.checkpoints.remote.address import remote_address
 from locater.checkpoints.remote.http_file import _redirected
+from locater.checkpoints.remote.object_file import ObjectFile
+from locater.checkpoints.remote.ranged import read
+from locater.errors import LocaterError
 from tests.conftest import Result
 from tests.range_server import Fault, RangeServer
 
@@ -411,3 +416,123 @@ def test_a_signed_address_is_named_without_its_signature(run: Run, server: Range
     assert result.status == 0, result
     assert any("authorization" in request.headers for request in server.requests)
     assert SECRET not in result.out + result.err + page.read_text() + data.read_text()
+
+
+# ---- buckets ----
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(objects, "READ_SECONDS", 0.4)
+    monkeypatch.setattr(objects, "WHOLE_SECONDS", 1.5)
+    monkeypatch.setattr(objects, "RETRY_SECONDS", 1.0)
+    objects._store.cache_clear()
+    yield
+    objects._store.cache_clear()
+
+
+def xml(text: str, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(text.encode())}\r\n\r\n{text}".encode()
+
+
+def failed(code: str, status: str) -> bytes:
+    return xml(f"<Error><Code>{code}</Code><Message>\x1b[31m said</Message></Error>", status)
+
+
+HUGE = "<Contents><Key>x/model.safetensors</Key><Size>" + "9" * 40 + "</Size><LastModified>2020-01-01T00:00:00Z</LastModified></Contents>"  # fmt: skip
+ODD = "".join(
+    f"<Contents><Key>x/{name}</Key><Size>9</Size><LastModified>2020-01-01T00:00:00Z</LastModified><ETag>e</ETag></Contents>"
+    for name in ("a&#27;]0;x&#7;b.txt", "../../y.txt", "a&#10;b.txt", "\u202eb.txt", "[/red].txt", "&#155;2J.gguf")
+)
+BUCKETS: dict[str, Callable[[], Answer]] = {
+    "access denied": lambda: [failed("AccessDenied", "403 Forbidden")],
+    "another region": lambda: [failed("PermanentRedirect", "301 Moved")],
+    "a region of its own": lambda: [failed("AuthorizationHeaderMalformed", "400 Bad Request")],
+    "expired keys": lambda: [failed("ExpiredToken", "400 Bad Request")],
+    "no such bucket": lambda: [failed("NoSuchBucket", "404 Not Found")],
+    "slow down": lambda: [failed("SlowDown", "503 Slow Down")],
+    "moved to a file": lambda: [b"HTTP/1.1 302 x\r\nLocation: file:///etc/passwd\r\nContent-Length: 0\r\n\r\n"],
+    "no XML": lambda: [OK + b"Content-Length: 5\r\n\r\nhello"],
+    "half an XML": lambda: [xml("<ListBucketResult><Contents><Key>")],
+    "a size of 40 digits": lambda: [xml(f"<ListBucketResult>{HUGE}</ListBucketResult>")],
+    "an entity of its own": lambda: [xml('<!DOCTYPE x [<!ENTITY e "e">]><ListBucketResult>&e;</ListBucketResult>')],
+    "odd names": lambda: [xml(f"<ListBucketResult>{ODD}</ListBucketResult>")],
+    "an empty listing": lambda: [xml("<ListBucketResult></ListBucketResult>")],
+    "silence": lambda: dripped(b"", b"", 0.1),
+    "a byte now and then": lambda: dripped(OK + b"Content-Length: 100000\r\n\r\n", b"<", 0.05),
+    "the end of the connection": list,
+    "noise": lambda: [bytes(range(256)) * 99],
+}
+
+
+@pytest.mark.parametrize("name", [*BUCKETS])
+def test_answers_of_buckets(run: Run, monkeypatch: pytest.MonkeyPatch, impatient: None, name: str) -> None:
+    pytest.importorskip("obstore")
+    with raw(lambda method, path: BUCKETS[name]()) as server:
+        for key, value in {
+            "AWS_ENDPOINT": server.url, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": SECRET,
+        }.items():  # fmt: skip
+            monkeypatch.setenv(key, value)
+        line = refused(run, "s3://bucket/x")
+        assert line.startswith("locater: s3://bucket")
+        assert SECRET not in line
+
+
+def put_model(bucket: Any, folder: Path, prefix: str = "run/x") -> None:
+    for name in ("model.safetensors", "config.json"):
+        bucket.upload_file(str(folder / name), "runs", f"{prefix}/{name}")
+
+
+def test_objects_of_a_bucket_that_are_not_what_they_should_be(run: Run, bucket: Any, saved_llama: Path) -> None:
+    """Missing, cut, no JSON, or with a shard that is not there: by the S3 of moto."""
+    data = (saved_llama / "model.safetensors").read_bytes()
+    index = b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+    put_model(bucket, saved_llama)
+    for prefix, name, body in (
+        ("cut", "model.safetensors", data[:-5]),
+        ("header", "model.safetensors", data[:100]),
+        ("empty", "model.safetensors", b""),
+        ("shards", "model.safetensors.index.json", index),
+        ("index", "model.safetensors.index.json", b"[" * 200_000),
+    ):
+        bucket.put_object(Bucket="runs", Key=f"{prefix}/{name}", Body=body)
+    bucket.put_object(Bucket="runs", Key="config/config.json", Body=b'{"model_type": ')
+    bucket.put_object(Bucket="runs", Key="config/model.safetensors", Body=data)
+    for source, words in (
+        ("runs/cut", "model.safetensors: truncated"),
+        ("runs/header", "not a safetensors file, or truncated in its header"),
+        ("runs/empty", "has no bytes there: it is empty, or shorter than it was"),
+        ("runs/shards", "names the shard model-00001-of-00002.safetensors, which is not there"),
+        ("runs/index", "not readable as JSON (nested too deep)"),
+        ("runs/config", "config.json: not readable as JSON"),
+        ("runs/nothing", "no weights there"),
+        ("runs/run/x/other.safetensors", "no such file there"),
+        ("nowhere/x", "there is no bucket nowhere"),
+    ):
+        assert words in (line := refused(run, f"s3://{source}")), line
+    assert run("scan", "s3://runs/run/x").status == 0
+
+
+def test_an_object_that_changes_between_reads(bucket: Any, saved_llama: Path) -> None:
+    put_model(bucket, saved_llama)
+    address = remote_address("s3://runs/run/x/model.safetensors")
+    assert address is not None
+    file = ObjectFile(address, Traffic())
+    assert len(read(file, 0, 100)) == 100
+    data = (saved_llama / "model.safetensors").read_bytes()
+    bucket.put_object(Bucket="runs", Key="run/x/model.safetensors", Body=data[:-1] + b"x")
+    with pytest.raises(LocaterError, match="changed while it was read: start again"):
+        read(file, 100, 200)
+    bucket.delete_object(Bucket="runs", Key="run/x/model.safetensors")
+    with pytest.raises(LocaterError, match=r"no such object or bucket|changed while it was read"):
+        read(file, 100, 200)
+
+
+@pytest.mark.slow
+def test_listings_with_many_names(run: Run, bucket: Any, saved_llama: Path) -> None:
+    """More than a page of a listing has."""
+    put_model(bucket, saved_llama)
+    for i in range(1_100):
+        bucket.put_object(Bucket="runs", Key=f"run/x/{i:05}.txt", Body=b"")
+    assert run("scan", "s3://runs/run/x").status == 0

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -182,6 +183,63 @@ def test_a_script_without_a_guard_can_have_workers(steps: Path, undisturbed: Pat
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert table(tmp_path / "heads") == table(undisturbed)
+
+
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "2"])
+def test_a_disk_that_is_full_costs_what_was_not_written(
+    steps: Path, undisturbed: Path, tmp_path: Path, workers: str
+) -> None:
+    """No file may be longer than most parts are: one line, no part that cannot be read, and the next run goes on."""
+    out = tmp_path / "heads"
+    small = max(path.stat().st_size for path in undisturbed.glob("*.parquet")) - 1
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (small, small))
+
+    command = [sys.executable, "-m", "locater", "fleet", str(steps / "step-*"), "--out", str(out), "--workers", workers]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, preexec_fn=full, timeout=120)
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    assert "this is a bug" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert_whole(out)
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    locater.Fleet.run([str(steps / "step-*")], out, workers=0, retry_failed=True)
+    assert table(out) == table(undisturbed)
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept, "what was done is not done again"
+    assert not list(out.glob("*.error.json"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc is a folder that nobody can write to")
+def test_a_folder_that_cannot_be_written(steps: Path) -> None:
+    done = driver(str(steps / "step-*"), Path("/proc/heads"), "--workers", "2")
+    said = done.communicate(timeout=60)[1].decode()
+    assert done.returncode == 2
+    assert said.startswith("locater: /proc/heads"), said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_workers_killed_at_random_moments(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """No row is lost or doubled, and the command ends."""
+    out, chance = tmp_path / "heads", random.Random(time.time_ns())
+    process = driver(str(steps / "step-*"), out, "--workers", "2")
+    killed = 0
+    while process.poll() is None:
+        below = [pid for one in children_of(process.pid) for pid in children_of(one)]
+        if killed < 4 and below:
+            time.sleep(chance.random() * 0.2)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(below), signal.SIGKILL)
+                killed += 1
+        time.sleep(0.005)
+    said = process.communicate()[1].decode()
+    assert killed
+    assert process.returncode == 0, said
+    assert_whole(out)
+    assert table(out) == table(undisturbed)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from locater.checkpoints.remote.retrying import TRIES, Stopped
 from locater.errors import LocaterError, first_line
 
 T = TypeVar("T")
+READ_SECONDS, WHOLE_SECONDS = 30.0, 600.0  # without a single byte; for all of an answer
+RETRY_SECONDS = 120.0  # for all tries of a request
 KEYS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION; AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS; GOOGLE_SKIP_SIGNATURE=true for a public bucket",
@@ -66,10 +68,10 @@ def _store(scheme: str, root: str) -> Any:
         client_options={
             "allow_http": True,  # where the user's own AWS_ENDPOINT says so
             "connect_timeout": timedelta(seconds=10),
-            "read_timeout": timedelta(seconds=30),
-            "timeout": timedelta(minutes=10),
+            "read_timeout": timedelta(seconds=READ_SECONDS),
+            "timeout": timedelta(seconds=WHOLE_SECONDS),
         },
-        retry_config={"max_retries": TRIES - 1, "retry_timeout": timedelta(minutes=2)},
+        retry_config={"max_retries": TRIES - 1, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
     )
 
 
@@ -98,6 +100,8 @@ def _reason(address: Address, error: Exception) -> str:
     kind, text = type(error).__name__, _plain(str(error))
     if kind == "PreconditionError":
         return "changed while it was read: start again"
+    if "416 Range Not Satisfiable" in text:
+        return "has no bytes there: it is empty, or shorter than it was"
     if "NoSuchBucket" in text:
         return f"there is no bucket {address.root}"
     if "169.254.169.254" in text or "Account must be specified" in text:  # the last place that is asked for credentials
