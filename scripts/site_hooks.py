@@ -144,7 +144,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta.setdefault("hide", ["toc"])  # room for pictures side by side
     markdown = _page_names(_blocks(markdown), page.file.src_uri)
     markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), markdown)
-    for marker, written in (("commands", _commands), ("flags", _flags), ("gallery", _shown)):
+    for marker, written in (("commands", _commands), ("gallery", _shown)):
         if f"<!-- {marker} -->" in markdown:
             markdown = markdown.replace(f"<!-- {marker} -->", written())
     return re.sub(r"<!-- api ([\w.]+) -->", lambda found: _interface(found[1]), markdown)
@@ -243,21 +243,6 @@ def _cell(text: str) -> str:
 def _plain(text: str) -> str:
     """Stars and underscores of a help text are what they are, as in 'run/step-*', and no emphasis."""
     return re.sub(r"([*_])", r"\\\1", text)
-
-
-def _flags() -> str:
-    """The table of flags and that of roles, as the code has them."""
-    from locater.findings.flags import FLAGS, ROLES
-
-    flags = [f"| `{x.name}` | {x.severity} | {_columns(x.needs)} | {x.meaning} | {x.way_out} |" for x in FLAGS]
-    said = [x.shown.replace("{:.2f}", "a share").replace("{:.1f}", "so many") for x in ROLES]
-    roles = [f"| `{x.name}` | {_columns(x.needs)} | {words} |" for x, words in zip(ROLES, said, strict=True)]
-    head = ["| flag | kind | reads | meaning | way out |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *flags, "", "| role | reads | said of such a head |", "|---|---|---|", *roles])
-
-
-def _columns(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _shown() -> str:

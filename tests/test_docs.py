@@ -41,6 +41,17 @@ def test_the_page_of_families_is_up_to_date() -> None:
     assert (ROOT / "docs" / "families.md").read_text() == made, "run scripts/families.py"
 
 
+def test_the_tables_of_flags_and_roles_are_up_to_date() -> None:
+    """In the repository too, and not on the site alone."""
+    from locater.findings import FLAGS
+
+    made = runpy.run_path(str(ROOT / "scripts" / "flags_page.py"))
+    shown = made["PAGE"].read_text()
+    assert shown == made["page"](shown), "run scripts/flags_page.py"
+    assert all(f"| `{flag.name}` | {flag.severity} |" in shown and flag.way_out in shown for flag in FLAGS)
+    assert "{" not in shown
+
+
 def test_every_flag_is_explained() -> None:
     text = (ROOT / "docs" / "theory.md").read_text()
     assert all(f"`{flag.name}`" in text for flag in FLAGS)
