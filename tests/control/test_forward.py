@@ -443,6 +443,39 @@ def test_rows_are_those_of_attention_entropy() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [
+        Terms(0.4, causal=True),
+        Terms(0.4, softcap=0.7),
+        Terms(0.4, sinks=torch.tensor([0.3, -0.2], dtype=torch.float64)),
+    ],
+    ids=["causal", "capped", "sinks"],
+)
+def test_every_number_that_rows_return_has_its_gradient(terms: Terms) -> None:
+    """Entropy, log-sum-exp and mass, by finite differences in float64, alone and together."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, h, 4, 3, generator=g, dtype=torch.float64, requires_grad=True) for h in (2, 1))
+
+    def numbers(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        entropy, _, lse, mass = torch.ops.locater.row_entropy(q, k, True, *terms.flat())
+        return entropy, lse, mass
+
+    visible = torch.ops.locater.row_entropy(q, k, True, *terms.flat())[1]
+    assert not visible.requires_grad
+    assert torch.autograd.gradcheck(numbers, (q, k))
+    assert torch.autograd.gradcheck(lambda q, k: numbers(q, k)[1], (q, k))
+    assert torch.autograd.gradcheck(lambda q, k: sum(x.square().sum() for x in numbers(q, k)), (q, k))
+    lse = (q @ k.mT * 0.4).tril(0).masked_fill(~torch.ones(4, 4).tril().bool(), -torch.inf).logsumexp(-1)
+    if terms.causal:
+        torch.testing.assert_close(numbers(q, k)[1], lse)
+    compiled = torch.compile(numbers, backend="aot_eager", fullgraph=True)
+    weights = [torch.randn(1, 2, 4, generator=g, dtype=torch.float64) for _ in range(3)]
+    found = torch.autograd.grad(compiled(q, k), (q, k), weights)
+    for a, b in zip(found, torch.autograd.grad(numbers(q, k), (q, k), weights), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_gradients_of_transposed_queries_have_the_layout_that_the_compiler_is_told() -> None:
     """Queries that no rotation copies are a view of (B, T, H, h); compiled, a model with learned positions broke."""
     q, k = (torch.randn(2, 5, 3, 4).transpose(1, 2) for _ in range(2))

@@ -539,3 +539,23 @@ def test_a_compiled_model_without_a_record_is_heard_at_the_interface() -> None:
     with torch.no_grad(), observe(compiled) as seen:
         compiled(**inputs)
     assert [r.entropy for r in seen.rows] == pytest.approx([r.entropy for r in plain.rows], abs=1e-6)
+
+
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+def test_a_model_without_a_record_that_was_compiled_and_run_before_is_heard(how: str) -> None:
+    """The graph of a model under eager attention does not ask whether the table has got an entry for it."""
+    import transformers
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.GemmaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    model = transformers.GemmaForCausalLM._from_config(config, attn_implementation=how).eval()
+    ids = torch.arange(1, 7)[None]
+    with observe(model) as plain, torch.no_grad():
+        model(ids, use_cache=False)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(ids, use_cache=False)
+        with observe(compiled) as seen:
+            compiled(ids, use_cache=False)
+    assert [row.entropy for row in seen.rows] == pytest.approx([row.entropy for row in plain.rows], abs=1e-6)
+    torch._dynamo.reset()

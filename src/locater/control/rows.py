@@ -98,22 +98,51 @@ def _gradient(
     return dq.contiguous(), dk.contiguous()
 
 
-@_gradient.register_fake
-def _(q: Tensor, k: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+def _like_operands(q: Tensor, k: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     dq, dk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     return dq, dk
 
 
+_gradient.register_fake(_like_operands)
+
+
+@torch.library.custom_op(
+    "locater::row_weights_gradient",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor lse, Tensor weight, {Terms.SCHEMA}) -> (Tensor, Tensor)",
+)
+def _weights_gradient(q: Tensor, k: Tensor, lse: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Gradients where the slope of a row at a logit is `weight` times that key's weight, by PyTorch on any device."""
+    with torch.autocast(q.device.type, enabled=False):
+        terms = terms_of(Call(q, k, Terms.from_flat(arguments)))
+        dq, dk = reference.weights_gradient(q, k, terms, lse, weight)
+    return dq.contiguous(), dk.contiguous()
+
+
+_weights_gradient.register_fake(_like_operands)
+
+
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, _, *terms = inputs
-    entropy, _, lse, mass = output
+    entropy, visible, lse, mass = output
+    ctx.mark_non_differentiable(visible)
+    ctx.set_materialize_grads(False)  # log-sum-exp and mass are seldom differentiated
     ctx.numbers = terms[: Terms.NUMBERS]
     ctx.save_for_backward(q, k, lse, entropy, mass, *terms[Terms.NUMBERS :])
 
 
-def _backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad: Tensor | None, _: None, of_lse: Tensor | None, of_mass: Tensor | None
+) -> tuple[Tensor | None, ...]:
     q, k, lse, entropy, mass, *tensors = ctx.saved_tensors
-    dq, dk = _gradient(q, k, lse, entropy, mass, grad, *ctx.numbers, *tensors)
+    parts = []
+    if grad is not None:
+        parts.append(_gradient(q, k, lse, entropy, mass, grad, *ctx.numbers, *tensors))
+    # d lse / d logit_j = p_j; with a sink, d mass / d logit_j = p_j (1 - mass)
+    weights = [x for x in (of_lse, None if of_mass is None else of_mass * (1 - mass)) if x is not None]
+    if weights:
+        parts.append(_weights_gradient(q, k, lse, sum(weights[1:], weights[0]), *ctx.numbers, *tensors))
+    dq, dk = (None if not parts else sum(x[1:], x[0]) for x in ([part[i] for part in parts] for i in (0, 1)))
     return dq, dk, *(None,) * (1 + Terms.ARGUMENTS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
@@ -132,6 +133,20 @@ def entropy_gradient(
     """Gradients of sum(grad * entropy): d H / d logit_j = -p_j (log p_j + 1 - mass + H), logits computed again, O(T)
     memory.
     """
+    pull = 1 - mass + entropy
+    return _gradient(
+        q,
+        k,
+        terms,
+        lse,
+        lambda p, log_p, rows: -p * (log_p + pull[:, :, rows, None]) * grad[:, :, rows, None].to(p),
+    )
+
+
+def _gradient(
+    q: Tensor, k: Tensor, terms: Terms, lse: Tensor, slope_of: Callable[[Tensor, Tensor, slice], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Gradients to q and k from the slopes of logits, which follow from the weights p, log p and the rows."""
     B, H, T, _ = q.shape
     K, S, scale = k.shape[1], k.shape[-2], terms.scale_for(q.shape[-1])
     keys = upcast(k).repeat_interleave(H // K, 1)
@@ -142,13 +157,18 @@ def entropy_gradient(
         seen = terms.visible(rows, T, S, q.device) & lse[:, :, rows, None].isfinite()
         log_p = logits - torch.where(lse.isfinite(), lse, torch.zeros_like(lse))[:, :, rows, None]
         p = torch.where(seen, torch.exp(log_p), torch.zeros_like(log_p))
-        slope = -p * (log_p + (1 - mass + entropy)[:, :, rows, None]) * grad[:, :, rows, None].to(p)
+        slope = slope_of(p, log_p, rows)
         slope = torch.where(p > 0, slope, torch.zeros_like(slope))
         if terms.softcap is not None:
             slope = slope * (1 - (logits / terms.softcap).square())
         dq[:, :, rows] = scale * (slope @ keys)
         dk += scale * (slope.mT @ query)
     return dq.to(q.dtype), dk.unflatten(1, (K, -1)).sum(2).to(k.dtype)
+
+
+def weights_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of a function of rows whose slope at logit j is weight * p_j, such as their log-sum-exp (weight 1)."""
+    return _gradient(q, k, terms, lse, lambda p, log_p, rows: p * weight[:, :, rows, None].to(p))
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:

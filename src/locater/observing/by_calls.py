@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.overrides import _get_current_function_mode
@@ -108,6 +109,10 @@ class CalledLayers:
     def listen(self) -> Iterator[Undo]:
         """Follow which module runs, and hear what it computes itself; yields what ends it."""
         if self.compiled:
+            if any(_implementation(module) == "eager" for module in self.model.modules()):
+                # graphs are not guarded on a function that the table has no entry for, and those of inner frames are
+                # run again where ours breaks at an attention call
+                torch.compiler.reset()
             return
         # FlexAttention compiles itself at its first call, which a function mode would disturb
         self.follows = not any(_implementation(module) == "flex_attention" for module in self.model.modules())
