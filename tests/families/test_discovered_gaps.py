@@ -360,3 +360,49 @@ def test_the_reason_comes_before_what_was_read() -> None:
     with pytest.raises(LocaterError) as error:
         locater.attention_layers(model, example={"input": EXAMPLE["x"]})
     assert str(error.value).startswith("Sequential: 1: not read, because no softmax")
+
+
+class Conditioned(nn.Module):
+    """Another norm is in front where a second input is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.features = nn.Embedding(20, 16), nn.Linear(16, 16)
+        self.plain, self.joint, self.attention = nn.LayerNorm(16), nn.LayerNorm(16), Attention()
+
+    def forward(self, input_ids: Tensor, encoder_hidden_states: Tensor | None = None) -> Tensor:
+        x = self.words(input_ids)
+        if encoder_hidden_states is None:
+            return self.attention(self.plain(x))
+        return self.attention(self.joint(x + self.features(encoder_hidden_states).mean(1, keepdim=True)))
+
+
+class Pictured(Conditioned):
+    """The second input is one that cannot be guessed here: it has to be of a size that nothing tells."""
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids, None if pixel_values is None else pixel_values.view(2, 3, 16))
+
+
+@pytest.mark.parametrize(
+    ("build", "norm", "line"),
+    [
+        (Conditioned, "joint", "input_ids, encoder_hidden_states: without encoder_hidden_states it reads another norm"),
+        (Pictured, "plain", "input_ids: with pixel_values, which the model takes too, it may read another norm"),
+    ],
+)
+def test_a_norm_that_the_guessed_inputs_decide_is_said(build: Any, norm: str, line: str) -> None:
+    model = build()
+    with torch.no_grad():
+        model.plain.weight.add_(1.0)
+    found = locater.discover(model)
+    (layer,) = found.layers
+    assert layer.norm.gain is not None
+    assert torch.equal(layer.norm.gain, getattr(model, norm).weight)
+    assert line in " ".join(found.gaps)
+    assert any(line in note and "example=" in note for note in locater.scan(model).assumptions["notes"])
+    given = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
+    own = locater.discover(model, given)
+    assert not any("guessed" in gap for gap in own.gaps), "who gives inputs has chosen"
+    assert own.layers[0].norm.gain is not None
+    assert torch.equal(own.layers[0].norm.gain, model.plain.weight)

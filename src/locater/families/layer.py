@@ -97,6 +97,7 @@ class AttentionLayer:
     unknown_logits: str | None = None  # its maps and, without the line above, its scale are known
     unknown_mask: str | None = None  # `visible` is refused; `attention` and `output` need `mask`
     unknown_output: str | None = None
+    inputs_matter: str | None = None  # with other inputs than the guessed ones another norm is, or may be, in front
     # why the norm in front is not known, of a layer of a record; `norm` is a guess then
     unknown_norm: str | None = None
 

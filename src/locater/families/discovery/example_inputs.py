@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,10 @@ OPTIONAL = (
     " pixel_attention_mask feature_lens image_merge_sizes high_res_pixel_values input_boxes input_boxes_labels"
     " future_values future_time_features flattened_patches protein_input_ids protein_attention_mask last_hidden_state"
 ).split()
+CONTENT = (
+    "input_ids bbox pixel_values input_features input_values visual_feats visual_embeds high_res_pixel_values"
+    " flattened_patches protein_input_ids"
+).split()  # of these, inputs that a tower or an embedding of its own reads
 RARE = (
     "image_sizes",
     "encoder_hidden_states",
@@ -68,6 +72,12 @@ def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     problem = trial.problem or f"forward takes {takes}"
     given = ", ".join(f"'{argument}': tensor" for argument in required or [_main(model)])
     raise LocaterError(f"{name}: no inputs could be guessed: {problem}. Give them: example={{{given}}}")
+
+
+def left_out(model: nn.Module, given: Collection[str]) -> list[str]:
+    """Contents that a model takes and that are not given: with them other parts of it may run."""
+    required, optional = _arguments(model)
+    return [name for name in CONTENT if name in {*required, *optional} and name not in given]
 
 
 class _Trial:

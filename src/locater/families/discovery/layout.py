@@ -95,6 +95,7 @@ class AttentionLayout:
     unknown_logits: str | None = None  # the same where the factor from products to logits is known
     unknown_mask: str | None = None
     unknown_output: str | None = None
+    inputs_matter: str | None = None
 
     def build(self, weights: Weights, index: int = 0) -> AttentionLayer:
         """The layer of these weights."""
@@ -139,6 +140,7 @@ class AttentionLayout:
             unknown_logits=self.unknown_logits,
             unknown_mask=self.unknown_mask,
             unknown_output=self.unknown_output,
+            inputs_matter=self.inputs_matter,
         )
 
     def _rotary(self) -> Rotary | None:

@@ -50,6 +50,7 @@ class Copy:
 
     def __init__(self, model: nn.Module, example: Mapping[str, Any] | None) -> None:
         self.where = type(model).__name__
+        self.guessed = example is None
         with process_state_kept():
             self.inputs = _arguments(model, _guessed(model, self.where) if example is None else example)
             self.model = light_copy(model, self.where, torch.float64)
@@ -69,6 +70,13 @@ class Copy:
             before = set(self.model.modules())
             run = _run(self.model, self.inputs, seed, self.where)
             return run if before == set(self.model.modules()) else _run(self.model, self.inputs, seed, self.where)
+
+    def run_without(self, name: str) -> Pass | None:
+        """A pass without one of the inputs; None where the model does not run so."""
+        inputs = {other: x for other, x in self.inputs.items() if other != name}
+        with process_state_kept(), torch.no_grad(), contextlib.suppress(LocaterError):
+            return _run(self.model, inputs, 1, self.where)
+        return None
 
     def run_other(self, model: nn.Module) -> Pass:
         """A pass of another model that takes these inputs."""

@@ -15,13 +15,14 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from locater.brief import brief
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like, folded_paths, unread
 from locater.families.discovery.errors import UnreadableError
+from locater.families.discovery.example_inputs import CONTENT, left_out
 from locater.families.discovery.layout import AttentionLayout
 from locater.families.discovery.memory import Memory, facts_of, signature
 from locater.families.discovery.norms import plain
@@ -76,6 +77,8 @@ class Discovered:
 
 def _gaps_of(layer: AttentionLayer) -> Iterator[str]:
     """What of a layer is not known, in words."""
+    if layer.inputs_matter is not None:
+        yield f"its norm in front is that of the guessed inputs ({layer.inputs_matter}: give yours as example={{...}})"
     if layer.unknown_scale is not None:
         yield f"maps of queries and keys only, without numbers in units of logits, because {layer.unknown_scale}"
         return
@@ -180,6 +183,8 @@ def _searched(copied: Copy, weights: ModuleWeights) -> Search:
         else:
             layouts[number] = reading
     layouts = with_windows(copied, layouts, window_settings(copied.model, length), length)
+    if copied.guessed:
+        layouts = _with_other_inputs(copied, layouts)
     if first.draws:
         refused = [replace(refusal, reason=f"{refusal.reason}{DRAWS}") for refusal in refused]
         layouts = {number: _with_draws(layout) for number, layout in layouts.items()}
@@ -187,6 +192,36 @@ def _searched(copied: Copy, weights: ModuleWeights) -> Search:
     refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
     unreached = [path for path in silent if path not in ran]
     return _each_once(layouts.values()), refused, unreached
+
+
+def _with_other_inputs(copied: Copy, layouts: dict[int, AttentionLayout]) -> dict[int, AttentionLayout]:
+    """The layouts, with a line where the guessed inputs decide which norm is in front: each is left out once, and what
+    the model takes beside them is named.
+    """
+    contents = [name for name in copied.inputs if name in CONTENT or name == "encoder_hidden_states"]
+    shown = ", ".join(name for name, x in copied.inputs.items() if isinstance(x, Tensor))
+    fronts: dict[str, list[str]] = {}
+    for name in contents if len(contents) > 1 else ():
+        other = copied.run_without(name)
+        calls: dict[str, list[AttentionLayout | str]] = {}
+        for call in other.calls if other else ():
+            calls.setdefault(plain(call.path), []).append(_attempt(partial(read_layout, other.tape, call)))
+        for layout in layouts.values():
+            read = [found for found in calls.get(layout.name, []) if isinstance(found, AttentionLayout)]
+            if read and all(_front_of(found) != _front_of(layout) for found in read):
+                fronts.setdefault(layout.name, []).append(name)
+    missing = left_out(copied.model, copied.inputs)
+    matter = {name: f"without {' or '.join(names)} it reads another norm" for name, names in fronts.items()}
+    others = f"with {' or '.join(missing)}, which the model takes too, it may read another norm" if missing else None
+    said = {number: matter.get(layout.name, others) for number, layout in layouts.items()}
+    return {
+        number: replace(layout, inputs_matter=said[number] and f"found with {shown}: {said[number]}")
+        for number, layout in layouts.items()
+    }
+
+
+def _front_of(layout: AttentionLayout) -> tuple[object, ...]:
+    return layout.kind, layout.norm, layout.memory_norm
 
 
 def _with_draws(layout: AttentionLayout) -> AttentionLayout:
