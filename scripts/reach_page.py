@@ -141,6 +141,13 @@ def discovery(row: Row) -> str:
     return next(step for step in WHOLE[::-1] if numbers.get(step))
 
 
+SCANS = (
+    "scanned live and from a saved copy, gains and biases redrawn",
+    "- every row has the same numbers in both",
+    "- rows differ and no line of either scan names their layer",
+)
+
+
 def counts(rows: list[Row]) -> dict[str, int]:
     """How many model types got how far."""
     questions: dict[str, Callable[[Row], Any]] = {
@@ -160,11 +167,16 @@ def counts(rows: list[Row]) -> dict[str, int]:
         ),
         "logits and output of every attention verified": lambda row: discovery(row) == "verified",
         "- the same from a saved copy, equal to the live model": lambda row: from_disk(row),
+        SCANS[0]: lambda row: row.get("scans", {}).get("rows"),
+        SCANS[1]: lambda row: row.get("scans", {}).get("rows", 0) and row["scans"]["rows"] == row["scans"]["same"],
+        SCANS[2]: lambda row: row.get("scans", {}).get("silent"),
         "some attention verified": lambda row: discovery(row) == "partly",
         "read by the record of its family": lambda row: row.get("record", {}).get("layers"),
         "observed": lambda row: row.get("observed", {}).get("heads"),
         "faults of Locater (an exception that is no refusal)": lambda row: any("error" in x for x in steps(row)),
     }
+    if not any("scans" in row for row in rows):  # lines from before scans were compared
+        questions = {name: question for name, question in questions.items() if name not in SCANS}
     return {name: sum(bool(question(row)) for row in rows) for name, question in questions.items()}
 
 
@@ -177,7 +189,7 @@ def from_disk(row: Row) -> bool:
 def steps(row: Row) -> list[dict[str, Any]]:
     """What came of reading, discovering and observing a type, as far as it got."""
     ways = [row["heads"][way] for way in WAYS if way in row.get("heads", {})]
-    return [*(row[name] for name in ("record", "discovered", "disk", "observed") if name in row), *ways]
+    return [*(row[name] for name in ("record", "discovered", "disk", "scans", "observed") if name in row), *ways]
 
 
 def _towers(rows: list[Row]) -> str:

@@ -174,6 +174,10 @@ def observed(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[list[str],
 
 def scanned(source: nn.Module | str | Path, inputs: Mapping[str, Any] | None = None) -> tuple[list[str], list[str]]:
     """The same of `scan`, of a live model or a folder."""
-    result = locater.scan(source, example=None if inputs is None else dict(inputs))
+    return lines_of(locater.scan(source, example=None if inputs is None else dict(inputs)))
+
+
+def lines_of(result: locater.Scan) -> tuple[list[str], list[str]]:
+    """The layer of each row of a scan, and its notes."""
     names = {entry["layer"]: str(entry["name"]) for entry in result.layers}
     return [names[row.layer] for row in result.rows], list(result.assumptions["notes"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import locater
 from locater.checkpoints.sources import open_source
+from locater.families.coverage import NUMBER
 from locater.families.discovery.cache import VARIABLE
 from locater.families.discovery.disk import discovered_on_disk
 from locater.families.discovery.searching import Discovered
@@ -58,6 +60,65 @@ def from_disk(folder: str, live: Discovered) -> dict[str, Any]:
     return {**counts, **({"apart": apart[:MOST_APART]} if apart else {})}
 
 
+NUMBERS = ("trace", "trace_of_square", "frobenius_sq", "symmetric_sq", "spectral_norm")
+
+
+def scans_of(model: nn.Module, inputs: Mapping[str, Tensor], folder: str) -> dict[str, Any]:
+    """The way of a user: `locater.scan` of the live model beside `locater.scan` of the saved folder. `rows` and `same`
+    of them, and layers whose numbers differ (`apart`), those without a line about it in either scan counted (`silent`).
+
+    Layers are paired by name; where none has a name of the other, as on disk under a record, by their order.
+    """
+    live, stored = locater.scan(model, example=dict(inputs)), locater.scan(folder)
+    ours, theirs = _rows_by_layer(live), _rows_by_layer(stored)
+    if ours.keys().isdisjoint(theirs):
+        theirs = dict(zip(ours, theirs.values(), strict=False))
+    text = "\n".join([*live.assumptions["notes"], *stored.assumptions["notes"]])
+    same, apart = 0, []
+    for name, rows in ours.items():
+        alike_rows = sum(map(_same_numbers, rows, theirs.get(name, [])))
+        same += alike_rows
+        if alike_rows < len(rows):
+            apart.append(name)
+    silent = [name for name in apart if name not in text and NUMBER.sub("*", name) not in text]
+    counts = {"rows": len(live.rows), "stored": len(stored.rows), "same": same}
+    named = {"apart": apart[:MOST_APART], "silent": len(silent)} if apart else {}
+    return {**counts, **named}
+
+
+def _rows_by_layer(scan: locater.Scan) -> dict[str, list[Any]]:
+    """Rows by the name of their layer; a layer that is called in two ways has all of them under one name."""
+    names = {entry["layer"]: str(entry["name"]) for entry in scan.layers}
+    rows: dict[str, list[Any]] = {}
+    for row in scan.rows:
+        rows.setdefault(names[row.layer], []).append(row)
+    return rows
+
+
+def _same_numbers(one: Any, other: Any) -> bool:
+    """Whether two rows say the same of W: both have a number or neither, and they agree to 1e-4 of the size of W."""
+    for name in NUMBERS:
+        a, b = getattr(one, name), getattr(other, name)
+        if (a is None) != (b is None):
+            return False
+        if a is not None and abs(a - b) > 1e-4 * max(
+            abs(a), abs(b), one.frobenius_sq**0.5 if name == "trace" else one.frobenius_sq
+        ):
+            return False
+    return one.kind == other.kind
+
+
+def with_gains(model: nn.Module) -> nn.Module:
+    """The model with gains and biases as training may leave them: with 1 and 0 a norm that is left out does not show."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1 and parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_((0.3 * noise).to(parameter))
+    return model
+
+
 def discovered_from(folder: str | Path) -> Discovered:
     """What is discovered from a folder, also where its architecture has a record."""
     return discovered_on_disk(*open_source(folder))
@@ -67,7 +128,9 @@ def differences(one: AttentionLayer, other: AttentionLayer) -> list[str]:
     """Names of the fields that differ between two layers: maps, norms, positions, biases, sinks, gates, numbers and
     reasons. Tensors have to be equal, as they are the same numbers.
     """
-    names = [field.name for field in fields(AttentionLayer) if field.name not in ("index", "provenance")]
+    names = [
+        field.name for field in fields(AttentionLayer) if field.name not in ("index", "provenance", "inputs_matter")
+    ]
     return [name for name in names if not _alike(getattr(one, name), getattr(other, name))]
 
 

@@ -10,6 +10,8 @@ Keys of a row:
   `logits_only` (output not known), `qk_only` (queries and keys), `refused_layers`, modules that did not run (`unreached`)
   and modules without a softmax of products (`no_softmax`); `layers` is the sum of the first four. The same for each of several `towers`. `reasons`: one line of each kind.
 - `disk`: layers discovered from the saved model, those of them verified, and those that are the `same` as live.
+- `scans`: rows of `locater.scan` of the live model with gains and biases redrawn, rows `stored` of the scan of its saved
+  folder, rows with the `same` numbers, layers whose numbers are `apart`, and how many of these no line of either scan names (`silent`).
 - `observed`: layers and heads that `observe` measured.
 - `heads`: heads that a plain pass `met`, counted apart from Locater (`heads`), and of `scan`, the same from `disk` and
   `observe`: the rows of these heads, modules that have fewer rows than heads and that no line names (`silent`, and the
@@ -40,7 +42,7 @@ from locater.families.registry import BUILT_IN
 from locater.observing.rows import tower_of
 from tests.reach.heads import checked, heads_met, observed, scanned
 from tests.reach.met import attention_met
-from tests.reach.on_disk import NotSavedError, from_disk, saved
+from tests.reach.on_disk import NotSavedError, from_disk, saved, scans_of, with_gains
 from tests.reach.tiny import parameters_of, tiny
 
 LONGEST = 220  # characters of a reason
@@ -81,12 +83,22 @@ def _fill(result: dict[str, Any], model_type: str) -> None:
         result["heads"]["scan"] = _step(checked, met, partial(scanned, model, inputs))
         result["heads"]["observe"] = _step(checked, met, partial(observed, model, inputs))
     if not part:
-        _from_disk(result, model, live, met)
+        _from_disk(result, model, inputs, live, met)
 
 
-def _from_disk(result: dict[str, Any], model: nn.Module, live: list[Discovered], met: Mapping[str, int]) -> None:
+def _from_disk(
+    result: dict[str, Any],
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    live: list[Discovered],
+    met: Mapping[str, int],
+) -> None:
     """The same from a saved copy."""
     try:
+        trained = with_gains(copy.deepcopy(model))
+        with saved(trained) as folder:
+            if met:
+                result["scans"] = _step(scans_of, trained, inputs, folder)
         with saved(copy.deepcopy(model)) as folder:
             if live:
                 result["disk"] = _step(from_disk, folder, live[0])

@@ -18,6 +18,7 @@ from locater.version import code_version
 from tests import ROOT
 from tests.reach.heads import checked, heads_met, left_out, observed, scanned
 from tests.reach.met import attention_met
+from tests.reach.on_disk import scans_of, with_gains
 from tests.reach.row import row
 from tests.reach.tiny import MOST_PARAMETERS, model_types, not_reached, tiny
 
@@ -211,3 +212,24 @@ def test_a_map_that_is_never_used_is_no_attention() -> None:
             return super().forward(x)
 
     assert attention_met(Unused("fused"), {"x": torch.randn(2, 5, 8)}) == {"fused": 1}
+
+
+@pytest.mark.parametrize("model_type", ["tipsv2_text_model", "xlm"])
+def test_a_scan_of_the_saved_folder_has_the_numbers_of_the_live_scan(model_type: str) -> None:
+    """As a user reads both, with gains redrawn: on disk one has PyTorch's names for attention, and no PyTorch's block."""
+    scans = row(model_type)["scans"]
+    assert scans == {"rows": 8, "stored": 8, "same": 8}
+
+
+def test_scans_that_differ_are_counted(tmp_path: Path) -> None:
+    """The check itself: a gain that changes after saving shows, in its layer alone, and no line names it."""
+    made = tiny("gemma")
+    model = with_gains(made.model)
+    model.save_pretrained(tmp_path)
+    assert made.inputs is not None
+    with torch.no_grad():
+        model.layers[1].input_layernorm.weight.add_(0.01)
+    scans = scans_of(model, made.inputs, str(tmp_path))
+    assert scans["apart"] == ["layers.1.self_attn"]
+    assert scans["silent"] == 1
+    assert 0 < scans["same"] < scans["rows"] == scans["stored"]

@@ -94,3 +94,10 @@ def test_heads_that_are_left_out_are_counted_by_the_way_of_reading() -> None:
     )
     assert "| scan, live | 4 | 1 | 1 | 2: silent, broken |" in text
     assert "| observe | 4 | 4 | 0 | 0 |" in text
+
+
+def test_scans_live_and_from_disk_are_counted_where_they_were_compared() -> None:
+    same, apart = {"rows": 8, "stored": 8, "same": 8}, {"rows": 8, "stored": 8, "same": 4, "silent": 1}
+    assert not any(name in reach_page.counts([line()]) for name in reach_page.SCANS)
+    counts = reach_page.counts([line(), line(scans=same), line(scans=apart), line(scans={"refused": "no"})])
+    assert [counts[name] for name in reach_page.SCANS] == [2, 1, 1]

@@ -128,6 +128,9 @@ def read_source(
         if model_type is None or model_type in BY_TYPE:
             raise
         return _discovered(weights, config, example, unreadable, heads, kv_heads)
+    if (discovered := _by_configuration(weights, config, layers, example)) is not None:
+        _check_counts(weights, discovered.layers, heads, kv_heads)
+        return discovered
     layers, gaps = _with_norms(weights, layers, example)
     _check_counts(weights, layers, heads, kv_heads)
     names = [layer.name for layer in layers]
@@ -159,6 +162,22 @@ def _discovered(
         raise undiscovered(weights, unknown, "; ".join(discovered.gaps)) if discovered.gaps else unknown
     _check_counts(weights, discovered.layers, heads, kv_heads)
     return Reading(discovered.layers, discovered.gaps, discovered.whole)
+
+
+def _by_configuration(
+    weights: Weights, config: Config, layers: list[AttentionLayer], example: Mapping[str, Any] | None
+) -> Reading | None:
+    """A checkpoint whose attention was known by the form of its tensors, as discovery reads it from config.json, where
+    the norm in front is not known otherwise; None where that does not serve.
+    """
+    known = config.get("model_type") in (None, *BY_TYPE)
+    if isinstance(weights, ModuleWeights) or known or all(layer.unknown_norm is None for layer in layers):
+        return None
+    try:
+        discovered = discovered_on_disk(weights, config, example)
+    except LocaterError:
+        return None
+    return Reading(discovered.layers, discovered.gaps, discovered.whole) if discovered.layers else None
 
 
 def _with_norms(
