@@ -18,6 +18,7 @@ from locater.checkpoints.local_files import files_of
 from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
+from locater.verbs.load import load_model
 from tests.checkpoints.test_adapters import trained
 from tests.families.plain_models import MODELS
 
@@ -283,6 +284,9 @@ def test_a_base_that_the_user_names(tmp_path: Path, run: Any) -> None:
         refused(
             tmp_path / "adapter", "an address that the adapter chose, so it is not asked: give it yourself with --base"
         )
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "adapter")
+    with pytest.raises(LocaterError, match="which is not opened for it: load both with peft, merge them"):
+        load_model(str(tmp_path / "adapter"))
     scan = locater.scan(tmp_path / "adapter", base=str(tmp_path / "base"))
     assert [asdict(row) for row in scan.rows] == expected
     assert scan.assumptions["base"] == str(tmp_path / "base")

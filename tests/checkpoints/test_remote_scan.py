@@ -27,6 +27,7 @@ from locater.checkpoints.sources import open_source
 from locater.errors import LocaterError
 from locater.families import llama
 from locater.families.registry import BY_TYPE
+from locater.verbs.load import load_model
 from tests.range_server import RangeServer
 
 transformers = pytest.importorskip("transformers")
@@ -320,6 +321,9 @@ def test_an_adapter_from_elsewhere_opens_nothing_here(
         for read in (locater.scan, identity):
             with pytest.raises(LocaterError, match=said):
                 read(f"hf://org/adapter{number}")
+        (place / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        with pytest.raises(LocaterError, match=r"which is not opened for it|may name a model of the hub alone"):
+            load_model(f"org/adapter{number}")
         assert not [request for request in hub.requests if "/files/" in request.path]
     scanned = locater.scan("hf://org/adapter", base=str(base))
     assert scanned.assumptions["base"] == str(base)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from locater.checkpoints.adapter_folder import BASE, HUB_ID, base_on_the_hub, checked_settings
+from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
 from locater.checkpoints.sources import hub_folder
 from locater.data.text import OWN
 from locater.errors import LocaterError, first_line
-from locater.files import CONFIG_LIMIT, read_json
+from locater.files import CONFIG_LIMIT, is_there, read_json
 
 
 def load_model(source: str) -> Any:
@@ -32,7 +35,10 @@ def load_model(source: str) -> Any:
             f"{source}: no config.json in it, so its architecture is not known: give a folder that has one"
         )
     if not path.exists():
-        hub_folder(source)  # fails at once without a network, where transformers would try for minutes
+        # fails at once without a network, where transformers would try for minutes
+        _check_adapter(hub_folder(source, ("config.json", ADAPTER)), source, elsewhere=True)
+    elif path.is_dir():
+        _check_adapter(path, source, elsewhere=False)
     if path.is_dir() and _model_type(path) in OWN:
         from locater.models.loading import load
 
@@ -53,6 +59,21 @@ def load_model(source: str) -> Any:
         return kind.from_pretrained(source, dtype=torch.float32, trust_remote_code=False).eval()
     except Exception as error:
         raise LocaterError(f"{source}: cannot be run ({first_line(error)})") from None
+
+
+def _check_adapter(folder: Path, source: str, elsewhere: bool) -> None:
+    """transformers loads the base that an adapter names: what `scan` would not open is refused before."""
+    if not is_there(folder / ADAPTER):
+        return
+    settings = checked_settings(read_json(folder / ADAPTER, most=CONFIG_LIMIT), source)
+    base, here = settings[BASE], os.path.exists(settings[BASE])  # transformers looks for a folder first
+    if here if elsewhere else not (here or HUB_ID.fullmatch(base)):
+        raise LocaterError(
+            f"{source}: an adapter on {base!r:.80}, which is not opened for it: load both with peft, merge them "
+            "(merge_and_unload), and give the model that you save"
+        )
+    if elsewhere:
+        base_on_the_hub(settings, source)
 
 
 def _model_type(folder: Path) -> str | None:
