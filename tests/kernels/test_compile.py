@@ -6,6 +6,8 @@ run them.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -249,3 +251,85 @@ def test_attention_with_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_launch.LAUNCHES.clear()
     check(lambda: triton_forward.forward(q, k, v, Terms(0.1, causal=True), True), monkeypatch, 1, 90)
     triton_launch.LAUNCHES.clear()
+
+
+# past Triton's dispatch
+
+
+class ByDispatch:
+    """Stands for the kernel that both ways are compared with: its numbers, and what a direct call of it does."""
+
+    def __init__(self, directly: Callable[..., None]) -> None:
+        self.directly = directly
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return self.launch
+
+    def launch(self, x: Tensor, y: Tensor, nothing: None, one: int, count: int, factor: float, **fixed: Any) -> Any:
+        assert (nothing, one, fixed) == (None, 1, {"SIZE": 16, "TWICE": True})
+        y.copy_(torch.where(torch.arange(16) < count, 2 * factor * x, 0.0))
+        return {(1, 1, 1): self.directly}
+
+
+def right(x: Tensor, y: Tensor, *others: Any) -> None:
+    y.copy_(torch.where(torch.arange(16) < 13, x, 0.0))
+
+
+def shifted(x: Tensor, y: Tensor, *others: Any) -> None:
+    """As of a calling convention that has one argument more in front."""
+    right(y, x)
+
+
+def refused(*arguments: Any) -> None:
+    raise TypeError("function takes exactly 14 arguments (11 given)\nmore")
+
+
+@pytest.mark.parametrize(
+    ("directly", "said"),
+    [(right, None), (shifted, "gave other numbers"), (refused, "failed .TypeError: function takes")],
+)
+def test_kernels_are_called_directly_only_where_both_ways_agree(
+    directly: Callable[..., None], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, key = torch.device("cpu"), ("some", torch.device("cpu"))
+    for name in ("_compared", "LAUNCHES"):
+        monkeypatch.setattr(triton_launch, name, {})
+    monkeypatch.setattr(triton_launch, "compared_kernel", ByDispatch(directly))
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    function = type("Function", (), {"arg_names": ["x", "n", "SIZE"]})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            triton_launch.remember(key, function, object(), (1, 1, 1), [3], 1, {"SIZE": 16})
+    assert [bool(re.search(said or "", str(w.message))) for w in caught] == [True] * (said is not None)  # once
+    assert (key in triton_launch.LAUNCHES) is (said is None)
+    assert triton_launch.goes_past_dispatch(device) is (said is None)
+
+
+def test_other_versions_of_triton_launch_by_its_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "_compared", {torch.device("cpu"): True})
+    for version, direct in (
+        ("3.6.0", True),
+        ("3.6.2+git", True),
+        ("3.5.1", False),
+        ("3.60.0", False),
+        ("4.0.0", False),
+    ):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert triton_launch.goes_past_dispatch(torch.device("cpu")) is direct, version
+
+
+def test_the_kernel_of_the_comparison(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
+    x, y = torch.zeros(2, 16)
+
+    def launch() -> None:
+        triton_launch.compared_kernel[(1, 1, 1)](x, y, None, 1, 13, 0.5, SIZE=16, TWICE=True)
+
+    check(launch, monkeypatch, 1, card)
+
+
+@pytest.mark.gpu
+def test_both_ways_agree_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setattr(triton_launch, "_compared", {})
+    assert triton_launch._agree(device)

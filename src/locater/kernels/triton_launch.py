@@ -2,21 +2,77 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
 
 CACHE = 24 << 20  # bytes of keys that programs running at one time share
 # A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
-# dispatch costs more host time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
-# Triton 3.6 and later.
+# dispatch costs more host time than 4,096 tokens take on the GPU. How compiled kernels are called is no promise of
+# Triton's: this is done for versions in which it was run, and after one launch by either way gave the same numbers.
 LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
 KERNELS: dict[tuple[Any, ...], Any] = {}  # the same by what Triton specialises on, for shapes that change at each call
-REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+TESTED = ((3, 6),)  # versions whose compiled kernels were called directly, on a GPU
+_compared: dict[torch.device, bool] = {}  # whether both ways agreed
+
+
+def is_tested(version: str) -> bool:
+    """Whether compiled kernels of this version of Triton were called directly.
+
+    >>> is_tested("3.6.0"), is_tested("3.6.0+git1"), is_tested("3.10.0"), is_tested("4.6.0"), is_tested("main")
+    (True, True, False, False, False)
+    """
+    return version.split(".")[:2] in [[str(part) for part in known] for known in TESTED]
+
+
+@triton.jit
+def compared_kernel(x, y, nothing, one, count, factor, SIZE: tl.constexpr, TWICE: tl.constexpr):
+    """Every kind of argument that kernels here have: tensors, None, the number 1, numbers, compile-time values."""
+    at = tl.arange(0, SIZE)
+    value = tl.load(x + at * one, mask=at < count, other=0.0) * factor
+    if TWICE:
+        value = value + value
+    tl.store(y + at, value)
+
+
+def goes_past_dispatch(device: torch.device) -> bool:
+    """Whether compiled kernels are called directly on this device. Compared once, before the first is kept."""
+    if not is_tested(triton.__version__):
+        return False
+    if device not in _compared:
+        if (
+            device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):  # a graph cannot wait for numbers: asked again later
+            return False
+        _compared[device] = _agree(device)
+    return _compared[device]
+
+
+def _agree(device: torch.device) -> bool:
+    """Whether a kernel gives the same numbers by Triton's dispatch and past it; warns where not."""
+    try:
+        x = torch.arange(1, 17, dtype=torch.float32, device=device)
+        by_dispatch, past_it = torch.full((2, 16), -1.0, device=device)
+        given, fixed = (None, 1, 13, 0.5), (16, True)
+        kernel = compared_kernel[(1, 1, 1)](x, by_dispatch, *given, SIZE=fixed[0], TWICE=fixed[1])
+        kernel[(1, 1, 1)](x, past_it, *given, *fixed)
+        wanted = torch.where(torch.arange(16, device=device) < 13, x, 0.0)
+        why = None if torch.equal(by_dispatch, wanted) and torch.equal(past_it, wanted) else "gave other numbers"
+    except Exception as error:
+        why = f"failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    if why is not None:
+        warnings.warn(
+            f"a compiled kernel of Triton {triton.__version__} {why} when it was called directly: kernels are launched "
+            "by Triton's own dispatch, which takes more time of the host and changes no number",
+            stacklevel=2,
+        )
+    return why is None
 
 
 def layout(x: Tensor | None) -> tuple[Any, ...] | None:
@@ -35,7 +91,7 @@ def remember(
 ) -> None:
     """Keep a compiled kernel for launches with the same key. `rest` are the arguments after the first `before`, `fixed`
     the compile-time ones."""
-    if not REPEATABLE or kernel is None:
+    if kernel is None or not goes_past_dispatch(next(x for x in key if isinstance(x, torch.device))):
         return
     if len(LAUNCHES) >= 256:
         LAUNCHES.clear()
@@ -53,7 +109,7 @@ def launch(function: Any, grid: tuple[int, int, int], arguments: list[Any], fixe
     kernel = KERNELS.get(key)
     if kernel is None:
         kernel = function[grid](*arguments, **fixed)
-        if REPEATABLE and kernel is not None:
+        if kernel is not None and goes_past_dispatch(arguments[0].device):
             KERNELS[key] = kernel
     else:
         kernel[grid](*arguments, *(fixed[name] for name in function.arg_names[len(arguments) :]))
