@@ -22,7 +22,7 @@ from locater.checkpoints.weights import ModuleWeights, Rows, Weights, natural
 from locater.errors import LocaterError
 from locater.families.build import integer, matrix, norm, optional, projection, shape_of
 from locater.families.layer import AttentionLayer, Kind, Projection
-from locater.families.norm import Norm
+from locater.families.norm import Norm, NormKind
 from locater.families.record import Family
 from locater.families.torch_mha_tap import tap
 
@@ -276,7 +276,7 @@ def _norm_at(weights: ModuleWeights, prefix: str, name: str) -> Norm | str:
     eps = module.eps
     if eps is None:  # as nn.RMSNorm computes
         eps = torch.finfo(module.weight.dtype if module.weight is not None else torch.float32).eps
-    kind = "layer" if type(module) is nn.LayerNorm else "rms"
+    kind: NormKind = "layer" if type(module) is nn.LayerNorm else "rms"
     return norm(weights, f"{prefix}{name}", kind, eps, affine=False)
 
 

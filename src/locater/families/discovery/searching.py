@@ -203,8 +203,10 @@ def _with_other_inputs(copied: Copy, layouts: dict[int, AttentionLayout]) -> dic
     fronts: dict[str, list[str]] = {}
     for name in contents if len(contents) > 1 else ():
         other = copied.run_without(name)
+        if other is None:
+            continue
         calls: dict[str, list[AttentionLayout | str]] = {}
-        for call in other.calls if other else ():
+        for call in other.calls:
             calls.setdefault(plain(call.path), []).append(_attempt(partial(read_layout, other.tape, call)))
         for layout in layouts.values():
             read = [found for found in calls.get(layout.name, []) if isinstance(found, AttentionLayout)]
