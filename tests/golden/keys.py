@@ -49,9 +49,9 @@ NEW: dict[str, tuple[str, ...]] = {
         *("commands.explain", "columns.scan.effective_rank"),
         *("public.discover", "public.Discovered"),
     ),
-    "scan": ("heads[*].effective_rank", "layers[*].provenance"),
+    "scan": ("assumptions.read", "heads[*].effective_rank", "layers[*].provenance"),
     "compare": (
-        *("layers[*][*].provenance",),
+        *("layers[*][*].provenance", "assumptions.read"),
         *("changes",),  # what changed most
         *("equal", "tensors"),  # whether every number is equal, and then what of all other tensors
         *("heads[*].difference.effective_rank", "medians.effective_rank"),
@@ -62,7 +62,7 @@ NEW: dict[str, tuple[str, ...]] = {
         *(f"{place}.{kind}_induction" for place in ("heads[*]", "assumptions.how") for kind in ("skip", "pair")),
     ),
     "train": (
-        *("scan.layers[*].provenance",),
+        *("scan.layers[*].provenance", "scan.assumptions.read"),
         *("result.plan.convert", "result.plan.convert_at", "result.conversion"),  # null here
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -283,3 +284,36 @@ def test_terms_that_meet_content_are_named() -> None:
     found = scan(model)
     assert {entry["positions"] for entry in found.layers} == {"relative"}
     assert any("relative terms" in note for note in found.assumptions["notes"])
+
+
+def numbers_read(found: Any) -> tuple[int, int]:
+    read = found.assumptions["read"]
+    return read["maps"] + read["vectors"], read["of"]
+
+
+def test_a_scan_says_how_much_of_a_model_it_read(saved_llama: Path, tmp_path: Path, run: Any) -> None:
+    """The same of a file, of shards of it, of a pickle, of the live model and of jobs that share the layers."""
+    from transformers import AutoModelForCausalLM
+
+    tensors = load_file(saved_llama / "model.safetensors")
+    wanted = sum(t.numel() for name, t in tensors.items() if re.search(r"[qk]_(proj|norm)|input_layernorm", name))
+    every = sum(t.numel() for t in tensors.values())
+    live = AutoModelForCausalLM.from_pretrained(saved_llama)
+    live.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    (tmp_path / "pickle").mkdir()
+    torch.save(tensors, tmp_path / "pickle" / "pytorch_model.bin")
+    (tmp_path / "pickle" / "config.json").write_text((saved_llama / "config.json").read_text())
+    for source in (saved_llama, tmp_path / "shards", tmp_path / "pickle"):
+        assert numbers_read(scan(source)) == (wanted, every), source
+    of_live = sum(parameter.numel() for parameter in live.parameters())
+    assert numbers_read(scan(live)) == (wanted, of_live)
+    joined = Scan.join(scan(saved_llama, shard=(i, 3)) for i in (1, 2, 3))
+    assert numbers_read(joined) == (wanted, every)
+    assert sum(numbers_read(scan(saved_llama, shard=(i, 3)))[0] for i in (1, 2, 3)) >= wanted
+    share = f"{100 * wanted / every:.1f} % of the numbers of the model"
+    assert share in " ".join(
+        run("scan", saved_llama, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html").out.split()
+    )
+    assert share in (tmp_path / "a.html").read_text()
+    assert numbers_read(Scan.load(tmp_path / "a.json")) == (wanted, every)

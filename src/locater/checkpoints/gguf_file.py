@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,10 @@ class GGUFWeights:
 
     def names(self) -> Collection[str]:
         return self._stored.keys()
+
+    def all_numbers(self) -> int:
+        """Of the whole file: `names` are those of attention alone."""
+        return sum(prod(tensor.shape) for tensor in self._header.tensors.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(reversed(self._header.tensors[self._stored[name]].shape))  # GGUF counts axes from the fastest

@@ -9,7 +9,17 @@ from locater.findings import Verdict
 from locater.report.change_words import changes_sentences
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
 from locater.report.scan_columns import by_column, changes, quantities, telling
-from locater.report.tables import NO_ROLES, collapse_risk, directions, moved, noted, origin, predicted_from, summary
+from locater.report.tables import (
+    NO_ROLES,
+    collapse_risk,
+    directions,
+    moved,
+    noted,
+    origin,
+    predicted_from,
+    read_sentence,
+    summary,
+)
 from locater.theory import variance_at
 from locater.theory.propagation import COLLAPSED
 from locater.version import __version__
@@ -60,6 +70,7 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
         "ORIGIN": origin(assumed),
         "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}."
         + (f" {notes}." if notes else "")
+        + f" {read_sentence(assumed)}"
         + f" {NO_ROLES[0].upper()}{NO_ROLES[1:]}.",
         "FOOTER": f"Made by Locater {__version__} from weights {'and statistics' if with_statistics else 'alone'}.",
     }

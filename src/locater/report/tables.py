@@ -124,6 +124,20 @@ def origin(assumptions: Mapping[str, Any]) -> str:
     return "Predicted from weights alone, which is a prior; not measured on data."
 
 
+def read_sentence(assumptions: Mapping[str, Any]) -> str:
+    """How much of a model a scan read; empty where that was not counted.
+
+    >>> read_sentence({"read": {"maps": 75, "vectors": 5, "of": 1000}})
+    'Read: queries, keys and norms, 8.0 % of the numbers of the model; nothing is known of the rest.'
+    """
+    read = assumptions.get("read")
+    if not read or not read["of"]:
+        return ""
+    share = 100 * (read["maps"] + read["vectors"]) / read["of"]
+    shown = f"{share:.1f}" if share >= 0.1 else f"{share:.2g}"
+    return f"Read: queries, keys and norms, {shown} % of the numbers of the model; nothing is known of the rest."
+
+
 def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
     """How much of the differences between tokens attention alone keeps, over layers; empty where it is not known."""
     known = [(entry["residual_kept"], entry["layer"]) for entry in layers if entry.get("residual_kept") is not None]

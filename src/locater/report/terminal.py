@@ -34,6 +34,7 @@ from locater.report.tables import (
     number,
     origin,
     predicted_from,
+    read_sentence,
     roles_sentence,
     summary,
 )
@@ -94,7 +95,7 @@ def print_scan(scan: Scan, console: Console) -> None:
     if used := directions(scan.rows):
         console.print(escape(used), highlight=False)
     a = scan.assumptions
-    console.print(escape(origin(a)), highlight=False)
+    console.print(escape(" ".join(filter(None, (origin(a), read_sentence(a))))), highlight=False)
     for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"], NO_ROLES):
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 

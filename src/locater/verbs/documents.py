@@ -25,7 +25,7 @@ def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: 
         document[part]  # KeyError names it
     if not _text(document["source"]):
         raise ValueError("source is no text")
-    _check(document["assumptions"], ASSUMPTIONS, "assumptions", {"layers"})
+    _check(document["assumptions"], ASSUMPTIONS, "assumptions", {"layers", "read"})
     for part, checks, may_lack in (("layers", LAYER, LAYER_OPTIONAL), ("heads", _head(numeric), optional)):
         if not isinstance(document[part], list):
             raise ValueError(f"{part} is no list")
@@ -111,6 +111,7 @@ ASSUMPTIONS: dict[str, Check] = {
     "length": _length,
     "layers": _count,
     "notes": _list(_text),
+    "read": lambda x: isinstance(x, dict) and all(_count(x.get(part)) for part in ("maps", "vectors", "of")),
 }
 LAYER: dict[str, Check] = {
     **dict.fromkeys(("layer", "heads", "kv_heads", "head_dim", "width"), _count),

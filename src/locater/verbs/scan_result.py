@@ -191,9 +191,13 @@ class Scan:
         sources = sorted({shard.source for shard in shards})
         if len(sources) != 1 or numbers != list(range(assumptions.get("layers", len(numbers)))):
             raise LocaterError(f"these shards do not make one model: sources {sources}, layers {numbers}")
-        if any(shard.assumptions != assumptions for shard in shards):
+        if any(_without_read(shard) != _without_read(shards[0]) for shard in shards):
             raise LocaterError("these shards were scanned with different settings (length, raw): scan them alike")
         rows = sorted((row for shard in shards for row in shard.rows), key=lambda row: (row.layer, row.head))
+        counted = [shard.assumptions["read"] for shard in shards if "read" in shard.assumptions]
+        if len(counted) == len(shards):  # each reads the maps of its own layers, and the vectors of all
+            read = {"maps": sum(part["maps"] for part in counted), "vectors": max(part["vectors"] for part in counted)}
+            assumptions = {**assumptions, "read": {**read, "of": counted[0]["of"]}}
         return cls(sources[0], assumptions, layers, rows)
 
     @property
@@ -282,6 +286,10 @@ def alike(scans: Iterable[Scan]) -> list[Scan]:
     """Scans that are to be compared: where only some are of schema 1, these with numbers computed again."""
     listed = list(scans)
     return listed if all(x.old for x in listed) else [x.computed_again() for x in listed]
+
+
+def _without_read(shard: Scan) -> dict[str, Any]:
+    return {name: value for name, value in shard.assumptions.items() if name != "read"}
 
 
 def _listed(entropy: Callable[..., Any], variance: list[float], length: int) -> list[float]:

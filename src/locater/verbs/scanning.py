@@ -26,6 +26,7 @@ from locater.families.planning import planned_reads
 from locater.predict.input_statistics import Input, Statistics
 from locater.verbs.head_rows import ScanOptions, rows_of
 from locater.verbs.layer_moments import NumberedLayer, Work, layer_moments
+from locater.verbs.reading_record import ReadingRecord
 from locater.verbs.scan_notes import assumptions, layer_entry, unread_notes
 from locater.verbs.scan_result import LENGTH, Scan
 
@@ -74,6 +75,7 @@ def scan(
     names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
     with session(traffic) as remote, searched_once():
         weights, config = open_source(source, download, base)
+        record = ReadingRecord(weights)
         read = partial(read_source, weights, config, **names, example=example)
         choose = partial(_chosen, statistics, shard, where=weights.where, length=length, raw=raw)
         if remote.files:
@@ -94,9 +96,11 @@ def scan(
     opened_base = base_name_of(weights)
     if opened_base is not None:
         gaps = [f"an adapter, read on its base model {opened_base}", *gaps]
+    read_numbers = record.end()
     return Scan(
         _shown(source),
         {
+            **({"read": read_numbers} if read_numbers else {}),
             **assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
             **({} if opened_base is None else {"base": opened_base}),
         },

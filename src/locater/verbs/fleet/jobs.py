@@ -17,7 +17,7 @@ READING = (
     *("calls.py", "files.py", "missing.py", "numerics.py", "registry.py", "spectrum.py", "findings", "measures"),
     *("theory", "kernels", "attention", "checkpoints", "tape", "families", "models", "predict"),
     *("verbs/head_rows.py", "verbs/layer_moments.py", "verbs/scanning.py", "verbs/scan_notes.py"),
-    "verbs/scan_result.py",
+    *("verbs/scan_result.py", "verbs/reading_record.py"),
 )
 
 
