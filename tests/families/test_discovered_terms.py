@@ -227,3 +227,33 @@ def test_norms_after_the_rotation_have_no_drive() -> None:
 def test_an_example_is_a_mapping() -> None:
     with pytest.raises(LocaterError, match="example is a Tensor: give a mapping"):
         locater.discover(Windows(), torch.randn(2, 12, 16))  # type: ignore[arg-type]
+
+
+class AddedBiases(nn.Module):
+    """Maps as Falcon writes them: a product, and then a bias; queries and keys turn after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            (y @ part.weight.T + part.bias).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
+        angles = torch.arange(x.shape[1])[:, None] * 0.5 ** torch.arange(4)
+        q, k = (
+            torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+            for a, b in (q.chunk(2, -1), k.chunk(2, -1))
+        )
+        mixed = (q @ k.mT * 8**-0.5).softmax(-1) @ v
+        return x + (mixed.transpose(1, 2).flatten(2) @ self.o.weight.T + self.o.bias)
+
+
+def test_biases_that_are_added_after_the_product_are_biases_of_the_maps() -> None:
+    model, x = AddedBiases().double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    parity.redraw(model)
+    (layer,) = _layers(model, {"x": x}).values()
+    assert all(part is not None and part.bias is not None for part in (layer.query, layer.key, layer.value, layer.out))
+    assert torch.allclose(layer.output(x), model(x) - x, atol=1e-6)

@@ -25,10 +25,6 @@ from locater.tape.mixed_dtypes import has_both, in_double
 # functions of torch.nn.functional that hide attention: what they call is written down, not they
 LOOKED_INTO = (torch.nn.functional.multi_head_attention_forward,)
 ASSIGNING = ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__")
-# calls whose result shares memory with their first argument
-VIEWS = frozenset(
-    "__getitem__ view transpose narrow select permute unsqueeze squeeze __get__ chunk split reshape".split()
-)
 LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")  # of a second tensor these take dtype or shape alone
 FILLED = ("new_", "zeros", "ones", "empty", "full", "rand")  # values of these do not depend on their argument
 
@@ -272,10 +268,17 @@ class _Again(TorchFunctionMode):
 def _bases(view: Node) -> list[Node]:
     """A node, what it is a view of, what that is a view of, and so on."""
     bases = [view]
-    while view.name in VIEWS and view.part is None and view.inputs:
-        view = view.inputs[0]
+    while view.part is None and view.args and _shares_memory(view, view.args[0]):
+        view = view.args[0]
         bases.append(view)
     return bases
+
+
+def _shares_memory(view: Node, base: Any) -> bool:
+    """Whether a call gave its first argument in another form, and no copy: reshape and flatten do either."""
+    if not isinstance(base, Node) or view.in_place or view.value is base.value:
+        return False
+    return view.value.untyped_storage().data_ptr() == base.value.untyped_storage().data_ptr()
 
 
 def _writing(view: Node) -> Callable[[Tensor, Tensor], Tensor]:

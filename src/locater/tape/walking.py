@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +31,15 @@ class LinearMap:
     bias: Node | None
 
 
+RESHAPING = frozenset("view reshape unflatten flatten squeeze unsqueeze contiguous dropout".split())
+ADDING = frozenset("add __add__ __radd__ __iadd__ add_".split())
+
+
 def linear_map(tape: Tape, node: Node) -> LinearMap | None:
-    """`node` as a product of an activation with one parameter; None where it is something else."""
+    """`node` as a product of an activation with one parameter, its bias included; None where it is something else."""
     args = [*node.args, *node.kwargs.values()]
+    if node.name in ADDING and len(args) == 2:
+        return _biased(tape, node, args)
     if node.name == "linear" and len(args) > 1:
         source, constant = args[:2]
         bias = args[2] if len(args) > 2 and isinstance(args[2], Node) else None
@@ -44,6 +51,28 @@ def linear_map(tape: Tape, node: Node) -> LinearMap | None:
         if isinstance(source, Node) and isinstance(constant, Node) and source.moving and not constant.moving:
             return _map(tape, node, source, constant, True, None)
     return None
+
+
+def _biased(tape: Tape, node: Node, terms: list[Any]) -> LinearMap | None:
+    """A product with a parameter, plus a vector of parameters: a bias that a call of its own adds."""
+    for product, bias in (terms, terms[::-1]):
+        if not isinstance(product, Node) or not isinstance(bias, Node) or bias.moving:
+            continue
+        while product.name in RESHAPING and product.inputs:
+            product = product.inputs[0]
+        linear = None if product.name in ADDING else linear_map(tape, product)
+        if linear is not None and linear.bias is None and bias.value.shape == node.value.shape[-1:]:
+            return replace(linear, node=node, bias=bias) if len(bias.value) == len(linear.weight) else None
+    return None
+
+
+def with_bias(tape: Tape, linear: LinearMap) -> LinearMap:
+    """The same map with the bias that is added to its result, if nothing else reads that."""
+    node = linear.node
+    while len(after := tape.consumers(node)) == 1 and after[0].name in RESHAPING:
+        node = after[0]
+    biased = linear_map(tape, after[0]) if len(after) == 1 and after[0].name in ADDING else None
+    return biased or linear
 
 
 def _map(tape: Tape, node: Node, source: Node, constant: Node, transposed: bool, bias: Node | None) -> LinearMap | None:

@@ -14,7 +14,7 @@ from locater.families.discovery.norms import NormLayout, fitted, may_be_norm
 from locater.families.discovery.place import Place, nearest_map
 from locater.families.gate import FUNCTIONS
 from locater.tape import Node, Tape, replay
-from locater.tape.walking import MOVING, LinearMap, linear_map
+from locater.tape.walking import MOVING, LinearMap, linear_map, with_bias
 
 MULTIPLYING = ("mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply")
 
@@ -127,7 +127,7 @@ def _way(tape: Tape, mixed: Node) -> _Way:
             linear = linear_map(tape, after)
             factors = [x for x in after.inputs if x is not node and x.moving] if after.name in MULTIPLYING else []
             if linear is not None:
-                maps.append(linear)
+                maps.append(with_bias(tape, linear))
             elif after is norm or after.name in MOVING:
                 todo.append(after)
             elif len(factors) == 1:
