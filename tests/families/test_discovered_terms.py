@@ -257,3 +257,32 @@ def test_biases_that_are_added_after_the_product_are_biases_of_the_maps() -> Non
     (layer,) = _layers(model, {"x": x}).values()
     assert all(part is not None and part.bias is not None for part in (layer.query, layer.key, layer.value, layer.out))
     assert torch.allclose(layer.output(x), model(x) - x, atol=1e-6)
+
+
+class SinkOfWholeRows(nn.Module):
+    """ALiBi by the position of the key, which is that by distance but for a number per row: a sink sees it."""
+
+    def __init__(self, by_key: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.sinks, self.by_key = nn.Parameter(torch.zeros(2)), by_key
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        at = torch.arange(x.shape[1])
+        away = at if self.by_key else at - at[:, None]
+        logits = q @ k.mT * 8**-0.5 + 0.25 * away
+        logits = logits.masked_fill(at > at[:, None], -torch.inf)
+        sinks = self.sinks[:, None, None].expand(len(x), -1, len(at), 1)
+        weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+        return x + self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_sink_sees_what_is_added_to_whole_rows() -> None:
+    x = torch.randn(2, 9, 16)
+    (layer,) = locater.discover(SinkOfWholeRows(False), {"x": x}).layers
+    assert layer.unknown_logits is None
+    (layer,) = locater.discover(SinkOfWholeRows(True), {"x": x}).layers
+    assert "its logits differ" in str(layer.unknown_logits)
+    with pytest.raises(LocaterError, match="logits differ"):
+        layer.attention(x)

@@ -83,7 +83,8 @@ def _products_apart(layout: AttentionLayout, weights: ModuleWeights, place: Plac
 
 def _logits_apart(layout: AttentionLayout, layer: AttentionLayer, place: Place, logits: Tensor, seen: Tensor) -> float:
     ours = layer.logits(place.x, place.memory)
-    if layout.logits.alibi is not None or layout.logits.shifted:
+    shift_free = layout.logits.sinks is None  # a sink sees what is added to a whole row
+    if shift_free and (layout.logits.alibi is not None or layout.logits.shifted):
         ours, logits = centred(ours, seen), centred(logits, seen)
     return apart(ours, logits, seen)
 
