@@ -576,3 +576,96 @@ def test_flex_attention_with_changed_scores() -> None:
     expected = expected - slopes.double()[:, None, None] * (at[:, None] - at)
     assert torch.allclose(call.terms.logits(call.query, call.key, slice(None), TOKENS).double(), expected, atol=1e-5)
     assert torch.equal(call.terms.mask, (at[:, None] >= at).expand(BATCH, 4, -1, -1))
+
+
+SINKS = torch.tensor([-1.0, 0.5, 2.0])
+
+
+def with_sink(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = split(q) @ split(k).mT
+    sinks = SINKS.view(1, HEADS, 1, 1).expand(*logits.shape[:3], 1)
+    return joined(torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1] @ split(v))
+
+
+def with_sink_less_the_largest(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As GPT-OSS does."""
+    logits = split(q) @ split(k).mT
+    joint = torch.cat([logits, SINKS.reshape(1, -1, 1, 1).expand(len(q), -1, TOKENS, -1)], dim=-1)
+    joint = joint - joint.max(dim=-1, keepdim=True).values
+    return joined(functional.softmax(joint, dim=-1, dtype=joint.dtype)[..., :-1] @ split(v))
+
+
+@pytest.mark.parametrize("heads", [HEADS, None], ids=["told", "not told"])
+@pytest.mark.parametrize("way", [with_sink, with_sink_less_the_largest])
+def test_a_logit_behind_those_of_the_keys_is_a_sink(way: Callable[..., Any], heads: int | None) -> None:
+    rows, model, x = observed(way, heads)
+    q, k = split(model.to_q(x)).double(), split(model.to_k(x)).double()
+    logits = (q @ k.mT).detach()
+    maps = torch.cat([logits, SINKS.double().view(1, -1, 1, 1).expand(BATCH, -1, TOKENS, 1)], -1).softmax(-1)[..., :-1]
+    at = torch.arange(TOKENS)
+    expected: dict[str, Tensor] = {
+        "entropy": torch.special.entr(maps).sum(-1).mean((0, 2)),
+        "row_mass": maps.sum(-1).mean((0, 2)),
+        "max_logit": logits.amax((0, 2, 3)),
+        "max_probability": maps.amax(-1).mean((0, 2)),
+        "sink": maps[..., 0].mean((0, 2)),
+        "distance": (maps * (at[:, None] - at).abs()).sum(-1).mean((0, 2)),
+    }
+    for name, values in expected.items():
+        assert [row[name] for row in rows] == pytest.approx(values.tolist(), abs=1e-5), name
+
+
+def less_the_largest(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = split(q) @ split(k).mT
+    return joined((logits - logits.amax(-1, keepdim=True).detach()).softmax(-1) @ split(v))
+
+
+def less_the_largest_in_place_and_masked(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = split(q) @ split(k).mT
+    logits -= torch.max(logits, dim=-1, keepdim=True)[0]
+    return joined(logits.masked_fill(torch.zeros(TOKENS, TOKENS).bool(), -torch.inf).softmax(-1) @ split(v))
+
+
+def not_below_the_least(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As OPT does: the larger of two tensors is no largest number of rows."""
+    logits = split(q) @ split(k).mT
+    return joined(torch.max(logits, torch.tensor(torch.finfo(logits.dtype).min)).softmax(-1) @ split(v))
+
+
+@pytest.mark.parametrize("way", [less_the_largest, less_the_largest_in_place_and_masked, not_below_the_least])
+def test_what_is_taken_off_a_row_is_not_taken_off_its_largest_logit(way: Callable[..., Any]) -> None:
+    rows, model, x = observed(way)
+    q, k = split(model.to_q(x)).double(), split(model.to_k(x)).double()
+    assert [row.max_logit for row in rows] == pytest.approx((q @ k.mT).amax((0, 2, 3)).tolist(), rel=1e-5)
+    assert [row.entropy for row in rows] == pytest.approx(entropies(model.maps(x)), abs=1e-5)
+
+
+def sink_in_front(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = split(q) @ split(k).mT
+    return joined(torch.cat([torch.zeros_like(logits[..., :1]), logits], -1).softmax(-1)[..., 1:] @ split(v))
+
+
+def sink_by_row(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = split(q) @ split(k).mT
+    return joined(torch.cat([logits, split(q).sum(-1, keepdim=True)], -1).softmax(-1)[..., :-1] @ split(v))
+
+
+def scaled_after_the_largest(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = split(q) @ split(k).mT
+    return joined(((logits - logits.amax(-1, keepdim=True)) * 0.5).softmax(-1) @ split(v))
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        (sink_in_front, "numbers that belong to no key stand in front"),
+        (sink_by_row, "joins its softmax, and is another one in each row"),
+        (scaled_after_the_largest, "what was taken off each row of its logits is not known any more"),
+    ],
+)
+def test_logits_that_cannot_be_told_are_refused(way: Callable[..., Any], reason: str) -> None:
+    model, x = Twice(way), torch.randn(BATCH, TOKENS, WIDTH)
+    with observe(model) as seen:
+        model(x)
+    assert {row.name for row in seen.rows} == {"second"}
+    assert reason in seen.notes[-1]

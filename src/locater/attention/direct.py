@@ -130,8 +130,9 @@ def _each(
     return function(*scores, *places)
 
 
-def from_softmax(logits: Tensor, axes: HeadAxes) -> Call:
-    """A softmax over the last axis of logits (..., T, S), without gradients.
+def from_softmax(logits: Tensor, axes: HeadAxes, keys: int | None = None) -> Call:
+    """A softmax over the last axis of logits (..., T, S), without gradients. The first `keys` of them are those of
+    keys, others take weight and give no value: a sink.
 
     The logits are known and the queries and keys are not, so the call has queries and keys of zeros and the logits as
     its bias: every number but those of head outputs is that of the softmax. A row of which every logit is hidden sees
@@ -141,9 +142,21 @@ def from_softmax(logits: Tensor, axes: HeadAxes) -> Call:
     >>> bool((from_softmax(logits, HeadAxes((1,))).terms.bias == logits).all())
     True
     """
-    x = axes.rows(logits.detach())
+    x, sinks = axes.rows(logits.detach()), None
+    if keys is not None:
+        x, sinks = x[..., :keys], _sinks(x[..., keys:])
     B, H, T, S = x.shape
     low = x < HIDDEN
     hidden = low & ((x < x.amax(-1, keepdim=True) - NO_WEIGHT) | low.all(-1, keepdim=True))
     bias = x.masked_fill(hidden, -torch.inf)
-    return Call(x.new_zeros(B, H, T, 1), x.new_zeros(B, H, S, 1), Terms(1.0, bias=bias))
+    return Call(x.new_zeros(B, H, T, 1), x.new_zeros(B, H, S, 1), Terms(1.0, bias=bias, sinks=sinks))
+
+
+def _sinks(logits: Tensor) -> Tensor:
+    """(H,): one logit for each head in place of those (B, H, T, n) that belong to no key."""
+    of_rows = logits.logsumexp(-1)  # (B, H, T)
+    sinks = of_rows[0, :, 0]
+    near = 16 * torch.finfo(logits.dtype).eps * of_rows.abs().amax().clamp_min(1)
+    if bool(((of_rows - sinks[:, None]).abs() > near).any()):
+        raise LocaterError("a logit that belongs to no key joins its softmax, and is another one in each row")
+    return sinks

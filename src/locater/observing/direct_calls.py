@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.attention.call import Call
 from locater.attention.direct import from_fused, from_multi_head, from_softmax
 from locater.attention.head_axes import HeadAxes, axes_by_count, axes_by_labels
 from locater.errors import LocaterError
 from locater.observing.origins import Origins, Step, factors, flat, labels_of, right_of, signature
+from locater.observing.written_logits import JOINING, LARGEST, WrittenLogits
 
 FUSED = functional.scaled_dot_product_attention
 MULTI_HEAD = functional.multi_head_attention_forward
@@ -80,7 +80,7 @@ class DirectCalls(TorchFunctionMode):
     def __init__(self, report: Callable[[Heard], None], fail: Callable[[Exception], None]) -> None:
         super().__init__()
         self.report, self.fail = report, fail
-        self._logits = WeakTensorKeyDictionary()  # results of products of two activations, and what was made of them
+        self._logits = WrittenLogits()
         self._origins = Origins()
 
     def __torch_function__(
@@ -107,12 +107,14 @@ class DirectCalls(TorchFunctionMode):
         elif func in SOFTMAXES:
             self._softmax(out, *args, **kwargs)
         elif func in PRODUCTS and self._of_activations(args, kwargs):
-            self._logits[out] = True
+            self._logits.product(out)
             self._origins.product(args, kwargs, out)
         else:
             self._origins.note(name, func, args, kwargs, out)
+            if name in LARGEST:
+                self._logits.largest(args[0] if args else kwargs.get("input"), out)
             if isinstance(out, Tensor) and func not in ENDS and func not in PRODUCTS:
-                self._continue(out, args, kwargs)
+                self._continue(name, out, args, kwargs)
 
     def _of_activations(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a product is of queries and keys: the left factor may be learned, the right one is no weight."""
@@ -124,23 +126,24 @@ class DirectCalls(TorchFunctionMode):
             return False
         return all(x.ndim >= 3 for x in both) or all(self._origins.of(x) is not None for x in both)
 
-    def _continue(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _continue(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Logits in another place or form are logits."""
         if out.is_floating_point() and out.ndim >= 2:
             tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
-            if any(x.numel() <= out.numel() and x in self._logits for x in tensors):
-                self._logits[out] = True
+            before = self._logits.follow(name, tensors, out)
+            if before is not None and name in JOINING and self._origins.of(out) is None:
+                self._origins.same_rows(before, out)
 
     def _softmax(self, out: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
-        if input in self._logits and dim in (-1, input.ndim - 1):
-            step, kept = self._origins.of(input), Kept(input)
-            self.report(
-                Heard(
-                    lambda caller: from_softmax(kept.tensors[0], caller.axes(step, input.shape[:-1])),
-                    step,
-                    None if step is None else right_of(step),
-                )
-            )
+        written = self._logits.of(input)
+        if written is not None and dim in (-1, input.ndim - 1):
+            step, kept = self._origins.of(input), Kept(input, *(() if written.taken is None else (written.taken,)))
+
+            def describe(caller: Caller) -> Call:
+                logits, axes = written.logits(*kept.tensors), caller.axes(step, input.shape[:-1])
+                return from_softmax(logits, axes, written.keys)
+
+            self.report(Heard(describe, step, None if step is None else right_of(step)))
 
     def _fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}

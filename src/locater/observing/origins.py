@@ -106,6 +106,12 @@ class Origins:
         made = tuple(Memory.of(weight) for weight in weights)
         return Step(out.shape, out.shape[channel], channel=channel, made=made, read=(Memory.of(x),), fed=fed)
 
+    def same_rows(self, before: Tensor, out: Tensor) -> None:
+        """Remember that the rows of a tensor are those of another one, with other numbers behind them."""
+        step = self.of(before)
+        if step is not None and before.shape[:-1] == out.shape[:-1]:
+            self._steps[out] = step
+
     def _map(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
         channel = 1 if name in CHANNELS_SECOND else -1
         before = self.of(args[0]) if args and isinstance(args[0], Tensor) else None
