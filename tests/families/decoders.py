@@ -86,8 +86,8 @@ def make_neox() -> nn.Module:
     return make("GPTNeoX", **SHAPE, layer_norm_eps=EPS, rope_parameters=rope)
 
 
-def make_gpt2() -> nn.Module:
+def make_gpt2(n_layer: int = 2) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0)
+    shape = dict(n_embd=32, n_layer=n_layer, n_head=4, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0)
     return GPT2LMHeadModel(GPT2Config(**shape, layer_norm_epsilon=EPS, scale_attn_by_inverse_layer_idx=True))
