@@ -266,6 +266,13 @@ def test_streams_that_were_closed_before_the_start(run: Run, monkeypatch: pytest
     assert len(json.loads(result.out)["heads"]) == 24
 
 
+@pytest.mark.parametrize("command", ["probe", "explain"])
+def test_standard_input_that_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    result = run(command, files("locater") / "demo", "--text", "-")
+    assert (result.status, result.err) == (2, "locater: standard input: closed; give a file\n")
+
+
 def test_help_and_import_without_torch_or_any_extra() -> None:
     """Nobody waits for torch to read the help; `import locater` pulls no extra and not the libraries of the command
     line.

@@ -645,6 +645,7 @@ def test_seeds_begin_at_the_one_given(run: Run, tmp_path: Path) -> None:
         (["--control", "nothing"], "no control 'nothing'"),
         (["--heads", "3"], "each must be a multiple of the next"),
         (["--corpus", "no/such/file"], "no/such/file: cannot be read"),
+        (["--corpus", ""], "the name of a text is empty"),
         (["--length", "5000"], "split has"),
         (["--device", "abacus"], "device='abacus'"),
         (["--json", "no/such/folder/x.json"], "the folder no/such/folder does not exist"),

@@ -267,6 +267,8 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, tmp_pat
         ([saved, "--prompt", PROMPT, "--method", "magic"], "method 'magic' is not known: use"),
         ([saved, "--prompt", PROMPT, "--patterns", "9.9"], "head 9.9: there are layers 0 to 1"),
         ([saved, "--prompt", PROMPT, "--target", ""], "the target is empty"),
+        ([saved, "--prompt", PROMPT, "--target", "\udcff"], "target '\\udcff': not UTF-8 text"),
+        ([saved, "--text", PROMPT], "no such file; for the prompt itself give --prompt"),
         ([saved, "--prompt", PROMPT, "--patterns", "0.²"], "write layer.head, such as 3.1,4.0"),
         ([saved, "--prompt", PROMPT, "--patterns", "one"], "write layer.head, such as 3.1,4.0"),
         ([saved, "--prompt", PROMPT, "--decoder-text", "on"], "has no decoder beside an encoder"),

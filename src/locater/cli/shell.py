@@ -87,7 +87,7 @@ class Output(io.FileIO):
     nowhere: the command still ends its work, writes its files, and says with its status what it found.
     """
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
         except OSError as error:
@@ -147,6 +147,8 @@ def check_writable(
         if path is None or path == "-":
             continue
         folder = Path(path).parent
+        if "\0" in path:
+            raise LocaterError(f"{path!r}: no file can have this name")
         if not path or Path(path).is_dir():
             raise LocaterError(f"{path or 'the name of a file to write'}: is a folder or empty; give a file name")
         if not folder.is_dir():

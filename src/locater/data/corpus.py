@@ -60,6 +60,8 @@ def read_documents(paths: Sequence[str | Path]) -> list[str]:
     A single file must be UTF-8 text. In folders and archives, files that are not UTF-8 text are skipped.
     """
     documents: dict[str, None] = {}
+    if "" in paths:
+        raise LocaterError("the name of a text is empty: give a file or a folder (. for this one)")
     for path in map(Path, paths):
         try:
             texts = [text for text in _texts(path) if text.strip()]

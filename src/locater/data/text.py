@@ -119,6 +119,8 @@ def read_text(path: Path) -> str:
         raise LocaterError(f"{path}: is a folder: name a text file in it") from None
     except OSError as error:
         raise LocaterError(f"{path}: cannot be read as text ({error.strerror or first_line(error)})") from None
+    except ValueError:
+        raise LocaterError(f"{str(path)!r}: no file can have this name") from None
     except (EOFError, lzma.LZMAError) as error:
         raise LocaterError(f"{path}: cannot be read as text ({first_line(error)})") from None
     if "\0" in text:

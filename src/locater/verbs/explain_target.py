@@ -48,6 +48,8 @@ class Entries:
         """The entry that a text names; a number is an index."""
         if not target:
             raise LocaterError("the target is empty: give a token, the name of a class, or a number")
+        if any("\ud800" <= c <= "\udfff" for c in target):
+            raise LocaterError(f"target {target!r}: not UTF-8 text")
         if target.isascii() and target.isdigit():
             return int(target)
         if self.labels is not None:
