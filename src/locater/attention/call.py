@@ -84,6 +84,7 @@ def with_mask(terms: Terms, mask: Tensor, keys: int, added: bool = False) -> Ter
             "its mask adds numbers to logits that were capped before, which is not measured: pass an additive mask "
             "that only hides, of 0 and the lowest number of its type"
         )
+    assert terms.bias is not None, "without it and without a cap the mask is the bias"
     return replace(terms, bias=terms.bias + mask.masked_fill(hidden, -torch.inf))
 
 

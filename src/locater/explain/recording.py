@@ -30,7 +30,9 @@ class CallSite(Site):
         self.calls: list[Call] = []
         self.order: list[CallSite] = []
 
-    def see(self, call: Call) -> None:
+    def see(self, call: Call, first: int | None = None) -> None:
+        if first is not None:
+            raise LocaterError(f"{self.name}: its heads attend in several calls, which an explanation does not follow")
         self.calls.append(call)
         self.order.append(self)
 

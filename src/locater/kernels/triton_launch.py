@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
+from locater.kernels.triton_parts import compared_kernel
 
 CACHE = 24 << 20  # bytes of keys that programs running at one time share
 # A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
@@ -29,16 +29,6 @@ def is_tested(version: str) -> bool:
     (True, True, False, False, False)
     """
     return version.split(".")[:2] in [[str(part) for part in known] for known in TESTED]
-
-
-@triton.jit
-def compared_kernel(x, y, nothing, one, count, factor, SIZE: tl.constexpr, TWICE: tl.constexpr):
-    """Every kind of argument that kernels here have: tensors, None, the number 1, numbers, compile-time values."""
-    at = tl.arange(0, SIZE)
-    value = tl.load(x + at * one, mask=at < count, other=0.0) * factor
-    if TWICE:
-        value = value + value
-    tl.store(y + at, value)
 
 
 def goes_past_dispatch(device: torch.device) -> bool:

@@ -129,7 +129,7 @@ class Observation:
         self._counter = _Counter(self.switch, every, self.by_calls)
         self.reduced = False  # whether the numbers are those of all ranks
         self._agreed = False  # whether all ranks are known to have the same layers
-        self._end: weakref.finalize | None = None  # removes the listeners
+        self._end: weakref.finalize[..., Any] | None = None  # removes the listeners
 
     @property
     def passes(self) -> int:
