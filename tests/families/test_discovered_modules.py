@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import flex_attention as flex
 
 import locater
 from locater.errors import LocaterError
@@ -355,3 +359,73 @@ def test_a_file_may_name_the_norm_in_front(tmp_path: Any) -> None:
     example = {"input": torch.randn(5, 1, 32)}
     for stored, live in zip(locater.scan(tmp_path).rows, locater.scan(model, example=example).rows, strict=True):
         assert stored.frobenius_sq == pytest.approx(live.frobenius_sq, rel=1e-5)
+
+
+# FlexAttention that a model calls itself
+
+
+class Flexed(nn.Module):
+    """A causal block whose attention is `attend(q, k, v)`."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(50, 32), nn.LayerNorm(32)
+        self.to_q, self.to_k, self.to_v, self.back = (nn.Linear(32, size) for size in (32, 16, 16, 32))
+        self.attend = attend
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        q, k, v = (m(self.norm(x)).unflatten(-1, (-1, 8)).transpose(1, 2) for m in (self.to_q, self.to_k, self.to_v))
+        return x + self.back(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def causal_flex(q: Tensor, k: Tensor, v: Tensor, score_mod: Any = None) -> Tensor:
+    T = q.shape[2]
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cpu")
+    return flex.flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=True, scale=0.2)
+
+
+def causal_fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.2)
+
+
+compiled_flex = torch.compile(flex.flex_attention)
+
+
+def test_flex_attention_called_directly_is_read_as_fused_attention() -> None:
+    torch.manual_seed(0)
+    one, other = Flexed(causal_flex), Flexed(causal_fused)
+    other.load_state_dict(one.state_dict())
+    functions = flex.flex_attention, flex.create_block_mask
+    found, wanted = locater.scan(one), locater.scan(other)
+    assert (flex.flex_attention, flex.create_block_mask) == functions
+    assert [asdict(row) for row in found.rows] == [asdict(row) for row in wanted.rows]
+    assert (len(found.rows), found.layers[0]["causal"], found.rows[0].scale) == (4, True, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("attend", "why"),
+    [
+        (partial(causal_flex, score_mod=lambda score, *at: score * 2), "with a score_mod, a function of single logits"),
+        (partial(compiled_flex, enable_gqa=True), "runs a part of itself through torch.compile or torch.vmap"),
+    ],
+)
+def test_why_a_pass_cannot_be_recorded_is_the_reason(attend: Any, why: str) -> None:
+    with pytest.raises(LocaterError, match=why):
+        locater.scan(Flexed(attend), example={"input_ids": torch.arange(6)[None]})
+
+
+def test_named_tensors_of_cross_attention_are_no_self_attention() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+    config = transformers.WhisperConfig(
+        **sizes, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=50, pad_token_id=0
+    )
+    model = transformers.WhisperModel(config).eval()
+    part = "*layers.*.*attn.{}_proj.weight"
+    named = locater.scan(model, query=part.format("q"), key=part.format("k"), heads=4)
+    kinds = [(layer["name"].split(".")[-2], layer["kind"]) for layer in named.layers]
+    assert sorted(kinds) == [("encoder_attn", "cross"), ("self_attn", "self"), ("self_attn", "self")]
+    cross = kinds.index(("encoder_attn", "cross"))
+    for row in named.rows:
+        assert (row.trace is None) is (row.layer == cross)

@@ -112,14 +112,14 @@ def from_flex(
         keys = k.repeat_interleave(H // k.shape[1], 1)
         logits = (q.float() @ keys.float().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
         with torch.no_grad():
-            terms = Terms(1.0, bias=_each(score_mod, B, H, T, S, q.device, logits).detach())
+            terms = Terms(1.0, bias=at_each_place(score_mod, B, H, T, S, q.device, logits).detach())
         q, k = q.new_zeros(B, H, T, 1), k.new_zeros(B, H, S, 1)
     if block_mask is not None:
-        terms = with_mask(terms, _each(block_mask.mask_mod, B, H, T, S, q.device), S)
+        terms = with_mask(terms, at_each_place(block_mask.mask_mod, B, H, T, S, q.device), S)
     return Call(q, k, terms, output.detach().transpose(1, 2))
 
 
-def _each(
+def at_each_place(
     function: Callable[..., Tensor], B: int, H: int, T: int, S: int, device: torch.device, *scores: Tensor
 ) -> Tensor:
     """A function of (score,) batch, head, query and key, at each of them: (B, H, T, S)."""

@@ -1,4 +1,8 @@
-"""Heads of an unknown architecture: the user names the query and key tensors. Gains are not folded."""
+"""Heads of an unknown architecture: the user names the query and key tensors. Gains are not folded.
+
+A layer is cross-attention where its name says so: its queries and keys meet other tokens, so that traces and logits of
+a token with itself mean nothing there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Iterator
 from locater.checkpoints.weights import Weights, natural
 from locater.errors import LocaterError
 from locater.families.build import matrix, optional
+from locater.families.coverage import CROSS
 from locater.families.layer import AttentionLayer
 
 
@@ -47,6 +52,7 @@ def layers_by_name(
             query=q,
             key=k,
             scale=head_dim**-0.5,
+            kind="cross" if CROSS.search(q_name) else "self",
         )
 
 

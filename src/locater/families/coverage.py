@@ -21,6 +21,7 @@ QUERY = re.compile(rf"({BEFORE})(q|query|queries)({AFTER})", re.IGNORECASE)
 PARTNERS = {"q": ("k", "kv", "kv_b"), "query": ("key", "key_value"), "queries": ("keys",)}
 FUSED = re.compile(rf"{BEFORE}qkv{AFTER}|query_key_value|c_attn|in_proj_weight", re.IGNORECASE)
 NAMED_SO = re.compile(r"attention|attn", re.IGNORECASE)
+CROSS = re.compile(r"cross|encoder_att|enc_dec|encdec|multihead_attn", re.IGNORECASE)  # names of cross-attention
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", "nhead", "heads")
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 SHOWN = 4  # kinds of unread modules that a message names

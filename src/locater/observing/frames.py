@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from math import prod
 from types import CodeType
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 
 from locater.attention.call import Call
 from locater.attention.direct import HIDDEN
-from locater.families.coverage import HEADS
+from locater.families.coverage import CROSS, HEADS
 from locater.observing.direct_calls import Heard
 
-CROSS = re.compile(r"cross|encoder_att|enc_dec|encdec|multihead_attn", re.IGNORECASE)
 Place = tuple[tuple[CodeType, int], ...]  # functions and lines, from the call up to the module's forward
 OTHER_TOKENS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context")
 

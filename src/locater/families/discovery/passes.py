@@ -18,6 +18,7 @@ from locater.errors import LocaterError, first_line
 from locater.families.discovery.calls import FUSED, SOFTMAX, Call, attention_calls
 from locater.families.discovery.copy import light_copy, parameter_versions
 from locater.families.discovery.example_inputs import example_inputs
+from locater.families.discovery.flex import flex_attention_written_out
 from locater.families.discovery.memory import changed, facts_of
 from locater.families.discovery.thin_weights import ThinProducts, redraw
 from locater.tape import Tape
@@ -110,7 +111,7 @@ def process_state_kept() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
-        with torch.inference_mode(False), _on_cpu():
+        with torch.inference_mode(False), _on_cpu(), flex_attention_written_out():
             yield
     finally:
         torch.default_generator.set_state(before)
@@ -126,6 +127,13 @@ def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str)
     try:
         tape, draws = _taped(model, inputs)
     except Exception as error:
+        if isinstance(error, LocaterError):  # of the pass itself, whatever its inputs are
+            raise LocaterError(f"{where}: {error}") from error
+        if type(error).__module__.startswith("torch._dynamo") or "BatchedTensor" in str(error):
+            raise LocaterError(
+                f"{where}: it runs a part of itself through torch.compile or torch.vmap, which cannot be recorded: "
+                "call that part as it is written, FlexAttention under its own name, while the model is read"
+            ) from error
         raise LocaterError(
             f"{where}: its forward pass with {', '.join(inputs) or 'no arguments'} failed "
             f"({type(error).__name__}: {first_line(error)[:160]}): give inputs that it takes as example={{...}}"
