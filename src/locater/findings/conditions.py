@@ -56,7 +56,7 @@ def parse_conditions(
 
 def _flag(part: str, measured: Sequence[str], option: str) -> Condition | None:
     if part in RETIRED:
-        raise LocaterError(f"{option} {part}: no longer a flag; {RETIRED[part]}")
+        raise LocaterError(f"{option} {part}: no longer a flag (docs/flags.md); {RETIRED[part]}")
     if part in FLAG_NAMES and part not in measured:
         raise LocaterError(
             f"{option} {part}: this flag needs observation and weights alone do not show it; "

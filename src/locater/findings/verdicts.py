@@ -25,7 +25,7 @@ from locater.findings.flags import (
 # variance of logits of a nearly uniform head: trained models lie above it (docs/log.md, 2026-11-16), a new GPT-2 below
 NEAR_UNIFORM = 0.1
 UNTRAINED = 0.8  # share of nearly uniform heads, from which the model as a whole is called untrained
-RETIRED_REASON = "A flag of an earlier version of Locater, which is a column now: docs/theory.md, section 9"
+RETIRED_REASON = "A flag of an earlier version of Locater, which is a column now: docs/flags.md"
 UNKNOWN_REASON = "A flag of another version of Locater: scan the model again"
 
 
