@@ -217,7 +217,7 @@ def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.Mon
         model(**BATCH, use_cache=False)
     assert not fetches
     with pytest.raises(locater.LocaterError, match="nothing was observed"), observe(model) as seen:
-        seen.passes = 1
+        seen._counter.passes = 1
     assert fetches  # an address that another observation had says nothing
 
 
