@@ -91,12 +91,10 @@ class Warnings:
 
     def __init__(self) -> None:
         self.warnings: list[dict[str, Any]] = []
-        self.messages: set[str] = set()
         self.observed: list[list[Any]] = []  # step, heads that are not finite, EXTREMES
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "warning":
-            self.messages.add(record["message"])
             self.warnings.append({name: record[name] for name in ("step", "flag", "layer", "head", "value")})
         if record["kind"] == "step":
             heads = record["heads"]
@@ -115,14 +113,15 @@ class Warnings:
 
 
 class Log(logging.Handler):
-    """Stores what the monitor logs; the warnings among it are in its sink as well."""
+    """Stores the troubles that the monitor logs. What it says of heads is in its sink."""
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: dict[str, None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.setdefault(record.getMessage())
+        if not getattr(record, "about_heads", False):
+            self.messages.setdefault(record.getMessage())
 
 
 def _short(x: float, digits: int = 4) -> float | None:
@@ -175,7 +174,7 @@ def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int
         "warnings": sparse.first(),
         "warnings_dense": dense.first(),
         "observed": dense.observed,
-        "troubles": [message for message in log.messages if message not in sparse.messages | dense.messages],
+        "troubles": list(log.messages),
     }
 
 

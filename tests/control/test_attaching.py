@@ -56,7 +56,10 @@ def form(model: nn.Module) -> Any:
 
 
 def test_every_control_has_a_name_at_the_top() -> None:
-    assert sorted(NAMES) == sorted(kind.__name__ for kind in CONTROLS.entries())
+    ours = [
+        kind for kind in CONTROLS.entries() if kind.__module__.startswith("locater.")
+    ]  # other tests register theirs
+    assert sorted(NAMES) == sorted(kind.__name__ for kind in ours)
     for name in NAMES:
         assert getattr(locater, name) is getattr(locater.control, name)
         assert name in locater.__all__

@@ -192,6 +192,7 @@ NAMES_ONLY = {"name", "index", "mechanism", "provenance", "quantised"}
 # what discovery alone sets: layers with these must give the model's own output in tests/families/test_discovered*.py
 DISCOVERED = {"rotary_table", "norm_last", "value_stream_norm", "head_value_norm", "mixed_norm", "mixed_norm_apart"}
 DISCOVERED |= {"gate", "chunk", "unknown_scale", "unknown_logits", "unknown_mask", "unknown_output"}
+DISCOVERED |= {"inputs_matter", "unknown_norm"}  # words
 
 
 def zeroed(p: Projection) -> Projection:

@@ -42,10 +42,12 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise
     except OSError as error:
         raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, ValueError) as error:
         with path.open("rb") as file:
             if file.read(1) not in (b"P", b"\x80"):  # neither an archive nor a pickle
                 raise LocaterError(f"{path}: not a weights file: torch.save writes no such bytes") from None
+        if isinstance(error, ValueError):
+            raise LocaterError(f"{path}: not a readable weights file ({first_line(error)})") from None
         if "Unsupported" not in str(error) and "GLOBAL" not in str(error) and "weights_only" not in str(error).lower():
             raise LocaterError(f"{path}: not a readable weights file") from None
         raise LocaterError(

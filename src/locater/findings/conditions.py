@@ -216,9 +216,9 @@ def crossings(conditions: Sequence[Condition], rows: Sequence[Numbers], length: 
     """One line about the heads that meet conditions: for each condition how many, and the worst first; empty where none
     does.
 
-    >>> rows = [{"layer": 4, "head": 7, "flags": ("sharp",), "F": 4e4, "key_bias": 0.0, "M": 0.0}]
+    >>> rows = [{"layer": 4, "head": 7, "flags": ("sharp",), "F": 1e4, "key_bias": 0.0, "M": 0.0}]
     >>> crossings(parse_conditions("sharp, M<-1", {"M"}, ["sharp"]), rows, length=256)
-    '1 head is sharp: 4.7 (H ratio 0.0043)'
+    '1 head is sharp: 4.7 (H ratio 0.0085)'
     """
     found = [(condition, [row for row in rows if condition.test(row)]) for condition in conditions]
     return "; ".join(_crossing(condition, some, length) for condition, some in found if some)

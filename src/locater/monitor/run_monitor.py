@@ -311,8 +311,8 @@ class Monitor(TrainerEvents):
             for record in records:
                 self._sinks.write(record)
             if is_first_rank():
-                logger.warning(warning_line(self.step, condition, records))
-            self._report_once(f"{advice}{self._sinks.where()}", about=advice)
+                logger.warning(warning_line(self.step, condition, records), extra={"about_heads": True})
+            self._report_once(f"{advice}{self._sinks.where()}", about=advice, about_heads=True)
             warnings += records
         return warnings
 
@@ -332,11 +332,13 @@ class Monitor(TrainerEvents):
         for step, loss in self._pending.take(wait):
             self._sinks.write(loss_record(step, loss))
 
-    def _report_once(self, message: str, about: Any = None) -> None:
-        """Log trouble of the monitor itself, once about each thing: it must not end a training run."""
+    def _report_once(self, message: str, about: Any = None, about_heads: bool = False) -> None:
+        """Log trouble of the monitor itself, once about each thing: it must not end a training run. What is about heads
+        of the model is marked, for handlers of the log.
+        """
         key = message if about is None else about if isinstance(about, str) else id(about)
         if key not in self._reported and is_first_rank():
-            logger.warning("step %d: %s", self.step, message)
+            logger.warning("step %d: %s", self.step, message, extra={"about_heads": about_heads})
         self._reported.add(key)
 
 

@@ -131,8 +131,10 @@ def read_sentence(assumptions: Mapping[str, Any]) -> str:
     'Read: queries, keys and norms, 8.0 % of the numbers of the model; nothing is known of the rest.'
     """
     read = assumptions.get("read")
-    if not read or not read["of"]:
+    if not read:
         return ""
+    if not read["of"]:
+        return "Read: queries, keys and norms; nothing is known of the rest."
     share = 100 * (read["maps"] + read["vectors"]) / read["of"]
     shown = f"{share:.1f}" if share >= 0.1 else f"{share:.2g}"
     return f"Read: queries, keys and norms, {shown} % of the numbers of the model; nothing is known of the rest."

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from locater.checkpoints.weights import ModuleWeights, Rows, Weights
+from locater.errors import LocaterError
 
 
 class ReadingRecord:
@@ -58,7 +59,9 @@ def _count(shape: tuple[int, ...], ranges: list[tuple[int, int]]) -> int:
 
 
 def _all_numbers(weights: Weights) -> int:
-    """Of a live model a parameter with two names counts once, and what is computed anew and never saved does not."""
+    """Of a live model a parameter with two names counts once, and what is computed and never saved does not. 0 where
+    a map that was not needed is of a format that is not read, so that its numbers are not known.
+    """
     counted = getattr(weights, "all_numbers", None)
     if counted is not None:
         return int(counted())
@@ -71,4 +74,7 @@ def _all_numbers(weights: Weights) -> int:
             if x.attribute not in x.module._non_persistent_buffers_set
         }
         names = once.values()
-    return sum(prod(weights.shape(name)) for name in names)
+    try:
+        return sum(prod(weights.shape(name)) for name in names)
+    except LocaterError:
+        return 0

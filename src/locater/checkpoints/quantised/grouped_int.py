@@ -106,11 +106,12 @@ class GroupedInt:
         form = self.settings.get("checkpoint_format", self.settings.get("version"))
         known = {"gptq": (None, "gptq", "gptq_v2"), "awq": (None, "gemm", "GEMM")}[layout.kind]
         if method != layout.kind or form not in known:
-            said = reprlib.repr(method) if form is None else f"{reprlib.repr(method)} ({reprlib.repr(form)})"
+            words = [x if isinstance(x, str) else reprlib.repr(x) for x in (method, form)]
+            said = words[0] if form is None else f"{words[0]} ({words[1]})"
             raise bad(
                 self.weights,
                 self.parts[0],
-                f"is packed as {layout.kind.upper()} packs, and config.json says {said:.60}: "
+                f"is packed as {layout.kind.upper()} packs, and config.json says {said!r:.60}: "
                 "dequantise the checkpoint first (to bfloat16)",
             )
 
