@@ -20,17 +20,17 @@ demo: $(VENV)/.core
 
 # COVERAGE=1 ends with the share of lines that ran, by file: 1.7 times as long on Python 3.11, which has no sys.monitoring.
 test: $(VENV)/.dev lint
-	$(if $(COVERAGE),COVERAGE_CORE=sysmon) $(PYTEST) -n 2 --dist worksteal $(if $(COVERAGE),--cov=locater --cov=locater_papers --cov-report=term:skip-covered)
+	$(if $(COVERAGE),COVERAGE_CORE=sysmon) $(PYTEST) -n 2 --dist worksteal $(if $(COVERAGE),--cov=locater --cov=locater_lab --cov-report=term:skip-covered)
 
 # What needs no optional package: macOS and Windows run this.
-CORE := test_spectrum.py theory measures attention/test_mechanism_facts.py data train/test_copy.py
+CORE := test_spectrum.py theory measures lab/mechanisms/test_mechanism_facts.py lab/data lab/train/test_copy.py
 test-core: $(VENV)/.core
 	$(INSTALL) -e '.[test]'
 	$(PYTEST) -n 2 $(CORE:%=tests/%)
 
 # The lowest versions that pyproject.toml allows, and the newest that there are, each in an environment of its own: the tests of what depends on them.
 # A CUDA build of torch, which PyPI has for the lowest, cannot fork after a backward pass: the test that does is left out.
-BOUNDS := $(CORE) families observing cli explain integrations monitor/test_monitor.py checkpoints/test_gguf.py verbs/test_fleet.py
+BOUNDS := $(CORE) families discovery observing cli explain integrations runs/test_monitor.py sources/test_gguf.py commands/test_fleet.py
 EXTRAS := hf,lightning,gguf,explain,plot,remote,fleet,test
 test-lowest test-newest: test-%: .venv-%/.installed
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 .venv-$*/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \

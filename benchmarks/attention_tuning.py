@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention import HEADS, fused, median_ms
 from torch.nn.attention import SDPBackend
 
-from attention import HEADS, fused, median_ms
 from locater.kernels import Terms, attention_statistics, attention_with_statistics
 
 Tile = tuple[Any, ...]  # BLOCK_M, BLOCK_N, warps, stages, limit of registers per thread, and more

@@ -5,7 +5,7 @@
 
 Four ways to the same exact logits: tensor cores on signs as bfloat16, float8 or int8, and exclusive or and population
 count on words of 32 signs. Beside them PyTorch's fused attention on signs as bfloat16, which
-`locater.attention` uses. Values stay bfloat16 in all of them.
+`locater_lab.mechanisms` uses. Values stay bfloat16 in all of them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from attention import HEADS, fused, median_ms
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from triton.language.extra.cuda import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention import HEADS, fused, median_ms
 from locater.kernels.triton_descriptors import descriptor
 from locater.kernels.triton_parts import EMPTY, LOG2E, key_span, load_rows
 from locater.kernels.triton_rows import LEAST

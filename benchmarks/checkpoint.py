@@ -35,8 +35,8 @@ from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, WIDTH, write_check
 
 def run_locater(folder: Path) -> dict[str, Any]:
     import locater
+    from locater.commands.layer_moments import _in_memory, _moments
     from locater.numerics import one_thread
-    from locater.verbs.layer_moments import _in_memory, _moments
 
     base, read_before = memory(), bytes_read()
     began, worked = time.perf_counter(), time.process_time()

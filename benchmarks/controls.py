@@ -14,9 +14,9 @@ import torch
 from common import command_line, device_and_torch, place, write
 from torch import Tensor
 
-from locater.models.shape import Shape
-from locater.models.transformer import Transformer
-from locater.train.controls import attach
+from locater_lab.models.shape import Shape
+from locater_lab.models.transformer import Transformer
+from locater_lab.train.controls import attach
 
 CONTROLS = {  # name in the table: text of the control
     "none": "",

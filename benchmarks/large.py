@@ -120,7 +120,7 @@ def _write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], Callable[[
 def measure(folder: Path) -> dict[str, Any]:
     """The scan of a folder, in this process."""
     import locater
-    import locater.verbs.scanning  # torch and what a scan imports
+    import locater.commands.scanning  # torch and what a scan imports
 
     base, began, processor = memory(), time.perf_counter(), time.process_time()
     scan = locater.scan(folder, eigenvalues=True)

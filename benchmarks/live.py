@@ -30,8 +30,8 @@ def model(device: str) -> Any:
     """
     import torch
 
-    from locater.models.shape import Shape
-    from locater.models.transformer import Transformer
+    from locater_lab.models.shape import Shape
+    from locater_lab.models.transformer import Transformer
 
     torch.manual_seed(0)
     heads: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "kv_heads": KEY_HEADS}

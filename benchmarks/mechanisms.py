@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from locater.attention import mechanism, mechanisms
+from locater_lab.mechanisms import mechanism, mechanisms
 
 RESULTS = Path(__file__).parent / "results"
 

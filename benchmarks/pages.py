@@ -25,8 +25,8 @@ from common import command_line, machine, place, write
 import locater
 from locater.report.scan import scan_page
 from locater.report.trajectory import trajectory_page
-from locater.verbs.scan_result import NUMERIC_COLUMNS, Scan
-from locater.verbs.trajectory import trajectory
+from locater.results.scan import NUMERIC_COLUMNS, Scan
+from locater.results.trajectory import trajectory
 
 SIZES = ((50, 8, 8), (150, 32, 32))  # checkpoints, layers, heads in a layer
 LAYERS, HEADS, SIZE = 32, 32, 128  # of the page of a scan

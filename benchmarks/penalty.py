@@ -20,7 +20,8 @@ from common import command_line, device_and_torch, place, write
 from torch import Tensor, nn
 
 from locater.control import LocAteR
-from locater.families import attention_layers, effective
+from locater.discovery import attention_layers
+from locater.layers import effective
 
 WORDS = 50257
 FORMS: tuple[Literal["effective", "measured"], ...] = ("effective", "measured")

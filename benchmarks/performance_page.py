@@ -8,7 +8,7 @@ from typing import Any
 
 from lines import LINES, Device, Line
 
-from locater_papers.engine.figures import Panel, Series, draw
+from locater_lab.engine.figures import Panel, Series, draw
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "images" / "performance-length.svg"

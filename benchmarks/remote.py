@@ -59,7 +59,7 @@ def run_scan(source: str) -> dict[str, Any]:
 
 def needed_bytes(folder: Path) -> int:
     """Bytes of queries, keys and the norms in front of them."""
-    from locater.checkpoints.safetensors_file import safetensors_header
+    from locater.sources.safetensors_file import safetensors_header
 
     headers = [safetensors_header(path)[1] for path in folder.glob("*.safetensors")]
     entries = [entry for header in headers for name, entry in header.items() if name.endswith(READ)]
@@ -116,7 +116,7 @@ def fused_requests() -> dict[str, dict[str, int]]:
     """Requests and bytes for the fused maps of a NeoX shape (24 layers, width 1024, 16 heads of 64, 16 bits), where the
     values of each head stand between ranges that are read: as they are planned, and with all gaps merged.
     """
-    from locater.checkpoints.remote import ahead
+    from locater.sources.remote import ahead
 
     file: Any = object()
     rows, layer = 64 * 1024 * 2, 12 * 1024 * 1024 * 2  # bytes of a head's queries, and of a layer

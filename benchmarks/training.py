@@ -26,11 +26,11 @@ from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 
-from locater.train.loop import Training  # noqa: E402
-from locater.train.plan import Plan  # noqa: E402
-from locater.train.randomness import deterministic, own_randomness  # noqa: E402
-from locater_papers.engine.mechanism_runs import BASE  # noqa: E402
-from locater_papers.engine.one_run import moments  # noqa: E402
+from locater_lab.engine.mechanism_runs import BASE  # noqa: E402
+from locater_lab.engine.one_run import moments  # noqa: E402
+from locater_lab.train.loop import Training  # noqa: E402
+from locater_lab.train.plan import Plan  # noqa: E402
+from locater_lab.train.randomness import deterministic, own_randomness  # noqa: E402
 
 IMPORTED = time.perf_counter() - BEGAN
 
@@ -131,7 +131,7 @@ def measure(gpu: bool, count: int) -> dict[str, Any]:
 
 def ending(training: Training, folder: Path) -> None:
     """What follows the last step: as `Training.finish` and the papers' runs do it."""
-    from locater.train import checkpoint
+    from locater_lab.train import checkpoint
 
     training.evaluation.report()
     training.evaluation.loss_and_accuracy("select")

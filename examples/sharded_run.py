@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import locater
 from locater.control import Controls, LocAteR, Temperature
-from locater.train import Shape, Transformer
+from locater_lab.train import Shape, Transformer
 
 BATCH, LENGTH = 8, 32
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import locater
-from locater_papers.bao2024.gaussian import sources
+from locater_lab.papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]
 SEEDS = 3

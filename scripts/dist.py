@@ -27,7 +27,7 @@ from dist_extras import chosen, packages, try_extras
 
 ROOT = Path(__file__).parents[1]
 LARGEST = 5_000_000  # bytes of the wheel
-NEEDED = ("locater/py.typed", "locater_papers/py.typed", "locater/demo/model.safetensors", "locater/demo/ORIGIN.md")
+NEEDED = ("locater/py.typed", "locater_lab/py.typed", "locater/demo/model.safetensors", "locater/demo/ORIGIN.md")
 # What a user without extras relies on: every public name is there, and nothing optional was needed for it.
 IMPORTS = """
 import importlib.util, locater
@@ -67,7 +67,7 @@ def check_wheel(wheel: Path) -> None:
     page = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     if dead := re.findall(r"\]\(([^):\s]+)\)|src=\"([^\":]+)\"", page):
         sys.exit(f"{wheel.name}: its page on an index would have links that lead nowhere: {dead[:3]}")
-    others = {name.split("/")[0] for name in names} - {"locater", "locater_papers"}
+    others = {name.split("/")[0] for name in names} - {"locater", "locater_lab"}
     others = {name for name in others if not name.endswith(".dist-info")}
     if missing or others:
         sys.exit(f"{wheel.name}: lacks {missing}, and has {sorted(others)} that do not belong in it")

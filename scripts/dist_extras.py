@@ -86,7 +86,7 @@ print("a model with a vocabulary of byte pairs trained")
 """),
     "explain": Trial("""
 import torch
-from locater.models.loading import load
+from locater_lab.models.loading import load
 model = load(DEMO).eval()
 result = locater.explain.integrated_gradients(model, {"input_ids": torch.arange(8)[None]}, steps=4)
 print(len(result.scores), "attributions by captum")
@@ -99,9 +99,9 @@ print("a figure of heads by layers")
         """
 rows, local = locater.scan("hf://demo/model").rows, locater.scan(DEMO).rows
 assert [row.M for row in rows] == [row.M for row in local]
-from locater.checkpoints.remote import Traffic
-from locater.checkpoints.remote.address import remote_address
-from locater.checkpoints.remote.object_file import ObjectFile
+from locater.sources.remote import Traffic
+from locater.sources.remote.address import remote_address
+from locater.sources.remote.object_file import ObjectFile
 bucket, part = ObjectFile(remote_address("s3://demo/model/main/model.safetensors"), Traffic()), bytearray(64)
 assert bucket.fill(8, memoryview(part)) == 64 and bytes(part) == open(DEMO + "/model.safetensors", "rb").read()[8:72]
 print(len(rows), "heads read from a hub by ranges, and a range of an object in a bucket")

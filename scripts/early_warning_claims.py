@@ -19,7 +19,7 @@ from early_warning_judge import (
     measured,
 )
 
-from locater_papers.engine.intervals import LEVEL, decided_together
+from locater_lab.engine.intervals import LEVEL, decided_together
 
 LEAST_RECALL, MOST_FALSE, LEAST_LEAD = 0.74, 0.23, 50
 OUTSIDE = "bad data"  # a cause that is not in the model before the loss shows it

@@ -10,8 +10,8 @@ import torch
 from early_warning_plan import LENGTH, Kind, Run
 from torch import nn
 
-from locater.models.shape import Shape
-from locater.models.transformer import Transformer
+from locater_lab.models.shape import Shape
+from locater_lab.models.transformer import Transformer
 
 WORDS = 2048  # of the vocabulary of words
 

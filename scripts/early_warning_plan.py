@@ -18,7 +18,7 @@ FACTORS = (1.0, 1.0, 1.0, 0.8, 1.25)  # of the kind's rate, in these
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and how it is usually trained. `build` names a class of transformers, or `own` for locater.models."""
+    """A model and how it is usually trained. `build` names a class of transformers, or `own` for locater_lab.models."""
 
     name: str
     build: str

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.data.corpus import embedded_text
-from locater.data.text import read_text
-from locater.monitor import Monitor
+from locater.inputs.corpus import embedded_text
+from locater.inputs.text import read_text
+from locater.runs import Monitor
 
 STEPS, LENGTH, BATCH, WIDTH, LAYERS, HEADS = 500, 256, 32, 256, 6, 8
 

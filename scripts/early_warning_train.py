@@ -30,9 +30,9 @@ from early_warning_plan import BATCH, BY_NAME, LENGTH, STEPS, Kind, Run, all_run
 from torch import Tensor, nn
 from torch.nn import functional
 
-from locater.data.corpus import embedded_text, fingerprint
-from locater.data.text import read_text
-from locater.monitor import Monitor
+from locater.inputs.corpus import embedded_text, fingerprint
+from locater.inputs.text import read_text
+from locater.runs import Monitor
 from locater.version import __version__
 
 CHARACTERS = 10_000_000  # of the text

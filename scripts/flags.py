@@ -22,8 +22,8 @@ from flags_inputs import inputs
 from torch import nn
 
 import locater
-from locater.families import attention_layers
-from locater.verbs.load import load_model
+from locater.commands.load import load_model
+from locater.discovery import attention_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "docs/results/flags.json", ROOT / "docs/flags.md"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.train import Plan, run
-from locater.train.data import open_data
-from locater_papers.engine.sentence_model import sentence_model
+from locater_lab.engine.sentence_model import sentence_model
+from locater_lab.train import Plan, run
+from locater_lab.train.data import open_data
 
 DEMO = Path(str(files("locater") / "demo"))
 DOCUMENTATION = "the documentation inside Python"

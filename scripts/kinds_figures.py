@@ -11,8 +11,8 @@ from html import escape
 import torch
 from torch import Tensor
 
-from locater_papers.engine.figures import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Panel, Series, draw
-from locater_papers.engine.pictures import strip_of
+from locater_lab.engine.figures import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Panel, Series, draw
+from locater_lab.engine.pictures import strip_of
 
 FRAME = (
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '

@@ -30,13 +30,14 @@ from kinds_figures import pattern, prediction, spectrum  # noqa: E402
 from kinds_page import page  # noqa: E402
 
 import locater  # noqa: E402
-from locater.families import AttentionLayer, Norm, attention_layers  # noqa: E402
+from locater.discovery import attention_layers  # noqa: E402
 from locater.files import write_whole  # noqa: E402
 from locater.findings.flags import LEVEL  # noqa: E402
+from locater.layers import AttentionLayer, Norm  # noqa: E402
 from locater.observing.matching import matches  # noqa: E402
 from locater.theory.surrogate import gaussian_tokens  # noqa: E402
-from locater.train import Transformer, load  # noqa: E402
-from locater_papers.engine.rounding import rounded  # noqa: E402
+from locater_lab.engine.rounding import rounded  # noqa: E402
+from locater_lab.train import Transformer, load  # noqa: E402
 
 DOCS = Path(__file__).parents[1] / "docs"
 SHOWN = 48  # tokens of a pattern

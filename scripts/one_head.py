@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any
 
 import locater
-from locater.train import Plan, load, run
-from locater.verbs.load import load_model
-from locater_papers.engine.trained_heads import read_each, sources
+from locater.commands.load import load_model
+from locater_lab.engine.trained_heads import read_each, sources
+from locater_lab.train import Plan, load, run
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 BRIEF = dict(observe=0, evaluate=0, checkpoint=0, device="cpu")

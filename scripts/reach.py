@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 LINES = ROOT / "docs" / "results" / "reach.jsonl"
-ROOMS = ("families", "tape", "observing")  # whose code finds, verifies and observes attention
+ROOMS = ("calls", "layers", "families", "discovery", "observing")  # whose code finds, verifies and observes attention
 DIGITS = 12  # of the version of the code that a line names
 SECONDS = 60  # of processor time, for one model type
 PATIENCE = 240  # seconds by the clock, for one model type: other work may have the cores

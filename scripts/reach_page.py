@@ -19,7 +19,7 @@ INTRODUCTION = """
 ## Every model type of transformers
 
 `make reach` builds a tiny model with random weights of every model type that transformers {version} knows. It runs the model on inputs that are
-guessed from its configuration and the arguments of `forward` (`src/locater/families/discovery/example_inputs.py`), counts the softmax attention that it
+guessed from its configuration and the arguments of `forward` (`src/locater/discovery/example_inputs.py`), counts the softmax attention that it
 meets, [discovers](discover.md) it, live and from a saved copy, and observes it. The lines are in [results/reach.jsonl](results/reach.jsonl).
 This page has {count} of {total} model types.
 {versions}

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from locater.files import write_whole
-from locater_papers.bao2024.arms import PLAIN
-from locater_papers.engine.one_run import machine, train
+from locater_lab.engine.one_run import machine, train
+from locater_lab.papers.bao2024.arms import PLAIN
 
 MODES = {
     "eager": dict(compile=False, deterministic=False),

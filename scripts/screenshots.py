@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import locater
 from locater.report.trajectory import trajectory_page
-from locater.train import Plan, run
-from locater.verbs.trajectory import trajectory
-from locater_papers.engine.sentence_model import sentence_model, why_absent
+from locater.results.trajectory import trajectory
+from locater_lab.engine.sentence_model import sentence_model, why_absent
+from locater_lab.train import Plan, run
 
 ROOT = Path(__file__).parents[1]
 

@@ -215,9 +215,9 @@ def _commands() -> str:
     """Every command as its own --help describes it."""
     import typer.main
 
-    from locater.cli import app
+    from locater.cli import with_offered
 
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(with_offered())
     top = group.make_context("locater", ["demo"], resilient_parsing=True)
     parts = [_command("locater", group, top)]
     for name in group.list_commands(top):

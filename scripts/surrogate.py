@@ -31,13 +31,13 @@ from surrogate_heads import record  # noqa: E402 - beside this file
 from surrogate_page import page, table  # noqa: E402
 from surrogate_runs import ARMS, tiny, train_all  # noqa: E402
 
-from locater.data.corpus import embedded_text  # noqa: E402
-from locater.data.text import Batch, batches, read_text  # noqa: E402
+from locater.commands.load import load_model  # noqa: E402
 from locater.errors import LocaterError  # noqa: E402
-from locater.train.sweep import read_lines  # noqa: E402
-from locater.verbs.load import load_model  # noqa: E402
-from locater_papers.engine.rounding import rounded  # noqa: E402
-from locater_papers.engine.trained_heads import sources  # noqa: E402
+from locater.inputs.corpus import embedded_text  # noqa: E402
+from locater.inputs.text import Batch, batches, read_text  # noqa: E402
+from locater_lab.engine.rounding import rounded  # noqa: E402
+from locater_lab.engine.trained_heads import sources  # noqa: E402
+from locater_lab.train.sweep import read_lines  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from locater_papers.engine.intervals import decided_together
+from locater_lab.engine.intervals import decided_together
 
 DRAWS = 4000
 Numbers = NDArray[np.float64]

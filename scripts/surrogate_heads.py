@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.data.text import Batch
-from locater.families import AttentionLayer, Norm, attention_layers, effective
+from locater.discovery import attention_layers
+from locater.inputs.text import Batch
 from locater.kernels import attention_statistics
+from locater.layers import AttentionLayer, Norm, effective
 from locater.observing.circuits import circuit_scores
 from locater.observing.collecting import collected
 from locater.observing.inputs import IDS, Read, on_input, run

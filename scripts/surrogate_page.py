@@ -28,7 +28,7 @@ from surrogate_figures import (
     reasons,
 )
 
-from locater_papers.engine.intervals import decided_together
+from locater_lab.engine.intervals import decided_together
 
 KINDS = {
     "weights": "weights alone: z ~ N(0, I)",

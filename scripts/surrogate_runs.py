@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from surrogate_heads import record
 
-from locater.data.text import Batch, read_text
 from locater.errors import LocaterError, first_line
-from locater.train.data import open_data
-from locater.train.loop import DivergedError, run
-from locater.train.plan import PACE, Plan
-from locater.train.sweep import append_line, read_lines
-from locater_papers.engine.one_run import machine
-from locater_papers.engine.rounding import rounded
+from locater.inputs.text import Batch, read_text
+from locater_lab.engine.one_run import machine
+from locater_lab.engine.rounding import rounded
+from locater_lab.train.data import open_data
+from locater_lab.train.loop import DivergedError, run
+from locater_lab.train.plan import PACE, Plan
+from locater_lab.train.sweep import append_line, read_lines
 
 TEXT, IMAGES = "articles.txt", "fashion.npz"
 GATHERED, MEASURED = 4096, 8192  # tokens for statistics, and to measure on
@@ -110,7 +110,7 @@ def _prepared(arms: dict[str, Plan], data: Path, folder: Path, characters: int) 
 
 def train(plan: Plan, folder: Path) -> dict[str, Any]:
     """Train one model, then measure its heads on the CPU, in float32."""
-    from locater.train import load
+    from locater_lab.train import load
 
     plan = replace(plan, out=tempfile.mkdtemp(dir=folder))
     try:

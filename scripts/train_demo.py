@@ -22,8 +22,8 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locater.data.corpus import embedded_text, fingerprint
-from locater.train.controls import attach
+from locater.inputs.corpus import embedded_text, fingerprint
+from locater_lab.train.controls import attach
 
 OUT = Path(__file__).parents[1] / "src" / "locater" / "demo"
 VOCABULARY = 1024
@@ -115,7 +115,7 @@ def main() -> None:
     (args.out / "generation_config.json").unlink(missing_ok=True)
     record = {
         "command": "python scripts/train_demo.py" + (f' --control "{args.control}"' if args.control else ""),
-        "text": "locater.data.corpus.embedded_text",
+        "text": "locater.inputs.corpus.embedded_text",
         "text_sha256": fingerprint(text),
         "characters": len(text),
         "tokens": len(tokens),

@@ -19,7 +19,7 @@ from jaxtyping import install_import_hook
 if find_spec("beartype") is not None:
     install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
 
-from locater.processor import avoid_broken_amx
+from locater.amx import avoid_broken_amx
 from tests import summary
 from tests.summary import pytest_terminal_summary  # noqa: F401 - a hook by its name
 
@@ -119,7 +119,7 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nobody_listens_on() -> Iterator[None]:
     """A test that leaves something attached would change what the tests after it see."""
-    from locater.attention import interface
+    from locater.calls import interface
 
     before = interface._users
     yield

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.families import AttentionLayer
+from locater.layers import AttentionLayer
 
 TOLERANCE = 1e-6  # of the reference's standard deviation
 STORED = 1e-5  # the same, for a model that is stored in 16 bits

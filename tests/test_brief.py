@@ -17,13 +17,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import locater
 from locater.brief import brief
 
-ROOMS = "attention control explain families kernels measures models observing predict theory train".split()
+ROOMS = "control discovery explain families kernels layers measures observing predict theory".split()
+LABORATORY = "mechanisms models theory train".split()
 FEW = 1200  # characters: eight to ten lines of a terminal
 
 
 def public_dataclasses() -> list[type]:
     """The classes that locater and its rooms hand out; those that write a sentence of their own are made below."""
-    modules = [locater, *(importlib.import_module(f"locater.{room}") for room in ROOMS)]
+    rooms = [*(f"locater.{room}" for room in ROOMS), *(f"locater_lab.{room}" for room in LABORATORY)]
+    modules = [locater, *map(importlib.import_module, rooms)]
     public = [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
     made = {x for x in public if inspect.isclass(x) and is_dataclass(x)}
     return sorted(
@@ -75,7 +77,7 @@ def test_results_on_a_model_of_many_heads_are_a_few_lines(model: nn.Module) -> N
         *(scan, scan.rows[0], scan.verdicts[0], probe, probe.rows[0], probe.streams[0], probe.statistics),
         *(probe.statistics.inputs[0], found, found.rows[0], seen, seen.rows[0]),  # type: ignore[union-attr]
         *(paths, paths.through_heads(), paths.by_length(), locater.explain.gradient_input(model, ids[:1])),
-        *(locater.attention_layers(model)[0], locater.families.effective(locater.attention_layers(model)[0])),
+        *(locater.attention_layers(model)[0], locater.layers.effective(locater.attention_layers(model)[0])),
         locater.moments(torch.rand(64, 8, 32), torch.rand(64, 8, 32)),
         locater.explanations(Path(str(locater.__file__)).parent / "demo", "the documentation"),
     ]

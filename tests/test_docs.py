@@ -23,8 +23,8 @@ def test_one_count_of_supported_types() -> None:
     number.
     """
     from locater.families import families
-    from locater.families.own import FAMILY as OWN
     from locater.families.registry import BUILT_IN, FAMILIES
+    from locater_lab.models.family import FAMILY as OWN
 
     said = re.search(r"(\d+) model types in (\d+) families", (ROOT / "README.md").read_text())
     assert said is not None
@@ -68,24 +68,31 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_architecture_names_every_folder_and_no_other() -> None:
-    """Names in backticks: `heads/` is a folder of the package, `scan.py` a module beside these folders."""
-    text, package = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "locater"
-    held = (path.parent for path in package.rglob("*.*") if path.is_file() and path.suffix != ".pyc")
-    folders = {folder.relative_to(package).as_posix() for folder in held} - {"."}
-    assert set(re.findall(r"`([\w/]+)/`", text)) == folders
-    assert set(re.findall(r"`(\w+\.py)`", text)) <= {path.name for path in package.glob("*.py")}
+    """Names in backticks at the start of a row: `heads/` is a folder of the package, `scan.py` a module beside them."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tables = dict(re.findall(r"\| room of `(\w+)` \|[^\n]*\n\|---\|---\|\n((?:\|.*\n)+)", text))
+    packages = {name: ROOT / "src" / name for name in ("locater", "locater_lab")}
+    assert tables.keys() == packages.keys()
+    for name, package in packages.items():
+        named = "".join(line.split(" | ")[0] for line in tables[name].splitlines())
+        folders = {path.parent.name for path in package.glob("*/*") if path.suffix != ".pyc"} - {"__pycache__"}
+        assert set(re.findall(r"`([\w/]+)/`", named)) == folders, name
+        assert set(re.findall(r"`(\w+\.py)`", named)) == {p.name for p in package.glob("*.py")} - {
+            "__init__.py",
+            "__main__.py",
+        }
     steps = re.findall(r"│  (\S+) ", text)  # of the picture
     assert steps
-    assert all((package / step).exists() for step in steps if step != "(papers)")  # a package of its own
+    assert all(any((package / step).exists() for package in packages.values()) for step in steps)
 
 
 def test_the_readme_is_short_and_its_commands_exist() -> None:
     """Each `locater VERB ...` is parsed, with its options; nothing is run."""
     import typer.main
 
-    from locater.cli import app
+    from locater.cli import with_offered
 
-    text, group = (ROOT / "README.md").read_text(), typer.main.get_command(app)
+    text, group = (ROOT / "README.md").read_text(), typer.main.get_command(with_offered())
     assert len(text.splitlines()) <= 150
     lines = re.findall(r"(?m)^locater .+$", text) + re.findall(r"`(locater \w+ [^`\n]+)`", text)
     calls = [shlex.split(line, comments=True)[1:] for line in lines]
@@ -217,8 +224,8 @@ def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixt
 
 
 def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
-    from locater_papers import PAPERS
-    from locater_papers.engine.verdict_words import AUTHORS, tally
+    from locater_lab.engine.verdict_words import AUTHORS, tally
+    from locater_lab.papers import PAPERS
 
     lines = (ROOT / "docs" / "results" / "README.md").read_text().splitlines()
     for name in PAPERS:

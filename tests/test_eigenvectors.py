@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from locater import moments, scan
 from locater.control import SigmaReparam
-from locater.families import attention_layers
+from locater.discovery import attention_layers
 from locater.measures import ranks, token_residual, top_directions
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
 from locater.spectrum import Moments
-from locater.theory import mixture_localization, mixture_propagation, simulate
+from locater.theory import mixture_localization, mixture_propagation
 from locater.theory.surrogate import gaussian_tokens, root
+from locater_lab.theory import simulate
 
 EQUAL = 1e-9  # of the largest: values closer than this share their vectors
 

@@ -129,8 +129,7 @@ def compare(ours: Path, theirs: Path) -> None:
 
 def resumed(folder: Path, counts: tuple[int, int], tensor: int) -> None:
     """Three steps in one go and saved after two, resumed on another number of ranks."""
-
-    import locater.train
+    import locater
 
     whole, cut = folder / "whole", folder / "cut"
     for path, steps, count, split in ((whole, 3, counts[0], 1), (cut, 2, counts[0], 1), (cut, 3, counts[1], tensor)):

@@ -12,7 +12,12 @@ from locater.errors import LocaterError
 from locater.version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
-    from locater import attention, control, explain, families, integrations, kernels, measures, testing, theory, train
+    from locater import control, explain, families, integrations, kernels, measures, testing, theory
+    from locater.commands.comparing import compare
+    from locater.commands.explaining import explanations
+    from locater.commands.fleet.result import Fleet
+    from locater.commands.probing import probe
+    from locater.commands.scanning import scan
     from locater.control import (
         EntropyPenalty,
         LocAteR,
@@ -22,24 +27,20 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
         QKNorm,
         SigmaReparam,
         Surgery,
-        SwapMechanism,
         Temperature,
     )
-    from locater.families import AttentionLayer, Block, Discovered, Family, attention_layers, discover, register
-    from locater.monitor import Monitor
+    from locater.discovery import Discovered, attention_layers, discover
+    from locater.families import Block, Family, register
+    from locater.layers import AttentionLayer
     from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
+    from locater.results.comparison import Comparison
+    from locater.results.explanations import Explanations
+    from locater.results.probe import Probe
+    from locater.results.scan import HeadRow, Scan
+    from locater.results.series import ComparisonSeries
+    from locater.runs import Monitor
     from locater.spectrum import Moments, moments
-    from locater.verbs.compare_result import Comparison
-    from locater.verbs.comparing import compare
-    from locater.verbs.explain_result import Explanations
-    from locater.verbs.explaining import explanations
-    from locater.verbs.fleet.result import Fleet
-    from locater.verbs.probe_result import Probe
-    from locater.verbs.probing import probe
-    from locater.verbs.scan_result import HeadRow, Scan
-    from locater.verbs.scanning import scan
-    from locater.verbs.series import ComparisonSeries
 
 __all__ = [
     "AttentionLayer",
@@ -66,10 +67,8 @@ __all__ = [
     "SigmaReparam",
     "Statistics",
     "Surgery",
-    "SwapMechanism",
     "Temperature",
     "__version__",
-    "attention",
     "attention_layers",
     "attention_pattern",
     "compare",
@@ -89,11 +88,9 @@ __all__ = [
     "statistics",
     "testing",
     "theory",
-    "train",
 ]
 
 _MODULES = (
-    "attention",
     "control",
     "explain",
     "families",
@@ -102,7 +99,6 @@ _MODULES = (
     "measures",
     "testing",
     "theory",
-    "train",
 )
 _NAMES = {  # module: what it gives to the package
     "control": (
@@ -114,34 +110,41 @@ _NAMES = {  # module: what it gives to the package
         "QKNorm",
         "SigmaReparam",
         "Surgery",
-        "SwapMechanism",
         "Temperature",
     ),
-    "families": ("AttentionLayer", "Block", "Discovered", "Family", "attention_layers", "discover", "register"),
-    "monitor": ("Monitor",),
+    "discovery": ("Discovered", "attention_layers", "discover"),
+    "families": ("Block", "Family", "register"),
+    "layers": ("AttentionLayer",),
+    "runs": ("Monitor",),
     "observing": ("Observation", "attention_pattern", "observe", "statistics"),
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),
-    "verbs.compare_result": ("Comparison",),
-    "verbs.comparing": ("compare",),
-    "verbs.explain_result": ("Explanations",),
-    "verbs.explaining": ("explanations",),
-    "verbs.fleet.result": ("Fleet",),
-    "verbs.probe_result": ("Probe",),
-    "verbs.probing": ("probe",),
-    "verbs.scan_result": ("HeadRow", "Scan"),
-    "verbs.scanning": ("scan",),
-    "verbs.series": ("ComparisonSeries",),
+    "results.comparison": ("Comparison",),
+    "commands.comparing": ("compare",),
+    "results.explanations": ("Explanations",),
+    "commands.explaining": ("explanations",),
+    "commands.fleet.result": ("Fleet",),
+    "results.probe": ("Probe",),
+    "commands.probing": ("probe",),
+    "results.scan": ("HeadRow", "Scan"),
+    "commands.scanning": ("scan",),
+    "results.series": ("ComparisonSeries",),
 }
-_OLD = ("heads",)  # work for one release, and warn
+_MOVED = {
+    "attention": "locater_lab.mechanisms",
+    "train": "locater_lab.train",
+    "SwapMechanism": "locater_lab.mechanisms.swap.SwapMechanism",
+}
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(f"locater.{_HOMES[name]}"), name)
-    elif name in _MODULES or name in _OLD:
+    elif name in _MODULES:
         value = import_module(f"locater.{name}")
+    elif name in _MOVED:
+        raise AttributeError(f"locater.{name} is now {_MOVED[name]}")
     else:
         raise AttributeError(f"module 'locater' has no attribute {name!r}")
     globals()[name] = value

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from locater.checkpoints.sources import Source
+from locater.commands.scanning import scan
 from locater.errors import LocaterError
 from locater.findings import FLAGS, Condition, explain, parse_conditions
 from locater.observing import observe
 from locater.observing.rows import SHOWN, SeenHead
-from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
-from locater.verbs.scanning import scan
+from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
+from locater.sources.sources import Source
 
 SEEN_COLUMNS = tuple(f.name for f in fields(SeenHead) if str(f.type) == "float | None")
 SEEN_FLAGS = tuple(name for name, _, _ in SHOWN)

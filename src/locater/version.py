@@ -17,7 +17,7 @@ PROBE_SCHEMA = 2  # of the document of `locater probe`: 2 since M, F and localiz
 def code_version(*rooms: str) -> str:
     """A hash of the names and sources of rooms: what they compute may differ where it differs.
 
-    >>> code_version("tape") == code_version("tape") != code_version("families", "tape")
+    >>> code_version("theory") == code_version("theory") != code_version("families", "theory")
     True
     """
     root, digest = Path(__file__).parent, hashlib.sha256()

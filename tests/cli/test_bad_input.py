@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import LocaterError, scan
-from locater.families import attention_layers
+from locater.discovery import attention_layers
 from tests import ROOT
-from tests.checkpoints.test_readers import shard
 from tests.conftest import Result
 from tests.families import CASES
 from tests.families.decoders import LLAMA3
 from tests.parity import model_of
+from tests.sources.test_readers import shard
 
 Run = Callable[..., Result]
 
@@ -552,7 +552,7 @@ def test_files_that_may_not_be_read_or_written(
         raise PermissionError(13, "Permission denied", str(broken / "model.safetensors"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("locater.checkpoints.safetensors_file.safetensors_header", closed)
+        patch.setattr("locater.sources.safetensors_file.safetensors_header", closed)
         assert "Permission denied" in refused(run, tmp_path, broken)
     assert run("scan", broken, "--json", tmp_path / "x", "--report", tmp_path / "x").status == 2
     assert run("scan", broken, "--report", "-").status == 2

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import scan
-from locater.cli import app
+from locater.cli import with_offered
 from locater.cli.options import MEANINGS
 from locater.cli.shell import MOVED
 from locater.findings import FLAGS, flags_of
@@ -294,8 +294,8 @@ finally:
 
 
 ORDERS = (
-    "import locater", "import locater.verbs.scanning", "from locater.verbs.probe_result import Probe",
-    "import locater.cli, locater.verbs.comparing",
+    "import locater", "import locater.commands.scanning", "from locater.results.probe import Probe",
+    "import locater.cli, locater.commands.comparing",
 )  # fmt: skip
 
 
@@ -315,14 +315,14 @@ for order in {ORDERS!r}:
         import locater
         for twice in range(2):
             kinds = [inspect.isfunction(x) for x in (locater.scan, locater.probe, locater.compare, locater.observe, locater.statistics)]
-            import locater.verbs.scanning, locater.verbs.comparing, locater.verbs.probing, locater.observing.observation
+            import locater.commands.scanning, locater.commands.comparing, locater.commands.probing, locater.observing.observation
         print(order, *kinds, locater.Scan.__name__, set(locater.__all__) <= set(dir(locater)), hasattr(locater, "nothing"), flush=True)
         os._exit(0)
     os.wait()
 from locater import *
-import locater
+import locater, locater_lab.train
 print(*(type(getattr(locater, name)).__name__ for name in locater.__all__ if name.islower()))
-print(locater.explain.decompose.__name__, locater.integrations.hf.attach.__name__, locater.train.load.__name__)
+print(locater.explain.decompose.__name__, locater.integrations.hf.attach.__name__, locater_lab.train.load.__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *orders, kinds, documented = done.stdout.splitlines()
@@ -347,7 +347,7 @@ def test_an_unexpected_exception_is_a_bug_of_ours(
     def fail(*args: object, **kwargs: object) -> None:
         raise kind("out of\nthe blue")
 
-    monkeypatch.setattr("locater.verbs.layer_moments.effective", fail)
+    monkeypatch.setattr("locater.commands.layer_moments.effective", fail)
     words: list[object] = ["scan", saved_llama]
     result = run(*{"none": words, "before": ["--debug", *words], "after": [*words, "--debug"]}[place])
     assert (result.status, result.out) == (2, "")
@@ -370,7 +370,7 @@ def test_help_has_examples_and_no_type_beside_a_switch(run: Run) -> None:
 
 def every_command() -> dict[str, Any]:
     """Also those whose options are built when they are called."""
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(with_offered())
     return {name: root.resolve_command(typer.Context(root), [name])[1] for name in root.commands}
 
 
@@ -427,8 +427,8 @@ def test_the_options_of_train_stand_in_groups(run: Run) -> None:
     """Every field of a plan is in one group, and with it on the command line."""
     from dataclasses import fields
 
-    from locater.cli.train_options import PANELS
-    from locater.train.plan import Plan
+    from locater_lab.cli.train_options import PANELS
+    from locater_lab.train.plan import Plan
 
     names = [name for group in PANELS.values() for name in group]
     assert sorted(names) == sorted(field.name for field in fields(Plan))
@@ -495,7 +495,7 @@ def test_interruption_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("locater.verbs.layer_moments.effective", stop)
+        patch.setattr("locater.commands.layer_moments.effective", stop)
         result = run("scan", saved_llama, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html")
     assert result.status == 130
     assert "Traceback" not in result.err

@@ -19,10 +19,10 @@ import locater
 from locater.cli.shell import _Console
 from locater.errors import LocaterError
 from locater.escapes import escaped_output, one_line
-from locater.train.display import Live
+from locater_lab.train.display import Live
 from tests import ROOT
+from tests.commands.fleet_folders import checkpoint
 from tests.conftest import Result
-from tests.verbs.fleet_folders import checkpoint
 
 Run = Callable[..., Result]
 # colours, a link, a title, a bell, the start of the line, C1, writing directions, a command of GitHub, markup of rich

@@ -30,10 +30,9 @@ MODELS: dict[str, Any] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "EntropyPenalty": {"floor": 0.2},
     "Surgery": {"no_mlp": True},
-    "SwapMechanism": {"name": "sigmoid"},
 }
 NAMES = [
-    "EntropyPenalty", "LocAteR", "LogitSoftcap", "Mimetic", "QKClip", "QKNorm", "SigmaReparam", "Surgery", "SwapMechanism", "Temperature",
+    "EntropyPenalty", "LocAteR", "LogitSoftcap", "Mimetic", "QKClip", "QKNorm", "SigmaReparam", "Surgery", "Temperature",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from locater import LocaterError
-from locater.attention import interface
+from locater.calls import interface
 from locater.control import (
     Control,
     Controls,
@@ -26,12 +26,12 @@ from locater.control import (
     QKNorm,
     SigmaReparam,
     Surgery,
-    SwapMechanism,
     Temperature,
     carried,
     forward,
 )
-from locater.train import Shape, Transformer
+from locater_lab.mechanisms.swap import SwapMechanism
+from locater_lab.train import Shape, Transformer
 from tests.families.decoders import GROUPED, make, make_gpt2
 from tests.parity import redraw
 

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError
-from locater.attention import qk_norm, softcap
-from locater.attention.call import Call
+from locater.calls.call import Call
 from locater.control import Control, Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.control.forward import ForwardControl
+from locater.control.qk_norm import qk_norm
 from locater.control.rows import row_entropy
-from locater.families import attention_layers
-from locater.families.norm import Norm
+from locater.control.softcap import softcap
+from locater.discovery import attention_layers
 from locater.kernels import Terms, attention_entropy
-from locater.monitor import Monitor
+from locater.layers.norm import Norm
 from locater.observing import observe
+from locater.runs import Monitor
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make
 from tests.observing.test_observe import batch_of, tensors, use
@@ -594,7 +595,7 @@ def test_order_of_attaching_does_not_matter() -> None:
 
 
 def test_what_acts_is_observed_and_monitored(tmp_path: Path) -> None:
-    from locater.tracking.loggers import read_run
+    from locater.runs.loggers import read_run
 
     model = llama("eager").train()
     monitor = Monitor(tmp_path / "run.jsonl", every=1, spectrum=False).attach(model)

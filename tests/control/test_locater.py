@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from locater.control import LocAteR
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers, effective
+from locater.layers import effective
 from tests.families import CASES
 from tests.parity import Case, model_of
 

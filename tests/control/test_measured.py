@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from locater.control import LocAteR
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers
-from locater.models.shape import Shape
-from locater.models.transformer import Transformer
 from locater.observing.token_sample import TokenSample, chosen_tokens
+from locater_lab.models.shape import Shape
+from locater_lab.models.transformer import Transformer
 from tests.families import CASES
 from tests.parity import Case, Record, model_of, record
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError
-from locater.attention import mechanism, mechanisms
-from locater.attention.changes import AttentionChange, AttentionRequest, put, take
-from locater.control import Controls, EntropyPenalty, LogitSoftcap, QKNorm, SwapMechanism, Temperature
-from locater.families import attention_layers
-from locater.monitor import Monitor
+from locater.calls.changes import AttentionChange, AttentionRequest, put, take
+from locater.control import Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
+from locater.discovery import attention_layers
 from locater.observing import observe
-from locater.train import Shape, Transformer
+from locater.runs import Monitor
+from locater_lab.mechanisms import mechanism, mechanisms
+from locater_lab.mechanisms.swap import SwapMechanism
+from locater_lab.train import Shape, Transformer
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make
 from tests.families.encoders import bert
@@ -391,7 +392,7 @@ def test_calls_that_it_has_no_place_for() -> None:
 
 
 def test_what_is_causal_only_is_not_for_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    from locater.attention import registry
+    from locater_lab.mechanisms import registry
 
     only = replace(mechanism("linear"), name="onward", causal="only", reason="it is a recurrence over tokens")
     monkeypatch.setitem(registry.MECHANISMS._entries, "onward", only)

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import locater
 from locater import LocaterError
-from locater.control import CONTROLS, Controls, LocAteR, QKClip, QKNorm, SwapMechanism, Temperature
+from locater.control import CONTROLS, Controls, LocAteR, QKClip, QKNorm, Temperature
 from locater.control.base import Control
 from locater.control.forward import ForwardControl
-from locater.train import Plan, Shape, Transformer, run
-from locater.train.controls import restore
+from locater_lab.mechanisms.swap import SwapMechanism
+from locater_lab.train import Plan, Shape, Transformer, run
+from locater_lab.train.controls import restore
 
 # settings under which controls act on weights as small as those of the first steps
 ACTING = {
@@ -157,10 +159,8 @@ def test_needs_are_said_on_the_class() -> None:
     assert [swap.mechanism_of(layer, "softmax") for layer in range(3)] == ["softmax", "sigmoid", "softmax"]
 
 
-def test_the_old_name_of_swap_mechanism_works_with_a_warning() -> None:
-    import locater.control
-
-    with pytest.warns(DeprecationWarning, match="Mechanism is now locater.control.SwapMechanism"):
-        assert locater.control.Mechanism is SwapMechanism
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = locater.control.Nothing
+def test_names_that_moved_to_the_laboratory_name_their_new_home() -> None:
+    for name, home in {"attention": "locater_lab.mechanisms", "train": "locater_lab.train"}.items():
+        with pytest.raises(AttributeError, match=f"locater.{name} is now {home}"):
+            getattr(locater, name)
+    assert CONTROLS["mechanism"] is SwapMechanism, "offered by an entry point"

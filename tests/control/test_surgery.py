@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError
-from locater.checkpoints.sources import config_of
 from locater.control import Controls, Surgery, Temperature, carried, surgery
-from locater.families import attention_layers
+from locater.discovery import attention_layers
 from locater.families.registry import types_with_blocks
 from locater.measures import rank_residual
-from locater.monitor import Monitor
 from locater.observing import observe
-from locater.train import Plan, Shape, Transformer, run
-from locater.train.controls import parse_control
+from locater.runs import Monitor
+from locater.sources.sources import config_of
+from locater_lab.train import Plan, Shape, Transformer, run
+from locater_lab.train.controls import parse_control
 from tests.families import CASES, blocks
+from tests.lab.train.test_parts import TINY, corpus
 from tests.observing.test_observe import tensors
 from tests.parity import Case, model_of
-from tests.train.test_parts import TINY, corpus
 
 LABELS = (  # every choice of cuts
     "bert bert-decoder roberta roberta-cross xlm-roberta camembert electra electra-widened albert albert-groups albert-inner xlnet "

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from locater.control import LocAteR
 from locater.control.eigenspectrum import traces
+from locater.control.penalty_maps import size_counts, sized_maps
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, attention_layers, effective
-from locater.families.effective import Tokens
-from locater.families.forms import size_counts, sized_maps
-from locater.families.layer import Projection
-from locater.families.norm import Norm
-from locater.families.normed import normed
-from locater.train import run
+from locater.layers import AttentionLayer, effective
+from locater.layers.effective import Tokens
+from locater.layers.layer import Projection
+from locater.layers.norm import Norm
+from locater.layers.normed import normed
+from locater_lab.train import run
 from tests.control.test_locater import case_of, gradients
 from tests.control.test_measured import at_rest, own_logits, pull, small, without_dropout
 from tests.control.test_measured import penalty as measured_penalty

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from locater.control import LocAteR, Mimetic, QKClip, SigmaReparam
 from locater.control.writing import rewrite
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers, effective
-from locater.families.normed import NormedProjection
+from locater.layers import effective
+from locater.layers.normed import NormedProjection
 from locater.observing import observe
 from tests.families import CASES
 from tests.parity import Case, model_of

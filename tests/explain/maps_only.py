@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from locater import Block, Family
-from locater.attention.call import Call
-from locater.attention.stand_ins import along
-from locater.families import AttentionLayer
-from locater.families.build import projection
+from locater.calls.call import Call
+from locater.calls.patching import along
 from locater.kernels import Terms
+from locater.layers import AttentionLayer
+from locater.layers.build import projection
 
 
 class Attention(nn.Module):

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import locater
 from locater import LocaterError, explain, register
-from locater.attention.changes import CHANGES
-from locater.attention.listeners import KEY
+from locater.calls.changes import CHANGES
+from locater.calls.listeners import KEY
 from locater.explain import attention_record
 from locater.explain.attention_record import recorded_attention
 from locater.explain.relevance_rules import RelevanceMatrices
 from locater.explain.value_norms import carried_norms
 from locater.families import registry
-from locater.train import Shape, Transformer
+from locater_lab.train import Shape, Transformer
 from tests.explain import two_streams
 from tests.families import CASES
 from tests.parity import model_of, redraw

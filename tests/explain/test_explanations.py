@@ -236,7 +236,7 @@ def test_names_are_the_functions_after_any_order_of_imports() -> None:
     """In a fresh process, which forgets the room and imports it again in another order; calls are repeated."""
     script = """
 import importlib, itertools, sys, torch, locater
-from locater.models.transformer import Shape, Transformer
+from locater_lab.models.transformer import Shape, Transformer
 model = Transformer(Shape(vocabulary=16, layers=1, width=16, heads=2, kv_heads=2, hidden=16))
 names = ["", ".token_paths", ".path_sums", ".linear_operator"]
 for order in [*itertools.permutations(names, 2), names[::-1], ()]:

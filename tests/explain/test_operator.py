@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import locater
+from locater.discovery import attention_layers
 from locater.explain import operator
 from locater.explain.collapses import CONFIDENCE, FrozenOperator, quantile, with_input
 from locater.explain.decomposing import recorded_run
 from locater.explain.readout import frozen_with_readout
 from locater.explain.targets import vectors
-from locater.families import attention_layers, registry
+from locater.families import registry
 from tests.explain.float64 import AllFloat64
 from tests.explain.maps_only import FAMILY, MapsOnly
 from tests.explain.models import LABELS, built

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater.checkpoints.sources import config_of
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.explain import Paths, decompose
 from locater.explain.branches import Heads
-from locater.families import attention_layers
 from locater.families.registry import block_of, types_with_blocks
-from locater.train import Shape, Transformer
+from locater.sources.sources import config_of
+from locater_lab.train import Shape, Transformer
 from tests import ROOT
 from tests.explain.float64 import AllFloat64
 from tests.explain.models import BY_LABEL, LABELS, REFUSED, built

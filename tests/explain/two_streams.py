@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention.interface import _listener
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families import AttentionLayer, Family
-from locater.families.build import projection
-from locater.models.transformer import fused
+from locater.calls.interface import _listener
+from locater.families import Family
+from locater.layers import AttentionLayer
+from locater.layers.build import projection
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
+from locater_lab.models.transformer import fused
 
 TYPE, WIDTH, HEADS = "two_streams_of_a_test", 16, 2
 ATTEND = _listener("sdpa", fused)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from locater.train import Shape
+from locater_lab.train import Shape
 from tests.families.decoders import SHAPE, make
 from tests.families.more_decoders import case
 from tests.families.own import SIZES, Tiny, ids, tap

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.models.transformer import Attention
-from locater.train import Shape, Transformer
-from locater.train.checkpoint import save
+from locater_lab.models.transformer import Attention
+from locater_lab.train import Shape, Transformer
+from locater_lab.train.checkpoint import save
 from tests.parity import Case, Record, decoder_sites, tokens
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.checkpoints.sources import open_source
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.coverage import NUMBER, attention_like
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers
-from locater.families.coverage import NUMBER, attention_like
+from locater.sources.sources import open_source
+from locater.sources.weights import ModuleWeights
 from tests.families import CASES
 from tests.families.vision_and_pairs import LAYER, Block
 from tests.parity import model_of

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import locater
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers
 from tests.families.more_decoders import CASES
 from tests.parity import model_of
 

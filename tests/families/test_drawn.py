@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import locater
 from locater.errors import LocaterError
-from locater.families import AttentionLayer
+from locater.layers import AttentionLayer
 from tests.families import drawn as drawing
 from tests.families import spellings
 from tests.families.drawn import Drawn, draw, usual

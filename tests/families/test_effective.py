@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater.families import AttentionLayer, Norm, attention_layers, effective
-from locater.families.effective import mean_field_gain
+from locater.discovery import attention_layers
+from locater.layers import AttentionLayer, Norm, effective
+from locater.layers.effective import mean_field_gain
 from tests.families import CASES
 from tests.parity import Case, model_of
 

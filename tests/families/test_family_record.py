@@ -134,17 +134,6 @@ def test_controls(model: Any) -> None:
 # The record itself
 
 
-def test_the_form_before_family_warns_and_works(page: dict[str, Any]) -> None:
-    with pytest.warns(DeprecationWarning, match=r"register\(model_types, layers\) is now register\(Family"):
-        locater.register(["my_model", "my_other"], page["layers"])
-    try:
-        known, other = registry.BY_TYPE["my_model"], registry.BY_TYPE["my_other"]
-        assert (known.block, known.tap) == (page["BLOCK"], page["tap"]), "what was known of a type stays"
-        assert (other.layers, other.block, other.tap) == (page["layers"], None, None)
-    finally:
-        registry.BY_TYPE.remove("my_other")
-
-
 def test_without_a_block_or_a_tap_what_needs_them_is_refused(page: dict[str, Any], model: Any) -> None:
     locater.register(Family("my_model", page["layers"]))
     assert len(locater.scan(model).rows) == 8
@@ -182,7 +171,6 @@ def test_a_wrong_block_is_noticed(page: dict[str, Any], model: Any) -> None:
         (lambda: Family((), lambda weights, config: iter(())), r"Family: model_types=\(\): one name or more"),
         (lambda: Block("attn", parallel=True, after_mlp="norm"), "Block: a parallel block has norms in front of"),
         (lambda: locater.register("my_model"), "register: 'my_model' is no Family"),
-        (lambda: locater.register(Family("x", iter), iter), "register: a Family has its layers already"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_records_are_one_line(make: Any, said: str) -> None:
@@ -192,7 +180,7 @@ def test_bad_records_are_one_line(make: Any, said: str) -> None:
 
 
 def test_the_first_alternative_that_is_there_is_taken(model: Any) -> None:
-    modules = BlockModules(locater.checkpoints.weights.ModuleWeights(model), "blocks.0")  # type: ignore[attr-defined]
+    modules = BlockModules(locater.sources.weights.ModuleWeights(model), "blocks.0")  # type: ignore[attr-defined]
     assert modules.find(("calm0", "calm2", "calm1")) == "blocks.0.calm2"
     assert modules.find("") == "blocks.0"
     assert modules.find("calm0") is modules.find(None) is None

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 import locater
-from locater.checkpoints.sources import open_source
-from locater.checkpoints.weights import Rows, Weights
-from locater.families import AttentionLayer, effective, layers_of
-from locater.families.row_readers import rows_within
-from locater.families.splitting import head_blocks
-from locater.verbs import layer_moments
-from locater.verbs.head_rows import ScanOptions, head_rows
-from locater.verbs.scan_result import HeadRow
+from locater.commands import layer_moments
+from locater.commands.head_rows import ScanOptions, head_rows
+from locater.discovery import layers_of
+from locater.layers import AttentionLayer, effective
+from locater.layers.head_blocks import head_blocks
+from locater.layers.row_readers import rows_within
+from locater.results.scan import HeadRow
+from locater.sources.sources import open_source
+from locater.sources.weights import Rows, Weights
 from tests.families import CASES
 from tests.parity import model_of
 

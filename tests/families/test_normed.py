@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater.families import Norm, Projection
-from locater.families.normed import normed
+from locater.layers import Norm, Projection
+from locater.layers.normed import normed
 
 WIDTH, RANK, HEADS = 12, 6, 3
 

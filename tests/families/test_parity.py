@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from locater import scan
-from locater.checkpoints.weights import DictWeights, ModuleWeights
-from locater.families import AttentionLayer, Norm, Projection, Rotary, attention_layers, effective, families
-from locater.families.coverage import unread
-from locater.families.normed import NormedProjection
-from locater.families.relative import RelativeTerms
+from locater.calls.coverage import unread
+from locater.discovery import attention_layers
+from locater.families import families
+from locater.layers import AttentionLayer, Norm, Projection, Rotary, effective
+from locater.layers.normed import NormedProjection
+from locater.layers.relative import RelativeTerms
+from locater.sources.weights import DictWeights, ModuleWeights
 from tests.families import CASES
 from tests.parity import STORED, TOLERANCE, Case, Record, disagreement, model_of, record
 
@@ -187,9 +189,9 @@ NORMED = {  # of maps with a norm inside, all of a layer at once
     "shared": lambda p: None,
     "heads": lambda p: 1,
 }
-# another mechanism has a layer of its own kind: tests/train/test_attention.py
+# another mechanism has a layer of its own kind: tests/lab/train/test_attention.py
 NAMES_ONLY = {"name", "index", "mechanism", "provenance", "quantised"}
-# what discovery alone sets: layers with these must give the model's own output in tests/families/test_discovered*.py
+# what discovery alone sets: layers with these must give the model's own output in tests/discovery/test_discovered*.py
 DISCOVERED = {"rotary_table", "norm_last", "value_stream_norm", "head_value_norm", "mixed_norm", "mixed_norm_apart"}
 DISCOVERED |= {"gate", "chunk", "unknown_scale", "unknown_logits", "unknown_mask", "unknown_output"}
 DISCOVERED |= {"inputs_matter", "unknown_norm"}  # words

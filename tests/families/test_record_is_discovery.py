@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import locater
+from locater.discovery import reading_models
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, reading
 from locater.families.registry import BUILT_IN
-from locater.verbs.scan_result import NUMERIC_COLUMNS, Scan
+from locater.layers import AttentionLayer
+from locater.results.scan import NUMERIC_COLUMNS, Scan
 from tests.families import CASES, decoders
 from tests.families.decoders import GEMMA, make_gpt2
 from tests.families.torch_modules import stream
@@ -66,7 +67,7 @@ def read_twice(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Bot
     model = model_of(case)
     source, options = _saved(case, model, folder)
     record, record_scan = locater.attention_layers(source, **options), locater.scan(source, **options)
-    monkeypatch.setattr(reading, "reader_for", _no_record)
+    monkeypatch.setattr(reading_models, "reader_for", _no_record)
     monkeypatch.setenv("LOCATER_CACHE", str(folder / "cache"))
     example = _example(case) if source is model else None
     found = locater.attention_layers(source, example=example)

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers
 from tests.families.vision_and_pairs import CASES, LAYER, Attention, Block, Blocks
 from tests.parity import model_of
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError, Statistics, compare, scan
-from locater.families import open_source
+from locater.sources.sources import open_source
 from tests.fuzz import dcp, mutate, seeds
 
 Tensors = dict[str, bytes]
@@ -233,8 +233,8 @@ def edit_adapter(rng: Random, folder: Path) -> None:
 
 def read_gguf(folder: Path) -> tuple[Any, Tensors]:
     """Settings and tensors of every file (after a mutation there is one)."""
-    from locater.checkpoints.gguf_file import _floats
-    from locater.checkpoints.gguf_header import Array, read_header
+    from locater.sources.gguf_file import _floats
+    from locater.sources.gguf_header import Array, read_header
 
     kept, found = {}, {}
     for path in sorted(folder.glob("*.gguf")):
@@ -333,7 +333,7 @@ def edit_statistics(rng: Random, folder: Path) -> None:
 
 
 def read_log(folder: Path) -> None:
-    from locater.tracking.run_log import read_run
+    from locater.runs.run_log import read_run
 
     run = read_run(folder / "run.jsonl")
     json.loads(run.to_json())

@@ -20,18 +20,18 @@ import torch
 import typer
 
 import locater
-from locater.attention import mechanisms
 from locater.control.base import known_options
 from locater.families.registry import BY_TYPE
 from locater.findings import FLAGS
-from locater.tracking.run_log import read_run
-from locater.train.controls import controls
-from locater.train.loop import run as train
-from locater.train.plan import Plan
-from locater.verbs.probe_result import ProbeRow
-from locater_papers import PAPERS
-from locater_papers.engine.runs import Row, Runs
-from locater_papers.engine.sentence_model import sentence_model, why_absent
+from locater.results.probe import ProbeRow
+from locater.runs.run_log import read_run
+from locater_lab.engine.runs import Row, Runs
+from locater_lab.engine.sentence_model import sentence_model, why_absent
+from locater_lab.mechanisms import mechanisms
+from locater_lab.papers import PAPERS
+from locater_lab.train.controls import controls
+from locater_lab.train.loop import run as train
+from locater_lab.train.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 __all__ = [
@@ -124,7 +124,7 @@ def _plain(default: Any) -> Any:
 
 def commands() -> dict[str, dict[str, None]]:
     """Commands with their options and arguments."""
-    root: Any = typer.main.get_command(sys.modules[_main().__module__].app)
+    root: Any = typer.main.get_command(sys.modules[_main().__module__].with_offered())
     context = typer.Context(root)
     # some are built late
     parts = {"locater": root, **{name: root.resolve_command(context, [name])[1] for name in root.commands}}

@@ -76,7 +76,8 @@ GONE: dict[str, tuple[str, ...]] = {
     "names": (
         "commands.probe.--corpus",  # what it chose is the default; --corpus is a path, in train
         *("flags.few-directions", "flags.repels-itself"),  # columns: most heads that raised them were sound
-        "public.papers",  # a package of its own, locater_papers
+        "public.papers",  # in a package of their own, locater_lab
+        *("public.attention", "public.train"),  # there too: locater_lab.mechanisms, locater_lab.train
         "claims.bao2024.d4",  # c1 in another setting: a second measurement on the page, no second verdict
         "claims.bao2024.d5",  # the same of c2
     ),

@@ -22,22 +22,19 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from locater.kernels import (  # noqa: E402
+from locater.kernels import triton_forward, triton_kernels, triton_launch, triton_sums  # noqa: E402
+from locater.kernels.dispatch import mask_spans  # noqa: E402
+from locater.kernels.terms import Terms  # noqa: E402
+from locater_lab.mechanisms.kernels import (  # noqa: E402
     triton_delta,
     triton_delta_backward,
     triton_doubly,
     triton_doubly_backward,
     triton_features,
-    triton_forward,
-    triton_kernels,
-    triton_launch,
     triton_polynomial,
     triton_recurrence,
-    triton_sums,
     triton_weighted,
 )
-from locater.kernels.dispatch import mask_spans  # noqa: E402
-from locater.kernels.terms import Terms  # noqa: E402
 
 CARDS = {
     80: 163 * 1024,

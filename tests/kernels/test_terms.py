@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError
-from locater.attention import modules
 from locater.control import rows
 from locater.kernels import Terms, attention_statistics, row_statistics
 from locater.observing import tally
+from locater_lab.mechanisms import modules
 
 B, H, T, S, D = 2, 4, 3, 5, 8
 

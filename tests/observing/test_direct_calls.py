@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from locater.attention.direct import from_flex
+from locater.calls.direct import from_flex
+from locater.calls.direct_calls import DirectCalls
 from locater.errors import LocaterError
 from locater.observing import SeenHead, observe
-from locater.observing.direct_calls import DirectCalls
 
 WIDTH, HEADS, TOKENS, BATCH = 24, 3, 6, 2
 

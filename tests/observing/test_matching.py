@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError
-from locater.attention.listeners import KEY
-from locater.models.shape import Shape
-from locater.models.transformer import Attention, Transformer
+from locater.calls.listeners import KEY
 from locater.observing.circuits import circuit_scores
 from locater.observing.matching import match_scores, matches
+from locater_lab.models.shape import Shape
+from locater_lab.models.transformer import Attention, Transformer
 
 SETS = ((1,), (2,), (1, 2), (1, 3), (3,))
 

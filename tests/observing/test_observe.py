@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater.families import attention_layers
+from locater.discovery import attention_layers
 from locater.observing import SeenHead, observe
 from tests.families import CASES
 from tests.parity import Case, Record, model_of, record

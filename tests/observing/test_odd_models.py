@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.attention.call import Call, from_interface
-from locater.attention.interface import eager_function
+from locater.calls.call import Call, from_interface
+from locater.calls.interface import eager_function
 from locater.errors import LocaterError
 from locater.kernels import Terms
 from locater.observing import tally as tallying
-from locater.tracking.loggers import JsonlSink, read_run
+from locater.runs.loggers import JsonlSink, read_run
 
 transformers = pytest.importorskip("transformers")
 NUMBERS = ("rows", "entropy", "max_logit", "sink", "rest_entropy", "distance", "self_mass")

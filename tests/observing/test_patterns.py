@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import locater
-from locater.attention import mechanism
-from locater.attention.listeners import KEY
-from locater.control import SwapMechanism
+from locater.calls.listeners import KEY
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers
 from locater.observing import attention_pattern, observe
-from locater.train import Shape, Transformer
+from locater_lab.mechanisms import mechanism
+from locater_lab.mechanisms.swap import SwapMechanism
+from locater_lab.train import Shape, Transformer
 from tests.families import CASES
 from tests.observing.test_observe import use
 from tests.parity import Case, model_of, record

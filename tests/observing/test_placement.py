@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locater import LocaterError
-from locater.attention.call import Call
-from locater.attention.listeners import Switch
+from locater.calls.call import Call
+from locater.calls.listeners import Switch
 from locater.kernels import Terms
 from locater.observing import observe, placement, tally
 from locater.observing.accumulators import StatisticsOptions

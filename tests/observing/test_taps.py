@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers
 from locater.observing import SeenHead, observe
 from tests.families import CASES
 from tests.families.torch_modules import WIDTH, encode, padded

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.checkpoints.sources import open_source
-from locater.families.coverage import NUMBER
-from locater.families.discovery.cache import VARIABLE
-from locater.families.discovery.disk import discovered_on_disk
-from locater.families.discovery.searching import Discovered
-from locater.families.layer import AttentionLayer, Projection
+from locater.calls.coverage import NUMBER
+from locater.discovery.cache import VARIABLE
+from locater.discovery.disk import discovered_on_disk
+from locater.discovery.searching import Discovered
+from locater.layers.layer import AttentionLayer, Projection
+from locater.sources.sources import open_source
 
 MOST_APART = 6  # layers that are named
 UNKNOWN = ("unknown_scale", "unknown_logits", "unknown_mask", "unknown_output")

@@ -32,14 +32,13 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater import families
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.coverage import attention_like
+from locater.discovery.searching import NO_SOFTMAX, Discovered, discover
 from locater.errors import LocaterError, first_line
-from locater.families.coverage import attention_like
-from locater.families.discovery.searching import NO_SOFTMAX, Discovered, discover
-from locater.families.layer import AttentionLayer
 from locater.families.registry import BUILT_IN
+from locater.layers.layer import AttentionLayer
 from locater.observing.rows import tower_of
+from locater.sources.weights import ModuleWeights
 from tests.reach.heads import checked, heads_met, observed, scanned
 from tests.reach.met import attention_met
 from tests.reach.on_disk import NotSavedError, from_disk, saved, scans_of, with_gains
@@ -126,7 +125,7 @@ def _record(model: nn.Module) -> dict[str, Any]:
     """Layers that a family's record reads."""
     if getattr(model.config, "model_type", None) not in BUILT_IN:
         return {}
-    layers = families.attention_layers(model)
+    layers = locater.attention_layers(model)
     return {"layers": len(layers)}
 
 

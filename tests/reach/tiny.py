@@ -22,10 +22,10 @@ from transformers import PretrainedConfig, PreTrainedModel, ResNetConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.coverage import unread
+from locater.discovery.example_inputs import example_inputs
 from locater.errors import LocaterError, first_line
-from locater.families.coverage import unread
-from locater.families.discovery.example_inputs import example_inputs
+from locater.sources.weights import ModuleWeights
 from tests.reach.overrides import OVERRIDES, PART_OF
 from tests.reach.sizes import LAYERS, OPEN, SIZES, VOCABULARY, rotary_sections, size_of
 

@@ -14,9 +14,16 @@ from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
 from locater.report.explain import explain_page
 from locater.report.quantised import unpack_table
-from locater.verbs.explain_input import Picture, TokenStream
-from locater.verbs.explain_result import DeletionCurve, Explanations, HeadShare, LengthShare, Pattern
-from locater.verbs.explain_target import Prediction
+from locater.results.explanations import (
+    DeletionCurve,
+    Explanations,
+    HeadShare,
+    LengthShare,
+    Pattern,
+    Picture,
+    Prediction,
+    TokenStream,
+)
 from tests.report.visits import Visit, data_of, needs_browser
 
 HOSTILE = "</script><img src=x onerror=alert(1)>@TITLE@"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from locater.train import Shape, Transformer
+from locater_lab.train import Shape, Transformer
 from tests import ROOT
 from tests.report.visits import Visit, needs_browser
 

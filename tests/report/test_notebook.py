@@ -21,8 +21,8 @@ from locater import Comparison, LocaterError, Moments, Probe, Scan, compare, mom
 from locater.markup import LOW, heat_map
 from locater.report.drawn import of_comparison, of_observation, of_scan
 from locater.report.terminal import print_scan
+from locater.results.probe import ProbeRow
 from locater.spectrum import cross_moments
-from locater.verbs.probe_result import ProbeRow
 from tests.report.visits import Visit, needs_browser
 from tests.test_findings import spread_out
 

@@ -23,7 +23,7 @@ from locater.report.probe_columns import COLUMNS
 from locater.report.probe_words import collapse
 from locater.report.tables import summary
 from locater.report.terminal import print_probe
-from locater.verbs.probe_result import PROBE_COLUMNS, ProbeRow
+from locater.results.probe import PROBE_COLUMNS, ProbeRow
 from tests.conftest import Result
 from tests.report.visits import Visit, data_of, needs_browser
 
@@ -414,7 +414,7 @@ def test_probe_writes_what_it_prints(run: Run, saved: Path, words: Path, tmp_pat
 
 
 def test_the_default_text_is_named(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locater.data.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
+    monkeypatch.setattr("locater.inputs.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
     assert "the documentation inside Python (the default; --text FILE for yours)" in " ".join(
         run("probe", saved, *SMALL).out.split()
     )
@@ -469,7 +469,7 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
 
 def test_the_default_text_in_python_too(saved: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command has it, and the result says so; a path is called by its name, a `Path` to the model is one."""
-    monkeypatch.setattr("locater.data.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
+    monkeypatch.setattr("locater.inputs.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
     small: dict[str, Any] = dict(length=32, tokens=128)
     found = probe(saved, **small)
     assert found.assumptions["data"] == "the documentation inside Python (the default; text= for yours)"

@@ -78,7 +78,7 @@ def test_page_stands_alone(pages: dict[str, Path]) -> None:
 @pytest.mark.parametrize(("layers", "heads", "size", "limit"), [(12, 12, 64, 1.5e6), (32, 32, 128, 4e6)])
 def test_page_weighs_little(tmp_path: Path, layers: int, heads: int, size: int, limit: float) -> None:
     """With full-length numbers everywhere and drives for every head: weight does not depend on the values."""
-    from locater.verbs.scan_result import HeadRow
+    from locater.results.scan import HeadRow
 
     g = torch.Generator().manual_seed(0)
 
@@ -156,7 +156,7 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
         "positions": None,
     }
     assumed = {"prediction": "prior", "tokens": "t", "weights": "w", "length": 256, "notes": ["<i>"]}
-    from locater.verbs.scan_result import HeadRow
+    from locater.results.scan import HeadRow
 
     Scan("<script>alert(1)</script>", assumed, [entry], [HeadRow(0, 0, 0, "self", 8, 4, 0.5)]).report(
         tmp_path / "x.html"

@@ -15,8 +15,8 @@ from rich.console import Console
 from locater.report.planes import pack_numbers, unpack_numbers
 from locater.report.trajectory import VALUES, trajectory_page
 from locater.report.trajectory_terminal import print_trajectory
-from locater.verbs.scan_result import NUMERIC_COLUMNS
-from locater.verbs.trajectory import trajectory
+from locater.results.scan import NUMERIC_COLUMNS
+from locater.results.trajectory import trajectory
 from tests.report.visits import Visit, data_of, needs_browser
 
 STEPS = [step for step in range(0, 1001, 50) if step not in (300, 350, 700)]

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from locater import LocaterError
-from locater.report.packing import Curve, pack, thin
-from locater.report.watch import Server, watch_page
-from locater.tracking.loggers import JsonlSink, Sink, open_sink, read_run
-from locater.tracking.run_reader import RunReader
+from locater.runs.loggers import JsonlSink, Sink, open_sink, read_run
+from locater.runs.page_data import Curve, pack, thin
+from locater.runs.run_reader import RunReader
+from locater.runs.watch_page import Server, watch_page
 from tests.conftest import Result
 from tests.processes import hears_interrupts
 from tests.report.visits import Visit, data_of, needs_browser

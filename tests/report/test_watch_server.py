@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from locater import LocaterError
-from locater.report.follower import Follower
-from locater.report.watch import THREADS, Server, watch_page
-from locater.tracking.run_log import read_run
-from locater.tracking.run_reader import RunReader
+from locater.runs.follower import Follower
+from locater.runs.run_log import read_run
+from locater.runs.run_reader import RunReader
+from locater.runs.watch_page import THREADS, Server, watch_page
 from tests.conftest import Result
 from tests.report.test_watch_page import ask, header, step, warning, write
 
@@ -226,7 +226,7 @@ def test_numbers_that_stay_in_the_log_are_those_that_were_seen(tmp_path: Path) -
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locater.tracking.run_log.JSON_LIMIT", 100_000)
+    monkeypatch.setattr("locater.runs.run_log.JSON_LIMIT", 100_000)
     path = write(tmp_path / "run.jsonl", header(), step(0))
     with path.open("a") as file:
         file.write("x" * 200_000)
@@ -239,7 +239,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_bad_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "run.jsonl", header(), step(0), {"kind": "unheard of", "step": 1})
     follower, parsed = Follower(path), []
-    monkeypatch.setattr("locater.tracking.run_reader.parse", lambda line: parsed.append(line) or json.loads(line))
+    monkeypatch.setattr("locater.runs.run_reader.parse", lambda line: parsed.append(line) or json.loads(line))
     for _ in range(3):
         assert "line 3" in follower.answer(0)["error"]
     assert len(parsed) == 3

@@ -11,9 +11,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from locater.report.packing import VALUES, thin
-from locater.report.watch import Server, watch_page
-from locater.tracking.loggers import read_run
+from locater.runs.loggers import read_run
+from locater.runs.page_data import VALUES, thin
+from locater.runs.watch_page import Server, watch_page
 from tests.conftest import Result
 from tests.report.test_watch_page import header, step, warning, write
 from tests.report.visits import Visit, data_of, needs_browser

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from locater.errors import LocaterError
-from locater.theory import approximation
-from locater.theory.approximation import Anchors
+from locater_lab.theory import approximation
+from locater_lab.theory.approximation import Anchors
 
 
 def softmax_by_hand(s: float, low: float, high: float, count: int, beta: float) -> float:

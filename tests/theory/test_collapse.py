@@ -14,7 +14,8 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.measures import composite_norm, rank_residual, token_residual
-from locater.theory import (
+from locater.theory import kept_at_entropy, residual_kept
+from locater_lab.theory import (
     Block,
     attention_bound,
     beta,
@@ -22,10 +23,8 @@ from locater.theory import (
     contraction_rate,
     depth_residuals,
     hidden_states,
-    kept_at_entropy,
     layer_bound,
     mlp_lipschitz,
-    residual_kept,
     skip_bound,
 )
 

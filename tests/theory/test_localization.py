@@ -29,9 +29,9 @@ from locater.theory import (
     phase_diagram,
     regime,
     signal_propagation,
-    simulate,
     unit_moments,
 )
+from locater_lab.theory import simulate
 
 SKEW_ERROR = 0.064  # section 4: the closed form is off by about this much of |g1|
 WALKS = 50_000

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.measures import token_residual
-from locater.theory import (
+from locater_lab.theory import (
     Block,
     FrozenLayer,
     all_paths,

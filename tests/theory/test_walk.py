@@ -12,7 +12,7 @@ import torch
 from scipy import integrate, stats
 from torch import Tensor
 
-from locater.theory import simulate
+from locater_lab.theory import simulate
 
 
 def pair(head_dim: int, width: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -6,14 +6,15 @@ Modules that need torch are imported inside the commands, so that `locater --hel
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from locater.cli import compare, demo, explain, fleet, probe, reproduce, scan, train, watch
+from locater.cli import compare, demo, explain, fleet, probe, scan, watch
 from locater.cli.shell import Command, Group, command_in, examples, failure, outlives_its_reader, without_debug
 from locater.errors import without_secrets
 from locater.escapes import escaped_output
+from locater.registry import offered
 from locater.version import __version__
 
 app = typer.Typer(
@@ -23,11 +24,30 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (demo, scan, fleet, probe, compare, explain, watch, train, reproduce):
-    name = module.__name__.rpartition(".")[2]
+BUILT_IN = {
+    module.__name__.rpartition(".")[2]: module for module in (demo, scan, fleet, probe, compare, explain, watch)
+}
+
+
+def _add(name: str, module: Any) -> None:
     app.command(name, cls=Command, help=module.HELP, epilog=examples(*module.EXAMPLES))(module.command)
-# The options of these come from modules that import torch: they are built when the command is called.
-Group.late = {"train": train.build, "reproduce": reproduce.build}
+
+
+for name, module in BUILT_IN.items():
+    _add(name, module)
+
+
+def with_offered() -> typer.Typer:
+    """All commands, with those that other packages offer: `locater_lab` has `train` and `reproduce`.
+
+    Their options may come from modules that import torch: they are built when the command is called.
+    """
+    for name, point in offered("commands").items():
+        if name not in Group.late:
+            module = point.load()
+            _add(name, module)
+            Group.late[name] = module.build
+    return app
 
 
 @app.callback(invoke_without_command=True)
@@ -51,7 +71,8 @@ def main() -> None:
     sys.stdout, sys.stderr = outlives_its_reader(sys.stdout), outlives_its_reader(sys.stderr)
     debug, args = without_debug(sys.argv[1:])
     try:
-        status = typer.main.get_command(app).main(args, prog_name="locater", standalone_mode=False)
+        known = app if command_in(args) in BUILT_IN else with_offered()
+        status = typer.main.get_command(known).main(args, prog_name="locater", standalone_mode=False)
         sys.stdout.flush()  # a full disk is an error too
         if isinstance(status, int):  # of typer.Exit
             sys.exit(status)

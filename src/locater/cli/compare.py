@@ -12,7 +12,7 @@ from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.errors import without_secrets
 from locater.findings import parse_conditions
-from locater.verbs.scan_result import LENGTH, SCAN_FLAGS
+from locater.results.scan import LENGTH, SCAN_FLAGS
 
 HELP = "Compare two models, or two or more checkpoints of one run, head by head."
 EXAMPLES = (
@@ -45,10 +45,10 @@ def command(
     ] = None,
     download: Download = False,
 ) -> None:
+    from locater.commands.comparing import compare
     from locater.report.series_words import print_series
     from locater.report.terminal import print_comparison
-    from locater.verbs.compare_result import CHANGE_COLUMNS, FAULT, Comparison
-    from locater.verbs.comparing import compare
+    from locater.results.comparison import CHANGE_COLUMNS, FAULT, Comparison
 
     conditions = []
     if fail_on is not None:

@@ -14,7 +14,7 @@ from locater.cli.output import deliver
 from locater.cli.shell import check_writable, stdout_console
 
 if TYPE_CHECKING:
-    from locater.verbs.compare_result import Comparison
+    from locater.results.comparison import Comparison
 
 HELP = "Scan the small trained model inside the package, and compare it with a twin that was trained with LocAteR."
 EXAMPLES = ("locater demo", "locater demo --report demo.html --twin twin.html")
@@ -27,9 +27,9 @@ def command(
         str | None, typer.Option(metavar="PATH", help="Write an HTML page that compares the model with its twin.")
     ] = None,
 ) -> None:
+    from locater.commands.comparing import compare
+    from locater.commands.scanning import scan
     from locater.report.terminal import print_scan
-    from locater.verbs.comparing import compare
-    from locater.verbs.scanning import scan
 
     check_writable(json, report, twin, "--twin {}: give the page of both a file of its own")
     folders = [Path(str(files("locater") / "demo")), Path(str(files("locater") / "demo" / "twin"))]

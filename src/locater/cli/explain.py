@@ -68,9 +68,9 @@ def command(
     ] = False,
     report: ReportPath = None,
 ) -> None:
-    from locater.processor import avoid_broken_amx
+    from locater.amx import avoid_broken_amx
+    from locater.commands.explaining import explanations
     from locater.report.explain_terminal import print_explanations
-    from locater.verbs.explaining import explanations
 
     check_writable(json, report)
     words = _prompt(prompt, text)
@@ -104,7 +104,7 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
         return standard_input()
     if not os.path.exists(file):
         raise LocaterError(f"--text {file}: no such file; for the prompt itself give --prompt")
-    from locater.data.text import read_text
+    from locater.inputs.text import read_text
 
     return read_text(Path(file))
 

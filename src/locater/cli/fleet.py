@@ -13,10 +13,10 @@ from locater.cli.output import deliver
 from locater.cli.shell import check_writable, show_progress
 from locater.escapes import one_line
 from locater.findings import Condition, parse_conditions
-from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
+from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
 
 if TYPE_CHECKING:
-    from locater.verbs.fleet.result import Fleet
+    from locater.commands.fleet.result import Fleet
 
 HELP = "Scan many checkpoints into one folder of Parquet files: the steps of a run, or a list of models."
 EXAMPLES = (
@@ -67,8 +67,8 @@ def command(
     json: JsonPath = None,
     report: ReportPath = None,
 ) -> None:
+    from locater.commands.fleet.request import Request, answered
     from locater.report.fleet import print_fleet, state
-    from locater.verbs.fleet.request import Request, answered
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)

@@ -13,7 +13,7 @@ from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress, standard_input
 from locater.errors import LocaterError
 from locater.findings import parse_conditions
-from locater.verbs.scan_result import LENGTH, TOKENS
+from locater.results.scan import LENGTH, TOKENS
 
 HELP = "Run a model on text or images, measure every head, and compare with what theory predicts."
 EXAMPLES = (
@@ -58,10 +58,10 @@ def command(
     ] = None,
     fail_on: FailOn = None,
 ) -> None:
-    from locater.processor import avoid_broken_amx
+    from locater.amx import avoid_broken_amx
+    from locater.commands.probing import probe
     from locater.report.terminal import print_probe
-    from locater.verbs.probe_result import OLD_COLUMNS, PROBE_COLUMNS, PROBE_FLAGS
-    from locater.verbs.probing import probe
+    from locater.results.probe import OLD_COLUMNS, PROBE_COLUMNS, PROBE_FLAGS
 
     conditions = []
     if fail_on is not None:
@@ -100,6 +100,6 @@ def _text(text: str | None, images: str | None) -> tuple[str | Path | None, str 
         raise LocaterError("--text: the name of the file is empty; - reads standard input")
     if text is not None:
         return Path(text), text
-    from locater.verbs.probe_data import DEFAULT_TEXT
+    from locater.commands.probe_data import DEFAULT_TEXT
 
     return None, f"{DEFAULT_TEXT} (the default; --text FILE for yours)"

@@ -11,7 +11,7 @@ from locater.cli.options import Download, FailOn, JsonPath, Length, Raw, ReportP
 from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.findings import parse_conditions
-from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
+from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
 
 HELP = "Read the query-key spectrum of every head from weights alone, and predict how the head attends."
 EXAMPLES = (
@@ -65,10 +65,10 @@ def command(
         typer.Option(metavar="MODEL", help="Read an adapter on this base model, in place of the one that it names."),
     ] = None,
 ) -> None:
-    from locater.checkpoints.remote import Traffic
+    from locater.commands.scanning import parsed_shard, scan
     from locater.predict import Statistics
     from locater.report.terminal import print_scan
-    from locater.verbs.scanning import parsed_shard, scan
+    from locater.sources.remote import Traffic
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)

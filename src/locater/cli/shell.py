@@ -18,7 +18,7 @@ from locater.errors import LocaterError, first_line
 from locater.escapes import escaped, escaped_output, one_line
 
 if TYPE_CHECKING:
-    from locater.checkpoints.remote import Traffic
+    from locater.sources.remote import Traffic
 
 
 def examples(*lines: str) -> str:

@@ -1,13 +1,9 @@
 """Interventions: each can be attached to a model, adds to the loss or acts after a step, and can be taken off again."""
 
-import warnings
-from typing import Any
-
 from locater.control.base import Control, Controls
 from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
 from locater.control.forward import Carried, carried
-from locater.control.mechanism import SwapMechanism
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm
@@ -30,17 +26,7 @@ __all__ = [
     "QKNorm",
     "SigmaReparam",
     "Surgery",
-    "SwapMechanism",
     "Temperature",
     "carried",
     "register_control",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Mechanism":  # the old name, for one release
-        warnings.warn(
-            "locater.control.Mechanism is now locater.control.SwapMechanism", DeprecationWarning, stacklevel=2
-        )
-        return SwapMechanism
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, attention_layers
+from locater.layers import AttentionLayer
 
 Layers = Sequence[int] | None
 

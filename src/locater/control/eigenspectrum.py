@@ -32,9 +32,10 @@ from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, chosen_layers, device_of
 from locater.control.model_maps import FOLDS, ModelMaps
+from locater.discovery import attention_layers
+from locater.discovery.stacked_maps import Maps
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, attention_layers
-from locater.families.folded import Maps
+from locater.layers import AttentionLayer
 
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 

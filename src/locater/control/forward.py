@@ -26,18 +26,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from locater.attention import interface
-from locater.attention.changes import AttentionChange, changes, numbered, put, take
-from locater.attention.stand_ins import CONTROL, instead, through
 from locater.brief import brief
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls import interface
+from locater.calls.changes import AttentionChange, changes, numbered, put, take
+from locater.calls.patching import CONTROL, instead, through
 from locater.control.base import Control, Layers, device_of, layers_numbered
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, attention_layers
-from locater.families.layer import Kind
-from locater.families.listening import refuse_unobservable
 from locater.families.registry import family_of
-from locater.families.split_heads import WHOLE, Split, SplitHeads
+from locater.families.taps import refuse_unobservable
+from locater.layers import AttentionLayer
+from locater.layers.layer import Kind
+from locater.layers.tensor_parallel import WHOLE, Split, SplitHeads
+from locater.sources.weights import ModuleWeights
 
 logger = logging.getLogger("locater")
 NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module
@@ -162,7 +163,7 @@ def carried(model: nn.Module) -> list[Carried]:
 
     >>> import copy
     >>> from locater.control import Temperature
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> model = Transformer(Shape(width=16, heads=2, kv_heads=2, layers=1, hidden=24))
     >>> _ = Temperature(learn=False).attach(model)
     >>> [(change.module, change.control) for change in carried(copy.deepcopy(model))]

@@ -18,10 +18,10 @@ from locater.control.base import Control, Layers, self_layers
 from locater.control.eigenspectrum import traces
 from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, Projection, effective
-from locater.families.effective import folded
-from locater.families.joined import JoinedProjection
-from locater.families.normed import NormedProjection
+from locater.layers import AttentionLayer, Projection, effective
+from locater.layers.effective import folded
+from locater.layers.joined import JoinedProjection
+from locater.layers.normed import NormedProjection
 
 STEPS = 100  # of Newton's method at most; without a norm on the keys the first step is exact
 

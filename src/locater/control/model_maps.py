@@ -9,11 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from locater.control.penalty_maps import size_counts, sized_maps, stored_maps, token_maps
+from locater.discovery import attention_layers
+from locater.discovery.stacked_maps import Inputs, Maps, maps_of, recorded_stacks
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, attention_layers
-from locater.families.effective import Effective
-from locater.families.folded import Inputs, Maps, maps_of, recorded_stacks
-from locater.families.forms import size_counts, sized_maps, stored_maps, token_maps
+from locater.layers import AttentionLayer
+from locater.layers.effective import Effective
 from locater.observing.token_sample import Listener, TokenSample, on_training_tokens, samples_of, share_samples
 from locater.observing.token_size import TokenSize, share_sizes, sizes_of
 

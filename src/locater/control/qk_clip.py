@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from locater.control.base import Control
 from locater.control.writing import check_writable, rewrite
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, Projection, attention_layers
-from locater.families.joined import JoinedProjection
-from locater.families.normed import NormedProjection
+from locater.layers import AttentionLayer, Projection
+from locater.layers.joined import JoinedProjection
+from locater.layers.normed import NormedProjection
 from locater.observing.accumulators import StatisticsOptions
 from locater.observing.observation import Observation
 

@@ -13,7 +13,6 @@ from typing import TypeVar
 from locater.control.base import Control
 from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
-from locater.control.mechanism import SwapMechanism
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm
@@ -30,7 +29,7 @@ def _spelling(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-CONTROLS: Registry[type[Control]] = Registry("control", replaceable=True, spelling=_spelling)
+CONTROLS: Registry[type[Control]] = Registry("control", replaceable=True, spelling=_spelling, group="controls")
 
 
 def register_control(kind: Class, name: str | None = None) -> Class:
@@ -41,4 +40,3 @@ def register_control(kind: Class, name: str | None = None) -> Class:
 
 for _kind in (EntropyPenalty, LocAteR, LogitSoftcap, Mimetic, QKClip, QKNorm, SigmaReparam, Surgery, Temperature):
     register_control(_kind)
-register_control(SwapMechanism, "mechanism")

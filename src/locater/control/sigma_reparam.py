@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from locater.attention.stand_ins import CONTROL
-from locater.checkpoints.live_tensors import LiveTensor, is_a, stored_map
-from locater.checkpoints.sources import config_of
+from locater.calls.patching import CONTROL
 from locater.control.base import Control, Layers, layers_numbered
+from locater.discovery import layers_of
+from locater.discovery.stacked_maps import Recorder
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, layers_of
-from locater.families.folded import Recorder
+from locater.layers import AttentionLayer
 from locater.numerics import upcast
 from locater.observing.stream import streams
+from locater.sources.live_tensors import LiveTensor, is_a, stored_map
+from locater.sources.sources import config_of
 
 Only = Literal["linear", "query-key"]
 

@@ -32,13 +32,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from locater.attention.stand_ins import REPLACED, instead
-from locater.checkpoints.sources import config_of
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.patching import REPLACED, instead
 from locater.control.base import Control, Layers, self_layers
 from locater.errors import LocaterError
 from locater.families.record import Block, BlockModules
 from locater.families.registry import block_of
+from locater.sources.sources import config_of
+from locater.sources.weights import ModuleWeights
 
 Forward = Callable[..., Any]
 
@@ -73,7 +73,7 @@ class Surgery(Control):
     even after the original was restored.
 
     >>> from locater.measures import rank_residual
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
     >>> shape = Shape(width=16, heads=2, kv_heads=2, layers=3, hidden=24, causal=False)
     >>> model = Transformer(shape).double().requires_grad_(False)

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from locater.attention.changes import AttentionRequest
+from locater.calls.changes import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward import TEMPERATURE, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
 from locater.errors import LocaterError
-from locater.families import AttentionLayer
-from locater.families.effective import Effective
+from locater.layers import AttentionLayer
+from locater.layers.effective import Effective
 
 
 class Temperature(ForwardControl["_Divided"]):

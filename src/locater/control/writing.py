@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.families import Projection
+from locater.layers import Projection
 
 Read = Callable[[], Projection]  # reads a projection anew, since a bias is read when its projection is
 

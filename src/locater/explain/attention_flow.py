@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.attention import mechanism
 from locater.errors import LocaterError
 from locater.explain.attention_record import RecordedRun, recorded_attention
 from locater.explain.explanation import Explanation
@@ -32,7 +31,7 @@ def relevance(
     without the 1 that this token has from itself; the mean of the rows where it reads several. `streams` names the
     streams of layers by patterns of their names, where paths do not tell them.
 
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
     >>> model = Transformer(Shape(vocabulary=16, layers=2, width=16, heads=2, kv_heads=2, hidden=16), scale=0.3)
     >>> why = relevance(model, torch.arange(6)[None], target=3)
@@ -67,7 +66,7 @@ def rollout(
     The target only says which token's row is read. What reaches stream s from stream q by cross-attention is
     R_ss^T A R_qq, with A of the last such layer.
 
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
     >>> model = Transformer(Shape(vocabulary=16, layers=2, width=16, heads=2, kv_heads=2, hidden=16), scale=0.3)
     >>> round(float(rollout(model, torch.arange(6)[None]).scores.sum()), 5)
@@ -76,11 +75,11 @@ def rollout(
     run, chosen, steps, slopes = read_only_where(model, inputs, target, streams)
     matrices = _Flow(sizes_of(steps), _like(steps))
     for step in steps:
-        signed = step.event.call.weights is not None and mechanism(step.event.call.mechanism).kind == "signed"
-        if signed:
+        other = step.event.call.other
+        if other is not None and other.signed:
             raise LocaterError(
                 f"{step.event.layer.name}: rollout needs weights of at least 0, and those of "
-                f"{step.event.call.mechanism} attention are signed: use relevance or gradient_input"
+                f"{other.name} attention are signed: use relevance or gradient_input"
             )
         matrices.add(step, step.event.mean_map(sequence_of(step, chosen)))
     exact = "the target chooses the token; its value and sign do not enter"

@@ -18,20 +18,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.attention.call import Call
-from locater.attention.changes import AttentionChange, AttentionRequest, put, take
-from locater.attention.listeners import Switch
-from locater.attention.stand_ins import instead
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.call import Call
+from locater.calls.changes import AttentionChange, AttentionRequest, put, take
+from locater.calls.listeners import Switch
+from locater.calls.patching import instead
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.explain.values_behind import values_behind
-from locater.families import AttentionLayer, attention_layers
-from locater.families.listening import is_tapped
 from locater.families.registry import family_of
+from locater.families.taps import is_tapped
+from locater.layers import AttentionLayer
 from locater.numerics import upcast
-from locater.observing.hearing import heard
 from locater.observing.inputs import as_keywords, attention_input, run_checked
+from locater.observing.listen import heard
 from locater.observing.map_of_heads import attention_maps, without_autocast
+from locater.sources.weights import ModuleWeights
 
 AT_ONCE = 1 << 26  # numbers of the maps that are built at a time
 

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.checkpoints.sources import config_of
-from locater.checkpoints.weights import ModuleWeights
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.explain.freezing import Freezer, Mlp
 from locater.explain.input_checks import check_inputs
 from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
-from locater.families import AttentionLayer, Block, attention_layers
+from locater.families import Block
 from locater.families.registry import block_of
+from locater.layers import AttentionLayer
 from locater.observing.inputs import as_keywords, run_checked
+from locater.sources.sources import config_of
+from locater.sources.weights import ModuleWeights
 
 
 def decompose(
@@ -32,7 +34,7 @@ def decompose(
     least. transformers computes the RMSNorms of most models, and the eager softmax of some, in float32 whatever the
     model's precision, which shows in `gap`.
 
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
     >>> model = Transformer(Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48), scale=0.2)
     >>> paths = decompose(model, torch.arange(10)[None])

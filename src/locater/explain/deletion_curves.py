@@ -105,7 +105,7 @@ def deletion(
     default the special ones of the model, and the one whose output is explained.
 
     >>> from locater.explain import rollout
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
     >>> model = Transformer(Shape(vocabulary=16, layers=1, width=16, heads=2, kv_heads=2, hidden=16))
     >>> ids = torch.arange(8)[None]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention.stand_ins import instead
+from locater.calls.patching import instead
 from locater.errors import LocaterError
 from locater.explain.attention_record import frozen
 from locater.observing.inputs import as_keywords, run_checked

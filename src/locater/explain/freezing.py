@@ -11,19 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from locater.attention.call import Call
+from locater.calls.call import Call
 from locater.errors import LocaterError
 from locater.explain.branches import Experts, FrozenLatent, FrozenNorm, Gates, Heads
 from locater.explain.freezing_mlps import frozen_mlp, shown
 from locater.explain.frozen import Step
 from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
-from locater.families import AttentionLayer
-from locater.families.build import norm, optional
-from locater.families.joined import JoinedProjection
-from locater.families.layer import Projection
-from locater.families.normed import NormedProjection
 from locater.families.record import Part
+from locater.layers import AttentionLayer
+from locater.layers.build import norm, optional
+from locater.layers.joined import JoinedProjection
+from locater.layers.layer import Projection
+from locater.layers.normed import NormedProjection
 from locater.numerics import upcast
 from locater.observing.map_of_heads import attention_maps
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.explain.branches import Expert, Experts, FrozenNorm, Gates
-from locater.families import AttentionLayer
 from locater.families.record import Part
+from locater.layers import AttentionLayer
 from locater.numerics import upcast
 
 if TYPE_CHECKING:

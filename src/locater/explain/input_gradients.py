@@ -23,7 +23,7 @@ def gradient_input(model: nn.Module, inputs: Inputs, target: TargetChoice = None
 
     The input of a token is its embedding, that of a patch what the patch embedding returns.
 
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
     >>> model = Transformer(Shape(vocabulary=16, layers=1, width=16, heads=2, kv_heads=2, hidden=16), scale=0.3)
     >>> gradient_input(model, torch.arange(6)[None]).scores.shape

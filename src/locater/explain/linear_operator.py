@@ -43,7 +43,7 @@ def operator(
 
     `matrix=True` adds all output tokens. docs/explain.md has the cost of each.
 
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
     >>> model = Transformer(Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48), scale=0.2)
     >>> explanation = operator(model, torch.arange(10)[None], target=7)

@@ -21,13 +21,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.checkpoints.sources import config_of
 from locater.errors import LocaterError
 from locater.explain.decomposing import frozen_paths, recorded_run, tolerance
 from locater.explain.freezing import Mlp
 from locater.explain.path_sums import Paths
 from locater.explain.targets import Target, TargetChoice, choose_target, vectors
 from locater.numerics import upcast
+from locater.sources.sources import config_of
 
 LINEAR = "the readout is linear"
 CAPPED = "the readout is linear up to a soft cap, which is frozen at its ratio"

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention.call import Call
-from locater.attention.listeners import Switch
-from locater.attention.stand_ins import instead
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.call import Call
+from locater.calls.listeners import Switch
+from locater.calls.patching import instead
 from locater.errors import LocaterError
-from locater.families import AttentionLayer
 from locater.families.record import Block, BlockModules, Part
+from locater.layers import AttentionLayer
 from locater.observing.accumulators import StatisticsOptions
-from locater.observing.hearing import heard
+from locater.observing.listen import heard
 from locater.observing.site import Site
+from locater.sources.weights import ModuleWeights
 
 
 class CallSite(Site):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.explain.attention_record import AttentionEvent
-from locater.families import AttentionLayer
+from locater.layers import AttentionLayer
 
 ONE, MEMORY = "input", "memory"
 KNOWN = {"vision": "image", "visual": "image", "text": "text", "encoder": "encoder", "decoder": "decoder"}

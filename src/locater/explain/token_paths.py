@@ -32,7 +32,7 @@ def paths(
     (L, H) the part that goes through each head; both with paths of every origin, in units of the target. A path goes
     through several heads, so the parts of heads do not sum to the target.
 
-    >>> from locater.train import Shape, Transformer
+    >>> from locater_lab.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
     >>> model = Transformer(Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48), scale=0.2)
     >>> explanation = paths(model, torch.arange(10)[None], target=7)

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.attention.call import Call
-from locater.families import AttentionLayer
+from locater.calls.call import Call
+from locater.layers import AttentionLayer
 from locater.numerics import upcast
 from locater.observing.inputs import Read
 from locater.observing.map_of_heads import attention_maps

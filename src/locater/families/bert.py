@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families.build import norm, projection
 from locater.families.encoder import BERT, BERT_BLOCK, encoder_layers
-from locater.families.layer import AttentionLayer
-from locater.families.norm import Norm
 from locater.families.record import Family
+from locater.layers.build import norm, projection
+from locater.layers.layer import AttentionLayer
+from locater.layers.norm import Norm
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from locater.attention.call import Call
-from locater.attention.stand_ins import Passage, Undo, along, cached
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
+from locater.calls.call import Call
+from locater.calls.patching import Passage, Undo, along, cached
 from locater.errors import LocaterError
-from locater.families.bias import Alibi, alibi_slopes
-from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
 from locater.families.gpt_neox import per_head
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
 from locater.kernels import Terms
+from locater.layers.bias import Alibi, alibi_slopes
+from locater.layers.build import expect, expect_layers, integer, norm, projection, shape_of
+from locater.layers.layer import AttentionLayer
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 

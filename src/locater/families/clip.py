@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
-from locater.families.build import expect, expect_layers, integer, norm, projection
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
+from locater.layers.build import expect, expect_layers, integer, norm, projection
+from locater.layers.layer import AttentionLayer
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 TEXT = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 12, "layer_norm_eps": 1e-5}
 VISION = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-5}

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families.build import norm, within_heads
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
-from locater.families.layer import AttentionLayer, Projection
-from locater.families.norm import Norm
-from locater.families.normed import normed
 from locater.families.record import Family
-from locater.families.rotary import halves
+from locater.layers.build import norm, within_heads
+from locater.layers.layer import AttentionLayer, Projection
+from locater.layers.norm import Norm
+from locater.layers.normed import normed
+from locater.layers.rotary import halves
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention.call import Call
-from locater.attention.listeners import listening
-from locater.attention.stand_ins import Passage, Undo, along, instead
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families.build import expect, integer, norm, projection, read_floats, shape_of
+from locater.calls.call import Call
+from locater.calls.listeners import listening
+from locater.calls.patching import Passage, Undo, along, instead
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
-from locater.families.layer import AttentionLayer
-from locater.families.norm import Norm
 from locater.families.record import Family
-from locater.families.relative import RelativeTerms
 from locater.kernels import Terms
+from locater.layers.build import expect, integer, norm, projection, read_floats, shape_of
+from locater.layers.layer import AttentionLayer
+from locater.layers.norm import Norm
+from locater.layers.relative import RelativeTerms
 from locater.numerics import upcast
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 NAMES = Names(
     "encoder.layer",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
-from locater.families.build import expect, expect_layers, integer, norm, projection
-from locater.families.layer import AttentionLayer
-from locater.families.norm import Norm
 from locater.families.record import Block
-from locater.families.rotary import rotary_from_config
+from locater.layers.build import expect, expect_layers, integer, norm, projection
+from locater.layers.layer import AttentionLayer
+from locater.layers.norm import Norm
+from locater.layers.rotary import rotary_from_config
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
 LLAMA_BLOCK = Block(

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Rows, Weights, numbered
-from locater.families.build import expect, expect_layers, integer, norm, projection, within_heads
 from locater.families.decoder import LLAMA_BLOCK
-from locater.families.layer import AttentionLayer, Projection
-from locater.families.norm import Norm
-from locater.families.normed import normed
 from locater.families.record import Family
-from locater.families.rotary import halves, rotary_from_config, yarn_scale
+from locater.layers.build import expect, expect_layers, integer, norm, projection, within_heads
+from locater.layers.layer import AttentionLayer, Projection
+from locater.layers.norm import Norm
+from locater.layers.normed import normed
+from locater.layers.rotary import halves, rotary_from_config, yarn_scale
+from locater.sources.sources import Config
+from locater.sources.weights import Rows, Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.kv_b_proj\.weight"
 LATENT_EPS = 1e-6

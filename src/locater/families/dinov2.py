@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families.build import rescaled
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
 from locater.families.vit import vit_layers
+from locater.layers.build import rescaled
+from locater.layers.layer import AttentionLayer
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
 from locater.errors import LocaterError
-from locater.families.build import expect, expect_layers, integer, norm, projection
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block
+from locater.layers.build import expect, expect_layers, integer, norm, projection
+from locater.layers.layer import AttentionLayer
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
-from locater.families.build import expect, expect_layers, integer, norm, projection
-from locater.families.layer import AttentionLayer, Kind
-from locater.families.norm import Norm
+from locater.layers.build import expect, expect_layers, integer, norm, projection
+from locater.layers.layer import AttentionLayer, Kind
+from locater.layers.norm import Norm
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
 EPS = 1e-5  # no configuration sets it

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
 from locater.errors import LocaterError
-from locater.families.build import norm
 from locater.families.clip import sub_config, tower_layers
 from locater.families.decoder import decoder_layers
 from locater.families.gemma2 import GEMMA_BLOCK
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
-from locater.families.rotary import Rotary, rotary_from_config
 from locater.families.siglip import TOWER
+from locater.layers.build import norm
+from locater.layers.layer import AttentionLayer
+from locater.layers.rotary import Rotary, rotary_from_config
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 # a vision tower is not this family
 PATTERN = r"(?P<prefix>((?!.*vision).*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
-from locater.families.build import expect, expect_layers, integer, norm, optional, read_floats, shape_of
-from locater.families.layer import AttentionLayer, Projection
 from locater.families.record import Block, Family
+from locater.layers.build import expect, expect_layers, integer, norm, optional, read_floats, shape_of
+from locater.layers.layer import AttentionLayer, Projection
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.c_attn\.weight"
 

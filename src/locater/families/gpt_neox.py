@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Rows, Weights, numbered
-from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
-from locater.families.rotary import rotary_from_config
+from locater.layers.build import expect, expect_layers, integer, norm, projection, shape_of
+from locater.layers.layer import AttentionLayer
+from locater.layers.rotary import rotary_from_config
+from locater.sources.sources import Config
+from locater.sources.weights import Rows, Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.attention\.query_key_value\.weight"
 

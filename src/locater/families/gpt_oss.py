@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families.build import optional
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
-from locater.families.layer import AttentionLayer
 from locater.families.record import Family
+from locater.layers.build import optional
+from locater.layers.layer import AttentionLayer
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

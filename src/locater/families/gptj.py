@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from locater.attention.call import Call
-from locater.attention.listeners import listening
-from locater.attention.stand_ins import Undo, argument, instead, tell
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
+from locater.calls.call import Call
+from locater.calls.listeners import listening
+from locater.calls.patching import Undo, argument, instead, tell
 from locater.errors import LocaterError
-from locater.families.build import expect, expect_layers, integer, norm, projection, within_heads
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
-from locater.families.rotary import halves, rotary_from_config
 from locater.kernels import Terms
+from locater.layers.build import expect, expect_layers, integer, norm, projection, within_heads
+from locater.layers.layer import AttentionLayer
+from locater.layers.rotary import halves, rotary_from_config
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.q_proj\.weight"
 

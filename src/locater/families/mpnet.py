@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from locater.attention.call import Call
-from locater.attention.stand_ins import Passage, Undo, along
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families.bias import RelativeBias
-from locater.families.build import expect, read_floats, shape_of
+from locater.calls.call import Call
+from locater.calls.patching import Passage, Undo, along
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
-from locater.families.layer import AttentionLayer
 from locater.families.record import Family
 from locater.kernels import Terms
+from locater.layers.bias import RelativeBias
+from locater.layers.build import expect, read_floats, shape_of
+from locater.layers.layer import AttentionLayer
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 # the model's code uses so many whatever relative_attention_num_buckets says, and reads no further rows
 BUCKETS = 32

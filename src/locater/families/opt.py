@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families.build import norm
 from locater.families.decoder import decoder_layers
-from locater.families.layer import AttentionLayer
-from locater.families.norm import Norm
 from locater.families.record import Block, Family
+from locater.layers.build import norm
+from locater.layers.layer import AttentionLayer
+from locater.layers.norm import Norm
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 EPS = 1e-5  # the default of nn.LayerNorm
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Rows, Weights, numbered
-from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
 from locater.families.decoder import LLAMA_BLOCK
-from locater.families.layer import AttentionLayer
 from locater.families.record import Family
-from locater.families.rotary import rotary_from_config
+from locater.layers.build import expect, expect_layers, integer, norm, projection, shape_of
+from locater.layers.layer import AttentionLayer
+from locater.layers.rotary import rotary_from_config
+from locater.sources.sources import Config
+from locater.sources.weights import Rows, Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.qkv_proj\.weight"
 

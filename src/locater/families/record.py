@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
-from locater.attention.stand_ins import Undo
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import ModuleWeights, Weights
+from locater.calls.patching import Undo
 from locater.errors import LocaterError
-from locater.families.layer import AttentionLayer
-from locater.families.norm import NormKind
+from locater.layers.layer import AttentionLayer
+from locater.layers.norm import NormKind
+from locater.sources.sources import Config
+from locater.sources.weights import ModuleWeights, Weights
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
 Tap = Callable[[nn.Module], Iterator[Undo]]
@@ -134,6 +135,9 @@ class Family:
     unobservable: Callable[[nn.Module], str | None] | None = None
     # whether an attention module is of this family, for attention known by its class and not by the model's type
     recognises: Callable[[nn.Module], bool] | None = None
+
+    # the live model in a folder of a checkpoint, where transformers does not know its class
+    load: Callable[[Path], nn.Module] | None = None
 
     def __post_init__(self) -> None:
         types = (self.model_types,) if isinstance(self.model_types, str) else tuple(self.model_types)

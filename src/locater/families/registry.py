@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import lru_cache
 
 from torch import nn
 
-from locater.checkpoints.sources import config_of
 from locater.errors import LocaterError
-from locater.families import own
-from locater.families.record import Block, Family, Reader
+from locater.families.record import Block, Family
 from locater.registry import Registry
+from locater.sources.sources import config_of
 
 FILES = (
     "albert",
@@ -52,41 +49,28 @@ FILES = (
     "whisper",
     "xlnet",
 )
-BY_TYPE: Registry[Family] = Registry("model type", replaceable=True)
+BY_TYPE: Registry[Family] = Registry("model type", replaceable=True, group="families")
 BY_TYPE.load("locater.families", FILES, "FAMILY", lambda family: family.model_types)
 FAMILIES, BUILT_IN = BY_TYPE.entries(), dict(BY_TYPE)
-BY_TYPE.add(own.FAMILY, *own.FAMILY.model_types)
 
 
-def register(family: Family | str | Iterable[str], layers: Reader | None = None) -> None:
+def register(family: Family) -> Family:
     """Teach Locater an architecture; a model type that is known already is replaced. docs/add-a-family.md.
 
     The attention layers that a registered family leaves out are left out of a scan: only the families of the package
     are checked for attention that they did not read, and for settings that no model can have. Gains, biases and numbers
     of the layers that it reads from a checkpoint have to fit their maps, as for all.
-
-    `register(model_types, layers)`, the form before `Family`, works for one release and warns.
     """
-    if isinstance(family, Family):
-        if layers is not None:
-            raise LocaterError("register: a Family has its layers already; leave out the second argument")
-        BY_TYPE.add(family, *family.model_types)
-        return
-    if layers is None:
+    if not isinstance(family, Family):
         raise LocaterError(
             f"register: {family!r:.60} is no Family: locater.register(locater.Family(model_types, layers))"
         )
-    warnings.warn(
-        "register(model_types, layers) is now register(Family(model_types, layers))", DeprecationWarning, stacklevel=2
-    )
-    for model_type in (family,) if isinstance(family, str) else family:
-        known = BY_TYPE.get(model_type, Family((model_type,), layers))
-        BY_TYPE.add(replace(known, model_types=(model_type,), layers=layers), model_type)
+    return BY_TYPE.add(family, *family.model_types)
 
 
 def families() -> tuple[str, ...]:
     """Every `model_type` that can be read: those of docs/families.md, those of `locater train`, and registered ones."""
-    return tuple(sorted(BY_TYPE))
+    return tuple(sorted(BY_TYPE.names()))
 
 
 def family_of(model: nn.Module) -> Family | None:

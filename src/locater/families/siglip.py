@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
 from locater.families import torch_mha
-from locater.families.build import norm
 from locater.families.clip import TOWER_BLOCK, tower_layers, towers
-from locater.families.layer import AttentionLayer
-from locater.families.norm import Norm
 from locater.families.record import Family
+from locater.layers.build import norm
+from locater.layers.layer import AttentionLayer
+from locater.layers.norm import Norm
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 TOWER = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-6}
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
-from locater.families.build import norm, read_floats
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
-from locater.families.layer import AttentionLayer, Projection
-from locater.families.norm import Norm
-from locater.families.normed import normed
 from locater.families.record import Block, Family
-from locater.families.rotary import rotary_from_config
+from locater.layers.build import norm, read_floats
+from locater.layers.layer import AttentionLayer, Projection
+from locater.layers.norm import Norm
+from locater.layers.normed import normed
+from locater.layers.rotary import rotary_from_config
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

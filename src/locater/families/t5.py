@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
-from locater.families.bias import RelativeBias
-from locater.families.build import expect, expect_layers, first, integer, norm, projection
-from locater.families.layer import AttentionLayer, Kind
 from locater.families.record import Block, Family
+from locater.layers.bias import RelativeBias
+from locater.layers.build import expect, expect_layers, first, integer, norm, projection
+from locater.layers.layer import AttentionLayer, Kind
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)block\.(?P<layer>\d+)\.layer\.0\.SelfAttention\.q\.weight"
 

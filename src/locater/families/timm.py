@@ -18,15 +18,15 @@ from typing import Any
 
 from torch import nn
 
-from locater.attention.interface import reaches
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import ModuleWeights, Weights, numbered
+from locater.calls.interface import reaches
 from locater.errors import LocaterError
-from locater.families.build import expect, integer, norm, projection, rescaled, shape_of
-from locater.families.layer import AttentionLayer
-from locater.families.norm import Norm
 from locater.families.record import Family
 from locater.families.timm_tap import tap
+from locater.layers.build import expect, integer, norm, projection, rescaled, shape_of
+from locater.layers.layer import AttentionLayer
+from locater.layers.norm import Norm
+from locater.sources.sources import Config
+from locater.sources.weights import ModuleWeights, Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?blocks\.(\d+\.)?)(?P<layer>\d+)\.attn\.qkv\.weight"
 # of plain attention; more (tables over distance, masks) is another kind

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from locater.attention.call import Call
-from locater.attention.stand_ins import Passage, Undo, along, name_of
+from locater.calls.call import Call
+from locater.calls.patching import Passage, Undo, along, name_of
 from locater.errors import LocaterError
 from locater.kernels import Terms
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import ModuleWeights, Rows, Weights, natural
 from locater.errors import LocaterError
-from locater.families.build import integer, matrix, norm, optional, projection, shape_of
-from locater.families.layer import AttentionLayer, Kind, Projection
-from locater.families.norm import Norm, NormKind
 from locater.families.record import Family
 from locater.families.torch_mha_tap import tap
+from locater.layers.build import integer, matrix, norm, optional, projection, shape_of
+from locater.layers.layer import AttentionLayer, Kind, Projection
+from locater.layers.norm import Norm, NormKind
+from locater.sources.sources import Config
+from locater.sources.weights import ModuleWeights, Rows, Weights, natural
 
 ROLES = ("self_attn", "multihead_attn")  # attention in the layers of PyTorch's encoders and decoders
 BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from locater.attention.call import Call
-from locater.attention.listeners import listening
-from locater.attention.stand_ins import Undo, argument, instead, tell
+from locater.calls.call import Call
+from locater.calls.listeners import listening
+from locater.calls.patching import Undo, argument, instead, tell
 from locater.kernels import Terms
 
 FAST = "_transformer_encoder_layer_fwd"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
-from locater.families.build import expect, expect_layers, integer, norm, projection
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
+from locater.layers.build import expect, expect_layers, integer, norm, projection
+from locater.layers.layer import AttentionLayer
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 STEMS = {  # names of q, k, v and o under a block
     "attention.attention.query": ("attention.attention.key", "attention.attention.value", "attention.output.dense"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights
 from locater.families.encoder_decoder import encoder_decoder_layers
-from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
+from locater.layers.layer import AttentionLayer
+from locater.sources.sources import Config
+from locater.sources.weights import Weights
 
 SMALLEST = {
     "d_model": 384,

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention.call import Call
-from locater.attention.listeners import listening
-from locater.attention.stand_ins import Undo, argument, instead, tell
-from locater.checkpoints.settings import configuration
-from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import Weights, numbered
+from locater.calls.call import Call
+from locater.calls.listeners import listening
+from locater.calls.patching import Undo, argument, instead, tell
 from locater.errors import LocaterError
-from locater.families.build import expect, expect_layers, integer, norm, read_floats, shape_of
-from locater.families.layer import AttentionLayer, Projection
-from locater.families.norm import Norm
 from locater.families.record import Block, Family
-from locater.families.relative import RelativeTerms
 from locater.kernels import Terms
+from locater.layers.build import expect, expect_layers, integer, norm, read_floats, shape_of
+from locater.layers.layer import AttentionLayer, Projection
+from locater.layers.norm import Norm
+from locater.layers.relative import RelativeTerms
 from locater.numerics import upcast
+from locater.sources.settings import configuration
+from locater.sources.sources import Config
+from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layer\.(?P<layer>\d+)\.rel_attn\.q"
 

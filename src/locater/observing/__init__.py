@@ -6,4 +6,11 @@ from locater.observing.observation import Observation, observe
 from locater.observing.rows import SeenHead
 from locater.observing.stream import SeenLayer
 
-__all__ = ["Observation", "SeenHead", "SeenLayer", "attention_pattern", "observe", "statistics"]
+__all__ = [
+    "Observation",
+    "SeenHead",
+    "SeenLayer",
+    "attention_pattern",
+    "observe",
+    "statistics",
+]

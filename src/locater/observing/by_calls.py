@@ -19,23 +19,23 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.overrides import _get_current_function_mode
 
-from locater.attention.call import Call
-from locater.attention.listeners import Switch, is_measured
-from locater.attention.stand_ins import Undo, instead
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.call import Call
+from locater.calls.coverage import attention_like, folded_paths
+from locater.calls.direct_calls import Caller, DirectCalls, Heard, Kept
+from locater.calls.flex_calls import flex_calls
+from locater.calls.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
+from locater.calls.listeners import Switch, is_measured
+from locater.calls.patching import Undo, instead
 from locater.errors import LocaterError, first_line
-from locater.families.coverage import attention_like, folded_paths
-from locater.families.listening import is_tapped, refuse_unobservable
-from locater.families.split_heads import SplitHeads
+from locater.families.taps import is_tapped, refuse_unobservable
+from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice, ChoiceError, chosen_heads
-from locater.observing.direct_calls import Caller, DirectCalls, Heard, Kept
-from locater.observing.flex_calls import flex_calls
 from locater.observing.following import paused, place_in_code, running
-from locater.observing.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
-from locater.observing.hearing import compiled_parts
+from locater.observing.listen import compiled_parts
 from locater.observing.repeated_calls import Layer, layers_of
 from locater.observing.site import Site, clear
+from locater.sources.weights import ModuleWeights
 
 # these choose another way of computing while a function mode is active, whose last digits differ
 TORCH_MODULES = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)

@@ -9,14 +9,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from locater.checkpoints.weights import ModuleWeights
-from locater.data.text import Batch, Text, TextWindow, batches
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers
+from locater.inputs.text import Batch, Text, TextWindow, batches
 from locater.measures import ChannelMoments, normality_distance, top_directions
 from locater.observing.inputs import Read, on_input, run
 from locater.observing.stream import Padding
 from locater.predict.input_statistics import Input, Statistics
+from locater.sources.weights import ModuleWeights
 
 PRECISE = 1024  # up to this width covariances are summed in float64
 SAMPLE = 4096  # tokens for the test of normality

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from locater.attention.call import Call
+from locater.calls.call import Call
 from locater.kernels import Terms, mask_spans
 
 Result = TypeVar("Result")

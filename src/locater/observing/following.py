@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from locater.attention import interface
-from locater.attention.listeners import begins_pass, is_on, run_pass
-from locater.observing.direct_calls import DirectCalls
-from locater.observing.frames import Frame, Place
+from locater.calls import interface
+from locater.calls.direct_calls import DirectCalls
+from locater.calls.frames import Frame, Place
+from locater.calls.listeners import begins_pass, is_on, run_pass
 
 if TYPE_CHECKING:
     from locater.observing.by_calls import CalledLayers

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.data.text import Batch
 from locater.errors import LocaterError, first_line
+from locater.inputs.text import Batch
 from locater.observing.stream import time_first
 
 IDS = ("input_ids", "inputs", "ids")  # names of token ids among the inputs of models

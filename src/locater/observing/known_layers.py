@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from locater.checkpoints.live_tensors import is_a
-from locater.checkpoints.sources import open_source
-from locater.checkpoints.weights import ModuleWeights
-from locater.families import attention_layers
-from locater.families.reading import reader_for
+from locater.discovery import attention_layers
+from locater.discovery.reading_models import reader_for
 from locater.families.record import Family
 from locater.families.registry import BY_TYPE, family_of
+from locater.sources.live_tensors import is_a
+from locater.sources.sources import open_source
+from locater.sources.weights import ModuleWeights
 
 SETTINGS = (bool, int, float, str)  # of a module: what its layer may be read from besides its parameters
 

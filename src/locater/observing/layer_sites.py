@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from locater.attention.listeners import Switch
-from locater.families.listening import refuse_unobservable
-from locater.families.split_heads import SplitHeads
+from locater.calls.listeners import Switch
+from locater.families.taps import refuse_unobservable
+from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice, chosen, chosen_heads
 from locater.observing.known_layers import KnownLayers

@@ -17,16 +17,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from locater.attention.call import Call
-from locater.attention.listeners import Switch
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.call import Call
+from locater.calls.listeners import Switch
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.families import attention_layers
 from locater.numerics import upcast
 from locater.observing.choosing import Choice, chosen, chosen_heads
 from locater.observing.counted_rows import of_heads
-from locater.observing.hearing import heard
 from locater.observing.inputs import as_keywords, check_model, run_checked
+from locater.observing.listen import heard
+from locater.sources.weights import ModuleWeights
 
 
 def attention_pattern(

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from locater.attention.call import Call
-from locater.attention.listeners import Switch, enter, leave
+from locater.calls.call import Call
+from locater.calls.listeners import Switch, enter, leave
 from locater.errors import LocaterError
 from locater.kernels import Terms, row_statistics
 from locater.observing.accumulators import wide

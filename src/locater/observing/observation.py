@@ -16,18 +16,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.attention.listeners import Switch, is_here, run_pass
-from locater.attention.stand_ins import instead
+from locater.calls.coverage import folded_paths
+from locater.calls.listeners import Switch, is_here, run_pass
+from locater.calls.patching import instead
 from locater.errors import LocaterError
-from locater.families.coverage import folded_paths
-from locater.families.split_heads import SplitHeads
+from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulators import StatisticsOptions, owners
 from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice
 from locater.observing.counted_rows import forget_masks
-from locater.observing.hearing import heard
 from locater.observing.known_layers import known_layers
 from locater.observing.layer_sites import sites_of
+from locater.observing.listen import heard
 from locater.observing.map_of_heads import pattern_sites
 from locater.observing.ranks import combine, refuse_split_tokens
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from locater.attention.call import Call
-from locater.attention.listeners import report_missed
+from locater.calls.call import Call
+from locater.calls.listeners import report_missed
 from locater.kernels import Terms, has_spans, mask_spans
 from locater.observing.counted_rows import CountedRows, place
 

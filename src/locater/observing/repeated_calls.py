@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from locater.attention.call import Call
-from locater.attention.head_axes import BASE
+from locater.calls.call import Call
+from locater.calls.direct_calls import Heard
+from locater.calls.head_axes import BASE
+from locater.calls.origins import Memory, Step, bases, labels_of
 from locater.errors import LocaterError
-from locater.observing.direct_calls import Heard
-from locater.observing.origins import Memory, Step, bases, labels_of
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from locater.attention.call import Call
-from locater.attention.listeners import Switch, is_measured
+from locater.calls.call import Call
+from locater.calls.listeners import Switch, is_measured
 from locater.errors import LocaterError
-from locater.families.split_heads import WHOLE, Split
+from locater.layers.tensor_parallel import WHOLE, Split
 from locater.observing.accumulators import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tallied, wide
 from locater.observing.tally import tally
 
 if TYPE_CHECKING:
-    from locater.families import AttentionLayer
+    from locater.layers import AttentionLayer
     from locater.observing.known_layers import KnownLayer
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention.listeners import Switch, is_here
-from locater.attention.stand_ins import instead
 from locater.brief import brief
+from locater.calls.listeners import Switch, is_here
+from locater.calls.patching import instead
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
 from locater.observing.accumulators import is_of_another_thread, wide
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from locater.attention.call import Call
-from locater.attention.listeners import report_missed
+from locater.calls.call import Call
+from locater.calls.listeners import report_missed
 from locater.kernels import AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast

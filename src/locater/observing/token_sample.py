@@ -19,13 +19,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from locater.attention.listeners import Switch, is_on, run_pass
-from locater.attention.stand_ins import instead
-from locater.checkpoints.weights import ModuleWeights
+from locater.calls.listeners import Switch, is_on, run_pass
+from locater.calls.patching import instead
 from locater.errors import LocaterError
-from locater.families import AttentionLayer
+from locater.layers import AttentionLayer
 from locater.observing.inputs import attention_input
 from locater.observing.stream import Padding
+from locater.sources.weights import ModuleWeights
 
 SIZE = 256  # tokens of a sample
 GOLDEN = 40503  # 2^16 / golden ratio

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from locater.families import AttentionLayer
+from locater.layers import AttentionLayer
 from locater.observing.token_sample import check_names, rank_and_ranks
 
 _sizes: WeakValueDictionary[int, TokenSize] = WeakValueDictionary()

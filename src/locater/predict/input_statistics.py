@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from locater.brief import brief
-from locater.checkpoints.pickle_file import load_pickle
-from locater.checkpoints.weights import has_dense_data
 from locater.errors import LocaterError, first_line
-from locater.families import Tokens
 from locater.files import write_whole
+from locater.layers import Tokens
+from locater.sources.pickle_file import load_pickle
+from locater.sources.weights import has_dense_data
 
 SCHEMA = 1
 

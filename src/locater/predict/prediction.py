@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, Norm, Projection
-from locater.families.effective import folded
-from locater.families.joined import norm_inside
 from locater.kernels import attention_statistics
+from locater.layers import AttentionLayer, Norm, Projection
+from locater.layers.effective import folded
+from locater.layers.joined import norm_inside
 from locater.numerics import one_thread
 from locater.predict.input_statistics import Input
 from locater.theory.surrogate import gaussian_tokens

@@ -10,7 +10,7 @@ from locater.report.scan_columns import Change, in_words, quantities
 from locater.report.tables import number
 
 if TYPE_CHECKING:
-    from locater.verbs.compare_result import ComparedTensors, Comparison
+    from locater.results.comparison import ComparedTensors, Comparison
 
 NAMED_COLUMNS, NAMED_CHANGES = 3, 6  # columns and heads that sentences name
 NAMED_TENSORS = 3

@@ -14,9 +14,9 @@ from locater.report.scan_columns import Quantity, quantity_named, telling
 
 if TYPE_CHECKING:
     from locater.observing.observation import Observation
-    from locater.verbs.compare_result import Comparison
-    from locater.verbs.probe_result import Probe
-    from locater.verbs.scan_result import Scan
+    from locater.results.comparison import Comparison
+    from locater.results.probe import Probe
+    from locater.results.scan import Scan
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from locater.explain.explanation import Explanation
-    from locater.verbs.explain_result import DeletionCurve, Explanations
+    from locater.results.explanations import DeletionCurve, Explanations
 
 
 class Tables:

@@ -10,8 +10,7 @@ from locater.report.pages import short_name
 
 if TYPE_CHECKING:
     from locater.explain.explanation import Explanation
-    from locater.verbs.explain_input import TokenStream
-    from locater.verbs.explain_result import Explanations
+    from locater.results.explanations import Explanations, TokenStream
 
 MOST_TOKENS = 200
 FOR, AGAINST = "11,150,160", "220,110,40"  # seen on light and dark ground

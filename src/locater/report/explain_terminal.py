@@ -13,7 +13,7 @@ from locater.report.tables import counted
 from locater.report.terminal import empty_table, fitting
 
 if TYPE_CHECKING:
-    from locater.verbs.explain_result import Explanations
+    from locater.results.explanations import Explanations
 
 MOST_TOKENS = 40  # tokens that are listed; of more, those with the largest scores
 HEADS_NAMED = 8

@@ -8,8 +8,7 @@ from locater.report.tables import counted
 
 if TYPE_CHECKING:
     from locater.explain.explanation import Explanation
-    from locater.verbs.explain_input import TokenStream
-    from locater.verbs.explain_result import Explanations
+    from locater.results.explanations import Explanations, TokenStream
 
 LABELS = {  # names of methods as a reader sees them
     "operator": "operator",

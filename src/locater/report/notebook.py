@@ -28,9 +28,9 @@ from locater.report.tables import (
 
 if TYPE_CHECKING:
     from locater.observing.observation import Observation
-    from locater.verbs.compare_result import Comparison
-    from locater.verbs.probe_result import Probe
-    from locater.verbs.scan_result import Scan
+    from locater.results.comparison import Comparison
+    from locater.results.probe import Probe
+    from locater.results.scan import Scan
 
 LISTED = 10  # heads in the table
 OBSERVED = ("H", "first", "max logit", "distance", "top")  # headings of a probe that an observation has too

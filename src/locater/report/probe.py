@@ -14,7 +14,7 @@ from locater.version import __version__
 
 if TYPE_CHECKING:
     from locater.observing.stream import SeenLayer
-    from locater.verbs.probe_result import Probe
+    from locater.results.probe import Probe
 
 STREAM = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top_ratio")
 INPUT = ("mean_share", "kurtosis", "normality", "normality_expected")

@@ -11,7 +11,7 @@ from locater.report.tables import counted
 
 if TYPE_CHECKING:
     from locater.observing.stream import SeenLayer
-    from locater.verbs.probe_result import Probe
+    from locater.results.probe import Probe
 
 ALIKE = 0.1  # share of the stream that differs between tokens, under which they are nearly the same
 CLOSER = 0.8  # share of the difference that is left, under which tokens have come closer

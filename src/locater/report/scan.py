@@ -25,8 +25,8 @@ from locater.theory.propagation import COLLAPSED
 from locater.version import __version__
 
 if TYPE_CHECKING:
-    from locater.verbs.compare_result import Comparison
-    from locater.verbs.scan_result import HeadRow, Scan
+    from locater.results.comparison import Comparison
+    from locater.results.scan import HeadRow, Scan
 
 NUMBERS = (
     *("M", "S", "F", "mean", "concentration", "localization", "expected_entropy"),

@@ -15,7 +15,7 @@ from locater.report.tables import MOST_SHOWN, number
 from locater.report.terminal import empty_table, fitting
 
 if TYPE_CHECKING:
-    from locater.verbs.series import ComparisonSeries
+    from locater.results.series import ComparisonSeries
 
 MOST_MEDIANS = 8  # scans whose medians a table shows; of more, evenly chosen ones with the first and the last
 

@@ -40,9 +40,9 @@ from locater.report.tables import (
 )
 
 if TYPE_CHECKING:
-    from locater.verbs.compare_result import Comparison
-    from locater.verbs.probe_result import Probe
-    from locater.verbs.scan_result import Scan
+    from locater.results.comparison import Comparison
+    from locater.results.probe import Probe
+    from locater.results.scan import Scan
 
 GAP = 2  # spaces between columns
 ALL_HEADS = 48  # up to this many heads are listed one by one

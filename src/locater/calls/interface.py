@@ -1,0 +1,170 @@
+"""Listening at the attention interface of transformers, which every backend passes: eager, SDPA, FlashAttention,
+FlexAttention.
+
+While anything is observed, each attention function in the library's table is replaced by one that reports the call and
+then runs the original. Its name stays the same: configurations are not edited, masks are built by the builder of that
+name, and code that compares names takes the same branch as before. Modules without listeners are not affected.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from locater.calls.call import from_interface
+from locater.calls.changes import CHANGES, AttentionRequest, changed
+from locater.calls.listeners import KEY, described, listening
+from locater.calls.one_pass import in_one_pass
+
+# table, name, the original, our replacement
+_replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []
+_users = 0
+_copied: set[int] = set()  # ids of changes that came with a copy of a model, until the copy is collected
+_named: dict[type[nn.Module], Callable[..., Any] | None] = {}
+# models may be observed in several threads; a copy may be collected while its own thread has the lock
+_lock = threading.RLock()
+
+
+def install() -> None:
+    """Put the listening functions into the tables; they stay until the last user removes them."""
+    global _users
+    with _lock:
+        _users += 1  # first: a copy that is collected meanwhile must not undo what is done here
+        try:
+            _replace()
+        except BaseException:
+            _users -= 1
+            raise
+
+
+def keep(change: Any) -> None:
+    """`install` for as long as `change` exists: it acts in a copy of a model, where no control removes it."""
+    with _lock:
+        _copied.add(id(change))
+        weakref.finalize(change, _forget, id(change)).atexit = False
+        _replace()
+
+
+def _forget(number: int) -> None:
+    with _lock:
+        _copied.discard(number)
+        _restore()
+
+
+def _replace() -> None:
+    installed = [ours for _, _, _, ours in _replaced]
+    for at, table in enumerate(_tables()):
+        for name in {*table, *(("eager",) if at == 0 else ())}:
+            was = table.get(name)
+            if was not in installed:  # a second user finds most functions replaced already
+                ours = table[name] = _listener(name, was)
+                _replaced.append((table, name, was, ours))
+
+
+def remove(changes: Iterable[Any] = ()) -> None:
+    """End one `install`; `changes` of a copy need it no longer."""
+    global _users
+    with _lock:
+        _users = max(0, _users - 1)
+        for change in changes:
+            _copied.discard(id(change))
+        _restore()
+
+
+def _restore() -> None:
+    """Put the originals back, once nobody needs the replacements."""
+    if _users or _copied:
+        return
+    entries = _replaced[::-1]
+    _replaced.clear()
+    for table, name, was, ours in entries:
+        if table.get(name) is not ours:
+            continue  # somebody has put another function there meanwhile
+        if was is None:
+            del table[name]
+        else:
+            table[name] = was
+
+
+def _tables() -> list[dict[str, Any]]:
+    """The global table of attention functions and the local overrides, if transformers is in use."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    return [AttentionInterface._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping]
+
+
+def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kw: Any
+    ) -> Any:
+        base = eager_function(type(module)) if original is None else original
+        if CHANGES in module.__dict__:  # by a control, before listeners see the call
+            request = changed(AttentionRequest(module, name, base, query, key, attention_mask, kw))
+            base, query, key, kw = request.attend, request.query, request.key, request.kw
+        sites = listening(module) if KEY in module.__dict__ else ()
+        if len(sites) == 1 and getattr(sites[0], "takes_statistics", False) and CHANGES not in module.__dict__:
+            both = in_one_pass(sites[0], module, name, (query, key, value), attention_mask, kw)
+            if both is not None:
+                sites[0].see(both[1])
+                return both[0], None
+        out = base(module, query, key, value, attention_mask, *args, **kw)
+        if sites:
+            call = described(sites, from_interface, module, name, query, key, attention_mask, kw, out[0])
+            if call is not None:
+                for site in sites:
+                    site.see(call)
+        return out
+
+    return attend
+
+
+def eager_function(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The eager attention function of a class of modules: the one that its methods name, or the one in its file."""
+    if kind not in _named and not torch.compiler.is_dynamo_compiling():
+        _named[kind] = _function_named_by(kind)
+    function = _named.get(kind)
+    if function is not None:
+        return function
+    for base in kind.__mro__:
+        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise LookupError(f"{kind.__name__}: no eager attention function in its file")
+
+
+def _function_named_by(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The eager function named in the code of a class. A file may have several, one for images and one for text.
+
+    Outside transformers it may have any name: then it is the one that takes module, query, key and value.
+    """
+    functions = [function for base in kind.__mro__ if base is not nn.Module for function in _named_functions(base)]
+    by_name = [function for name, function in functions if name.endswith("eager_attention_forward")]
+    return next(iter([*by_name, *(function for _, function in functions if _attends(function))]), None)
+
+
+def _named_functions(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Functions of its file that the methods of a class name."""
+    for method in map(inspect.unwrap, filter(callable, vars(base).values())):
+        code = getattr(method, "__code__", None)
+        for name in () if code is None else code.co_names:
+            if callable(function := method.__globals__.get(name)):
+                yield name, cast(Callable[..., Any], function)
+
+
+def _attends(function: Callable[..., Any]) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and code.co_varnames[:4] == ("module", "query", "key", "value")
+
+
+def reaches(module: nn.Module) -> bool:
+    """Whether a module calls its attention through the table: then its file has an eager attention function."""
+    return any(hasattr(sys.modules.get(kind.__module__), "eager_attention_forward") for kind in type(module).__mro__)

@@ -1,0 +1,234 @@
+"""`explanations()`: run a model on one input, and explain one number of its output by several methods."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from locater.commands.explain_input import ExplainInput, read_input
+from locater.commands.explain_parts import checked_heads, parts_of
+from locater.commands.explain_target import choice_of, entries_of, find_target, predictions
+from locater.commands.load import load_model
+from locater.discovery import attention_layers
+from locater.errors import LocaterError, first_line
+from locater.explain import METHODS
+from locater.explain.explanation import Explanation
+from locater.explain.targets import Target, vectors
+from locater.observing.collecting import Progress
+from locater.observing.inputs import run
+from locater.results.explanations import Explanations, Picture, TokenStream
+
+DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # those of them that apply
+OPERATOR_TOKENS = 256  # up to which the operator's matrix is made: it takes a pass for every token
+LARGEST_GAP = 0.05  # of the target, between it and the sum of scores that should add up to it
+MATRIX_CELLS = 16_000_000  # numbers in the matrices of all methods on one page
+
+
+def explanations(
+    model: nn.Module | str | os.PathLike[str],
+    text: str | None = None,
+    *,
+    image: str | Path | None = None,
+    decoder_text: str | None = None,
+    target: str | int | None = None,
+    position: int | None = None,
+    methods: Sequence[str] | None = None,
+    heads: Sequence[tuple[int, int]] | None = None,
+    tokenizer: Any = None,
+    deletion: bool = True,
+    progress: Progress | None = None,
+) -> Explanations:
+    """Explain what `model` makes of a prompt: how much each token counts, by which heads, along which paths.
+
+    `model` is a module or the folder of a checkpoint. `text` is the prompt itself. `image` is a picture, for vision
+    models. An encoder-decoder reads `text` in its encoder; `decoder_text` is what the decoder has written so far.
+    `target` is a token as text, a class by its name, or a number; by default the model's first choice. `position` is
+    the output token, by default the first [MASK] or the last one. A model without logits is explained along its own
+    output.
+    `methods` are names in `locater.explain.METHODS`; by default a few that apply to the model. `heads` are the
+    (layer, head) whose patterns the page shows, where there is no room for all. `deletion` also runs the model without
+    the tokens of largest and smallest score, to see how far the scores can be trusted.
+    """
+    names = _known(methods)
+    if not isinstance(model, nn.Module | str | os.PathLike):
+        raise LocaterError(f"{model!r:.60} is no model: give a module, the folder of a checkpoint, or a hub id")
+    source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
+    module = load_model(source) if isinstance(model, str | os.PathLike) else model
+    read = read_input(module, text, decoder_text, image, tokenizer)
+    output = _run(module, read)
+    entries = entries_of(module, read.tokenizer, vectors(output)[0], None if image is None else text)
+    if heads is not None:
+        heads = checked_heads(heads, attention_layers(module))  # before the long part
+    chosen = find_target(output, entries, target, position, read.streams[-1].ids)
+    results, skipped = _explained(module, read, chosen, names, methods is not None, progress)
+    streams, picture = _fitted(read, results)
+    results = [_in_streams(result, streams, picture) for result in results]
+    parts = parts_of(module, read.batch, streams, results, chosen, heads, deletion, progress)
+    assumptions = {
+        "text": text,
+        "decoder_text": decoder_text,
+        "image": None if image is None else str(image),
+        "output_stream": streams[-1].name if streams[-1].name == "decoder" else streams[0].name,
+        "without_matrix": _without_matrix(results),
+        **parts.reasons,
+        "notes": _left_out(skipped),
+    }
+    return Explanations(
+        source,
+        streams,
+        chosen,
+        "the output along itself" if chosen.index is None else entries.name(chosen.index),
+        predictions(output, chosen, entries),
+        results,
+        parts.layers,
+        parts.heads,
+        parts.lengths,
+        parts.patterns,
+        parts.deletion,
+        picture,
+        assumptions,
+    )
+
+
+def _known(methods: Sequence[str] | None) -> list[str]:
+    methods = methods.split(",") if isinstance(methods, str) else methods
+    names = list(dict.fromkeys(methods)) if methods is not None else [name for name in DEFAULT if name in METHODS]
+    if not names:
+        raise LocaterError(f"no method was named: use some of {', '.join(METHODS)}")
+    for name in names:
+        if name not in METHODS:
+            raise LocaterError(f"method {name!r} is not known: use {', '.join(METHODS)}")
+    return names
+
+
+def _run(model: nn.Module, read: ExplainInput) -> Any:
+    try:
+        return run(model, read.batch)
+    except LocaterError:
+        raise
+    except Exception as error:
+        raise LocaterError(f"{type(model).__name__}: does not run on this input ({first_line(error)})") from error
+
+
+def _explained(
+    model: nn.Module, read: ExplainInput, target: Target, names: list[str], named: bool, progress: Progress | None
+) -> tuple[list[Explanation], dict[str, str]]:
+    """One explanation per method. Methods that the user did not name and that do not apply are left out, with the
+    reason.
+    """
+    results: list[Explanation] = []
+    skipped: dict[str, str] = {}
+    for name in progress(names, len(names)) if progress else names:
+        try:
+            options = _options(name, read, target)
+            result = METHODS[name](model, read.batch, target=choice_of(target), **options)
+            if not named:
+                _check_sum(result)
+            results.append(_with_baseline(result, read, options))
+        except LocaterError as error:
+            skipped[name] = str(error)
+    if named and skipped:
+        name, why = next(iter(skipped.items()))
+        others = ", ".join(result.method for result in results)
+        raise LocaterError(f"method {name} does not apply: {why}" + (f"; {others} would apply" if others else ""))
+    if not results:
+        raise LocaterError(next(iter(skipped.values())))
+    return results, skipped
+
+
+def _with_baseline(result: Explanation, read: ExplainInput, options: dict[str, Any]) -> Explanation:
+    """Says which token the baseline is."""
+    if "baseline" not in options:
+        return result
+    token = read.tokenizer.convert_ids_to_tokens([options["baseline"]])[0]
+    return replace(result, how=f"{result.how}; the baseline has {token} in place of every token")
+
+
+def _check_sum(result: Explanation) -> None:
+    """Refuse scores that should add up to the target and do not."""
+    if result.offset is None:
+        return
+    total = result.offset + sum(float(x.nansum()) for x in (result.scores, *result.other_streams.values()))
+    if abs(total - result.target.value) > LARGEST_GAP * abs(result.target.value):
+        raise LocaterError(
+            f"its scores and offset sum to {total:.3g}, and the target is {result.target.value:.3g}; "
+            f"--method {result.method} shows them all the same"
+        )
+
+
+def _left_out(skipped: dict[str, str]) -> list[str]:
+    """One note for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in skipped.items():
+        reasons.setdefault(why, []).append(name)
+    return [f"left out: {', '.join(names)} ({why})" for why, names in reasons.items()]
+
+
+def _options(name: str, read: ExplainInput, target: Target) -> dict[str, Any]:
+    """The operator's matrix is made for short inputs, where more than one of its rows is read. Integrated gradients of
+    a text start at a token that means nothing: from zero they do not converge in models with RMSNorm.
+    """
+    if name == "operator":
+        several_rows = target.index is None or target.position is not None
+        return {"matrix": several_rows and len(read.streams[0].tokens) <= OPERATOR_TOKENS}
+    tok = read.tokenizer
+    empty = (
+        [number for number in (tok.pad_token_id, tok.unk_token_id, tok.eos_token_id) if number is not None]
+        if tok
+        else []
+    )
+    return {"baseline": empty[0]} if name == "integrated_gradients" and empty else {}
+
+
+def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenStream], Picture | None]:
+    """Streams with as many tokens as the model has: those of a picture also have tokens that are no patch."""
+    if read.picture is None:
+        return read.streams, None
+    stream, picture = read.streams[0], read.picture
+    count = max(len(result.scores) for result in results)
+    before = count - picture.rows * picture.columns
+    if before < 0:
+        raise LocaterError(
+            f"{count} image tokens for {picture.rows} x {picture.columns} patches: not one token per patch"
+        )
+    first = ["[CLS]", *(f"[extra {i}]" for i in range(1, before))][:before]
+    fitted = replace(stream, tokens=[*first, *stream.tokens], special=list(range(before)))
+    return [fitted, *read.streams[1:]], replace(picture, before=before)
+
+
+def _in_streams(result: Explanation, streams: list[TokenStream], picture: Picture | None) -> Explanation:
+    """The explanation with the names of these streams, checked. Tokens without a score get NaN: a method that scores
+    patches has none for the class token.
+    """
+    if len(streams) == 1:
+        result = replace(result, stream=streams[0].name, other_streams={})
+    lengths = {stream.name: len(stream.tokens) for stream in streams}
+    if picture is not None and len(result.scores) == picture.rows * picture.columns:
+        none = result.scores.new_full((picture.before,), torch.nan)
+        result = replace(
+            result, scores=torch.cat([none, result.scores]), matrix=None if picture.before else result.matrix
+        )
+    for name, scores in ((result.stream, result.scores), *result.other_streams.items()):
+        if lengths.get(name) != len(scores):
+            raise LocaterError(
+                f"{result.method} has {len(scores)} scores of the stream {name!r}, and the input has "
+                + ", ".join(f"{count} tokens in {stream!r}" for stream, count in lengths.items())
+            )
+    return result
+
+
+def _without_matrix(results: list[Explanation]) -> list[str]:
+    """Methods whose matrix the page has no room for."""
+    left, without = MATRIX_CELLS, []
+    for result in results:
+        if result.matrix is not None:
+            left -= result.matrix.numel()
+            if left < 0:
+                without.append(result.method)
+    return without

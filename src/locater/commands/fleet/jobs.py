@@ -1,0 +1,83 @@
+"""Jobs of a fleet: one checkpoint, or some layers of a very large one, and the name of the part that it makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from locater.results.scan import LENGTH
+from locater.version import __version__
+
+PACKAGE = Path(__file__).parents[2]
+# what the numbers of a scan depend on; a change of any of these files makes new parts
+READING = (
+    *("options.py", "files.py", "missing.py", "numerics.py", "registry.py", "spectrum.py", "findings", "measures"),
+    *("theory", "kernels", "calls", "sources", "layers", "families", "discovery", "predict"),
+    *("commands/head_rows.py", "commands/layer_moments.py", "commands/scanning.py", "commands/scan_notes.py"),
+    *("results/scan.py", "commands/reading_record.py"),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every checkpoint of a fleet is scanned."""
+
+    length: int = LENGTH
+    raw: bool = False
+    eigenvalues: bool = False
+
+    def words(self) -> str:
+        """As options of the command line."""
+        switches = [f"--{name}" for name in ("raw", "eigenvalues") if getattr(self, name)]
+        return " ".join((f"--length {self.length}", *switches))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint to scan, or a piece (i, n) of its layers."""
+
+    source: str
+    run: str | None
+    step: int | None
+    identity: str
+    settings: Settings
+    reader: str  # the version of the code that reads
+    piece: tuple[int, int] | None = None
+    seconds: float = 0.0  # about how long it takes; decides the order alone
+
+    @property
+    def key(self) -> str:
+        """The name of the part: a digest of source, identity, settings and reader version."""
+        return key_of(self.source, self.identity, self.settings, self.reader)
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """The key and the number of the piece."""
+        return self.key, self.piece[0] if self.piece else 0
+
+
+Task = tuple[Job, ...]  # jobs that one worker does in a row
+
+
+@cache
+def key_of(source: str, identity: str, settings: Settings, reader: str) -> str:
+    text = json.dumps([source, identity, asdict(settings), reader], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@cache
+def reader_version() -> str:
+    """Version of the package and a digest of its files that decide the numbers of a scan.
+
+    >>> reader_version().startswith(__version__ + "+")
+    True
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    for room in READING:
+        place = PACKAGE / room
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + path.read_bytes())
+    return f"{__version__}+{digest.hexdigest()}"

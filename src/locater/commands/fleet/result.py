@@ -1,0 +1,277 @@
+"""`Fleet`: the folder of a fleet, read back, also while it is written: frames, SQL, scans, a summary, a page."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locater.commands.fleet.jobs import Settings
+from locater.commands.fleet.parts import DamagedPartError, header, pyarrow, read_rows, to_scan
+from locater.commands.fleet.store import Store
+from locater.commands.fleet.summary import summary
+from locater.errors import LocaterError
+from locater.escapes import one_line
+from locater.files import write_whole
+from locater.findings import Condition, crossings
+from locater.results.scan import LENGTH, Scan
+
+if TYPE_CHECKING:
+    import duckdb
+    import pandas
+    import polars
+
+    from locater.commands.scanning import Progress
+    from locater.results.run_names import Listed
+
+SMALL = ("source", "run", "step", "layer", "head", "flags", "faults")  # columns that a summary reads
+
+
+@dataclass(frozen=True)
+class FleetSource:
+    """One checkpoint of a fleet."""
+
+    source: str
+    run: str | None
+    step: int | None
+    status: str  # "done", "failed" or "to do"
+    heads: int | None = None
+    digest: str | None = None  # of the tensors that were read: queries, keys and norms
+    identity: str | None = None
+    reason: str | None = None  # of a failure
+    tries: int | None = None
+
+
+class Fleet:
+    """Scans of many checkpoints in one folder. Every call looks into the folder anew, so it can be used while a fleet
+    runs; only whole checkpoints are seen.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._store = Store(folder)
+        self.settings = self._store.settings()
+        self._headers: dict[tuple[str, int], dict[str, Any]] = {}
+        self.damaged: dict[str, str] = {}  # parts that cannot be read, and why; the next run makes them anew
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Fleet:
+        """The fleet in a folder that `locater fleet` has made."""
+        return cls(folder)
+
+    @classmethod
+    def run(
+        cls,
+        sources: Sequence[str],
+        out: str | os.PathLike[str],
+        *,
+        length: int = LENGTH,
+        raw: bool = False,
+        eigenvalues: bool = False,
+        run: str | None = None,
+        step_pattern: str | None = None,
+        workers: int | None = None,
+        shard: tuple[int, int] | None = None,
+        ray: str | None = None,
+        retry_failed: bool = False,
+        progress: Progress | None = None,
+    ) -> Fleet:
+        """Scan checkpoints into a folder, as `locater fleet SOURCES --out DIR` does. What is there is not done again.
+
+        Checkpoints that fail do not stop the others: `errors` has them.
+        """
+        from locater.commands.fleet.running import Engine
+        from locater.commands.fleet.running import run as run_fleet
+
+        run_fleet(
+            sources,
+            out,
+            settings=Settings(length, raw, eigenvalues),
+            run_name=run,
+            step_pattern=step_pattern,
+            engine=Engine(workers, ray, shard),
+            retry_failed=retry_failed,
+            progress=progress,
+        )
+        return cls(out)
+
+    @property
+    def folder(self) -> Path:
+        return self._store.folder
+
+    def __repr__(self) -> str:
+        counts = self.counts()
+        words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        return f"Fleet({str(self.folder)!r}, {words or 'empty'})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from locater.report.fleet import fleet_in_notebook
+
+        return fleet_in_notebook(self.to_dict())
+
+    # what is there
+
+    def _parts(self) -> dict[str, dict[str, Any]]:
+        """By key, what the metadata of each whole part say; for each source the newest part alone."""
+        times = self._store.parts()
+        self._headers = {place: known for place, known in self._headers.items() if times.get(place[0]) == place[1]}
+        self.damaged = {}
+        newest: dict[str, tuple[int, str]] = {}
+        for key, time in times.items():
+            if (key, time) not in self._headers:
+                try:
+                    self._headers[key, time] = header(self._store.part(key))
+                except FileNotFoundError:
+                    continue
+                except DamagedPartError as error:
+                    self.damaged[key] = str(error)
+                    continue
+            source = self._headers[key, time]["source"]
+            newest[source] = max(newest.get(source, (0, "")), (time, key))
+        by_key = {key: known for (key, _), known in self._headers.items()}
+        parts = {key: by_key[key] for _, key in newest.values()}
+        return dict(sorted(parts.items(), key=lambda item: _order(item[1])))
+
+    def files(self) -> list[Path]:
+        """The parts of all checkpoints that are done, by run and step."""
+        return [self._store.part(key) for key in self._parts()]
+
+    def _whole_files(self) -> list[Path]:
+        """The same, for frames, which cannot say themselves that a checkpoint is not in them."""
+        files = self.files()
+        for line in self.damaged.values():
+            warnings.warn(f"{line}: its rows are left out; run the fleet again", stacklevel=3)
+        return files
+
+    def sources(self) -> list[FleetSource]:
+        """Every checkpoint that was asked for or is there, with what became of it, by run and step."""
+        found = {entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in self._asked()}
+        for error in self._store.errors().values():
+            labels = (error["source"], error.get("run"), error.get("step"))
+            found[error["source"]] = FleetSource(
+                *labels, "failed", identity=error.get("identity"), reason=error["reason"], tries=error.get("tries")
+            )
+        for known in self._parts().values():
+            labels = (known["source"], known["run"], known["step"])
+            found[known["source"]] = FleetSource(*labels, "done", known["heads"], known["digest"], known["identity"])
+        return sorted(found.values(), key=lambda entry: _order(vars(entry)))
+
+    def _asked(self) -> list[Listed]:
+        return self._store.lists()
+
+    def counts(self) -> dict[str, int]:
+        """How many checkpoints are done, failed and to do."""
+        found = [entry.status for entry in self.sources()]
+        return {status: found.count(status) for status in ("done", "failed", "to do")}
+
+    def status_words(self, asked: Sequence[str] = ()) -> str:
+        """What is done, failed and to do, and why checkpoints failed; `asked` are names that may be new to it."""
+        entries = self.sources()
+        new = {*asked} - {entry.source for entry in entries}
+        counts = {**self.counts()}
+        counts["to do"] += len(new)
+        lines = [f"{self.folder}: " + ", ".join(f"{count:,} {status}" for status, count in counts.items())]
+        lines += [
+            f"failed ({entry.tries or 1} {'try' if entry.tries in (None, 1) else 'tries'}): {entry.reason}"
+            for entry in entries
+            if entry.status == "failed"
+        ]
+        return "\n".join(map(one_line, [*lines, *(f"damaged: {line}" for line in self.damaged.values())]))
+
+    def crossings(self, conditions: Sequence[Condition], sources: Collection[str]) -> str:
+        """How many heads of these checkpoints meet each condition of --fail-on, the worst first; empty if none does."""
+        wanted = {*sources}
+        rows = [row for row in self.records() if row["source"] in wanted] if conditions else []
+        line = crossings(conditions, rows, self.settings.length)
+        return line and f"--fail-on: {line}"
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Why checkpoints failed, by source."""
+        return {entry.source: entry.reason or "" for entry in self.sources() if entry.status == "failed"}
+
+    # rows
+
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """One dictionary per head of every checkpoint, by run, step, layer and head."""
+        for path in self.files():
+            yield from read_rows(path, columns).to_pylist()
+
+    def to_polars(self) -> polars.DataFrame:
+        """One row per head of every checkpoint, as a polars frame."""
+        try:
+            import polars
+        except ImportError:
+            raise LocaterError("polars is not installed: pip install 'locater[fleet]'") from None
+        return polars.from_arrow(self.to_arrow())
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The same as a pandas frame."""
+        try:
+            import pandas  # noqa: F401 - pyarrow would say less
+        except ImportError:
+            raise LocaterError("pandas is not installed: pip install pandas, or use to_polars()") from None
+        return self.to_arrow().to_pandas()
+
+    def to_arrow(self) -> Any:
+        """The same as a pyarrow table. Columns that parts of earlier versions lack are null there."""
+        from locater.commands.fleet.parts import schema
+
+        arrow = pyarrow()
+        tables = [read_rows(path) for path in self._whole_files()]
+        tables = [table.replace_schema_metadata(None) for table in tables] or [schema().empty_table()]
+        return arrow.concat_tables(tables, promote_options="default")
+
+    def sql(self, query: str) -> duckdb.DuckDBPyRelation:
+        """A query over the tables `heads` (a row per head), `sources` and `errors`, by DuckDB.
+
+        The result prints as a table; `.pl()`, `.df()` and `.fetchall()` give it in other forms.
+        """
+        from locater.commands.fleet.queries import answer
+
+        return answer(query, self._whole_files(), [asdict(entry) for entry in self.sources()])
+
+    def scan(self, source: str | os.PathLike[str]) -> Scan:
+        """The scan of one checkpoint, given its name or the end of it (`step-1000`), with all that a `Scan` can do."""
+        from locater.commands.scanning import scan
+
+        parts = self._parts()
+        wanted, path = str(source), os.path.abspath(source)
+        matches = [key for key, known in parts.items() if known["source"] in (wanted, path)]
+        matches = matches or [k for k, known in parts.items() if known["source"].endswith((f"/{wanted}", f"@{wanted}"))]
+        if len(matches) != 1:
+            if reason := self.errors.get(wanted, self.errors.get(path)):
+                raise LocaterError(f"{source}: failed in this fleet ({reason})")
+            what = "not in this fleet" if not matches else f"{len(matches)} checkpoints of this fleet end so"
+            raise LocaterError(f"{source}: {what}; fleet.sources() lists them")
+        kept = to_scan(self._store.part(matches[0]))
+        settings = self.settings
+        again = partial(scan, kept.source, length=settings.length, raw=settings.raw, details=True)
+        return replace(kept, detailed=again)
+
+    # documents
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document of `locater fleet --json`: a summary for each run, not the rows."""
+        rows = self.records(SMALL)
+        return summary(str(self.folder), asdict(self.settings), self.sources(), rows, list(self.damaged.values()))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the HTML page: how heads change from step to step; self-contained, works offline."""
+        from locater.report.trajectory import trajectory_page
+        from locater.results.trajectory import trajectory
+
+        write_whole(Path(path), trajectory_page(trajectory(self.records(), self.errors, length=self.settings.length)))
+
+
+def _order(labels: Any) -> tuple[str, float, str]:
+    step = labels["step"]
+    return labels["run"] or "", -1 if step is None else step, labels["source"]

@@ -1,0 +1,46 @@
+"""Which task comes next. Jobs whose worker died run alone, and are given up at the third death.
+
+Alone means when nothing else runs: a job may have died of the memory that others took.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from locater.commands.fleet.jobs import Job, Task
+
+TRIES = 3
+
+
+class Schedule:
+    """Tasks that wait, and suspects: jobs that were being done when a worker died."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self._waiting = deque(tasks)
+        self._suspects: deque[Job] = deque()
+        self._deaths: Counter[tuple[str, int]] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._suspects)
+
+    def next(self, running: int) -> Task | None:
+        """The next task, given how many are running; None where there is none, or where one has to wait."""
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._suspects and not running:
+            return (self._suspects.popleft(),)
+        return None
+
+    def again(self, jobs: Sequence[Job]) -> None:
+        """Jobs that a dead worker had not begun: first in line."""
+        if jobs:
+            self._waiting.appendleft(tuple(jobs))
+
+    def died(self, job: Job) -> int | None:
+        """A worker died while it did this job. How often that has happened where it is given up, else None."""
+        self._deaths[job.name] += 1
+        if self._deaths[job.name] >= TRIES:
+            return self._deaths[job.name]
+        self._suspects.append(job)
+        return None

@@ -1,0 +1,235 @@
+"""The folder of a fleet: a Parquet part or a small error file per checkpoint, and lists of what was asked for.
+
+    fleet.json                how its checkpoints are scanned
+    list-DIGEST.json          checkpoints that a command asked for
+    KEY.parquet               the rows of one checkpoint; there whole, or not at all
+    KEY.error.json            why a checkpoint has no part
+    .KEY.2-of-8.json          layers of a very large checkpoint, until all are there
+    .KEY.started              a job in the process of the command itself, to be seen when it was killed
+    .KEY.superseded           the part of a checkpoint as it was before it changed, or as another version read it
+    .KEY.damaged              a part that was not whole
+
+Files are written under hidden names and then renamed. So any number of processes can write to one folder: what two of
+them make is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from locater.commands.fleet.jobs import Job, Settings
+from locater.errors import LocaterError
+from locater.files import read_json, write_whole
+from locater.results.run_names import Listed
+from locater.version import SCHEMA, __version__
+
+NAME, PART, ERROR = "fleet.json", ".parquet", ".error.json"
+UNFINISHED = re.compile(r"\.fleet\.\d+\.\d+|\..+\.(parquet|json|started)\.[^.]+")  # the last part is a random name
+LEFT_OVER = 24 * 3600  # seconds after which an unfinished file is of no living process
+
+
+class StoreError(LocaterError):
+    """The folder cannot be written to: no fault of any checkpoint, so everything stops."""
+
+
+class Store:
+    """The folder of a fleet."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(os.path.abspath(folder))
+
+    @classmethod
+    def create(cls, folder: str | os.PathLike[str], settings: Settings) -> Store:
+        """A new folder, or one that was made with the same settings."""
+        store = cls(folder)
+        try:
+            store.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{folder}: cannot be made a folder ({error.strerror})") from None
+        if not store.description.exists():
+            others = [name for name in os.listdir(store.folder) if not name.startswith(".")]
+            if others:
+                raise StoreError(f"{folder}: not empty and not a fleet (it has {others[0]}): give a new folder")
+            store._write_once(settings)
+        elif not os.access(store.folder, os.W_OK):
+            raise StoreError(f"{folder}: no permission to write there")
+        made = store.settings()
+        if made != settings:
+            raise StoreError(
+                f"{folder}: made with {made.words()}, and this command says {settings.words()}: "
+                "give the same options, or another folder"
+            )
+        store._sweep()
+        return store
+
+    @property
+    def description(self) -> Path:
+        return self.folder / NAME
+
+    def settings(self) -> Settings:
+        """How the checkpoints of this folder are scanned."""
+        if not self.description.is_file():
+            raise LocaterError(f"{self.folder}: not the folder of a fleet (it has no fleet.json)")
+        document = read_json(self.description)
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise LocaterError(f"{self.description}: not of a fleet that this version reads")
+        try:
+            return Settings(**document["settings"])
+        except (KeyError, TypeError):
+            raise LocaterError(f"{self.description}: damaged: give a new folder") from None
+
+    def _write_once(self, settings: Settings) -> None:
+        """Of two fleets that begin at the same time, the first decides."""
+        text = json.dumps({"schema": SCHEMA, "locater": __version__, "settings": asdict(settings)}, indent=1)
+        hidden = self.folder / f".fleet.{os.getpid()}.{time.time_ns()}"
+        self._write(hidden, text)
+        try:
+            os.link(hidden, self.description)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            os.replace(hidden, self.description)
+            return
+        hidden.unlink()
+
+    def _write(self, path: Path, content: str | bytes) -> None:
+        try:
+            write_whole(path, content, flush=True)
+        except LocaterError as error:
+            reason = str(error).removeprefix(f"{path}: ")
+            raise StoreError(
+                f"{self.folder}: {reason}: what was scanned before stays; make room and run the same command"
+            ) from None
+
+    def _sweep(self) -> None:
+        """Remove files that killed processes left half-written, once no living one can own them."""
+        for entry in os.scandir(self.folder):
+            if UNFINISHED.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    if time.time() - entry.stat().st_mtime > LEFT_OVER:
+                        os.unlink(entry.path)
+
+    # parts
+
+    def part(self, key: str) -> Path:
+        return self.folder / f"{key}{PART}"
+
+    def has(self, key: str) -> bool:
+        return self.part(key).exists()
+
+    def parts(self) -> dict[str, int]:
+        """Keys of the parts, and when each was written, in nanoseconds."""
+        found = {}
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith(PART) and not entry.name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):
+                    found[entry.name.removesuffix(PART)] = entry.stat().st_mtime_ns
+        return found
+
+    def write_part(self, key: str, content: bytes) -> None:
+        self._write(self.part(key), content)
+        self.forget_error(key)
+        self._mark(key).unlink(missing_ok=True)
+
+    def hide(self, key: str, why: str) -> None:
+        """Take a part out of sight of every query: one that is damaged, or of a checkpoint that has changed."""
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.part(key), self.folder / f".{key}.{why}")
+
+    # pieces of very large checkpoints
+
+    def piece(self, key: str, piece: tuple[int, int]) -> Path:
+        return self.folder / f".{key}.{piece[0]}-of-{piece[1]}.json"
+
+    def write_piece(self, job: Job, document: dict[str, Any]) -> None:
+        assert job.piece is not None
+        self._write(self.piece(job.key, job.piece), json.dumps(document, allow_nan=False))
+
+    def has_all_pieces(self, job: Job) -> bool:
+        """Whether all pieces of the checkpoint of this job are there."""
+        count = job.piece[1] if job.piece is not None else 0
+        return all(self.piece(job.key, (number, count)).exists() for number in range(1, count + 1))
+
+    def forget_pieces(self, key: str, count: int) -> None:
+        for number in range(1, count + 1):
+            self.piece(key, (number, count)).unlink(missing_ok=True)
+
+    # errors
+
+    def error(self, key: str) -> Path:
+        return self.folder / f"{key}{ERROR}"
+
+    def write_error(self, job: Job, reason: str, tries: int = 1) -> None:
+        entry = {"source": job.source, "run": job.run, "step": job.step, "identity": job.identity}
+        document = {"schema": SCHEMA, "locater": __version__, **entry, "reason": reason, "tries": tries}
+        self._write(self.error(job.key), json.dumps(document, indent=1) + "\n")
+        self._mark(job.key).unlink(missing_ok=True)
+
+    def forget_error(self, key: str) -> None:
+        self.error(key).unlink(missing_ok=True)
+
+    def errors(self) -> dict[str, dict[str, Any]]:
+        """By key: source, run, step, reason and tries of checkpoints that could not be scanned."""
+        found = {}
+        for name in sorted(os.listdir(self.folder)):
+            if name.endswith(ERROR) and not name.startswith("."):
+                with contextlib.suppress(LocaterError):  # gone since: it was scanned after all
+                    document = read_json(self.folder / name)
+                    if isinstance(document, dict) and _fits(document, source=str, reason=str):
+                        found[name.removesuffix(ERROR)] = document
+        return found
+
+    # what was asked for
+
+    def write_list(self, entries: Iterable[Listed]) -> None:
+        text = json.dumps({"schema": SCHEMA, "sources": [asdict(entry) for entry in entries]}, indent=1)
+        name = f"list-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"
+        if not (self.folder / name).exists():
+            self._write(self.folder / name, text)
+
+    def lists(self) -> list[Listed]:
+        """All checkpoints that any command asked for. Where two gave one of them different labels, the later counts."""
+        names = [entry for entry in os.scandir(self.folder) if entry.name.startswith("list-")]
+        found: dict[str, Listed] = {}
+        for entry in sorted(names, key=lambda entry: (entry.stat().st_mtime_ns, entry.name)):
+            try:
+                for item in read_json(Path(entry.path))["sources"]:
+                    if not _fits(item, source=str):
+                        raise TypeError
+                    found[item["source"]] = Listed(item["source"], item["run"], item["step"])
+            except (KeyError, TypeError):
+                raise LocaterError(f"{entry.path}: damaged: remove it, and give its command again") from None
+        return list(found.values())
+
+    # jobs in the process of the command itself
+
+    def _mark(self, key: str) -> Path:
+        return self.folder / f".{key}.started"
+
+    @contextlib.contextmanager
+    def started(self, job: Job) -> Iterator[None]:
+        """Mark a job while this process does it: a mark that stays tells that the process was killed meanwhile."""
+        mark = self._mark(job.key)
+        self._write(mark, str(os.getpid()))
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def was_cut_off(self, job: Job) -> bool:
+        return self._mark(job.key).exists()
+
+
+def _fits(entry: dict[str, Any], **kinds: type) -> bool:
+    """Whether what a file says of a checkpoint can be that: these keys, and a run and a step or null."""
+    given = all(isinstance(entry.get(name), kind) for name, kind in kinds.items())
+    return given and isinstance(entry.get("run"), str | None) and isinstance(entry.get("step"), int | None)

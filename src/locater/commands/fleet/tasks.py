@@ -1,0 +1,118 @@
+"""The work of a fleet, the same in this process, in workers and on Ray: scan one checkpoint and write its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from locater.commands.fleet.jobs import Job, Task, reader_version
+from locater.commands.fleet.parts import to_bytes
+from locater.commands.fleet.store import Store, StoreError
+from locater.commands.scanning import scan
+from locater.errors import LocaterError, first_line, without_secrets
+from locater.files import read_json
+from locater.results.scan import Scan
+from locater.sources.anywhere import identity
+from locater.sources.digested import DigestedWeights, joined_digest
+from locater.sources.sources import Wrapped
+from locater.sources.weights import Weights
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: done, or a reason why not; `fatal` is why no job can be done."""
+
+    job: Job
+    reason: str | None = None
+    fatal: str | None = None
+
+
+def perform_all(task: Task, folder: Path) -> Iterator[Outcome]:
+    """The jobs of a task one after the other; stops where the folder cannot be written to."""
+    for job in task:
+        outcome = perform(job, folder)
+        yield outcome
+        if outcome.fatal:
+            return
+
+
+def perform(job: Job, folder: Path) -> Outcome:
+    """Scan one checkpoint, or a piece of it, and write it down; or write down why that failed."""
+    store = Store(folder)
+    try:
+        if not store.description.exists():
+            return Outcome(job, fatal=f"{folder}: not seen from where the work is done: it has to be on shared storage")
+        if store.has(job.key):  # another process was faster
+            return Outcome(job)
+        if job.reader != reader_version():
+            return Outcome(job, fatal=f"a worker has another version of Locater ({reader_version()}, not {job.reader})")
+        try:
+            _scan_and_write(job, store)
+        except StoreError:
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # libraries outside Python may raise what is not an Exception
+            reason = reason_of(error)
+            store.write_error(job, reason)
+            return Outcome(job, reason)
+    except StoreError as error:
+        return Outcome(job, fatal=str(error))
+    return Outcome(job)
+
+
+def reason_of(error: BaseException) -> str:
+    """One line about why a checkpoint could not be scanned."""
+    if isinstance(error, LocaterError):
+        return " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        return without_secrets(f"{error.filename or 'reading'}: {error.strerror}")
+    return without_secrets(f"unexpected {type(error).__name__}: {first_line(error)}")
+
+
+def _scan_and_write(job: Job, store: Store) -> None:
+    if job.piece is not None and store.piece(job.key, job.piece).exists():
+        _join_pieces(job, store)
+        return
+    settings = job.settings
+    seen: list[DigestedWeights] = []
+
+    def digested(weights: Weights) -> Weights:
+        seen.append(DigestedWeights(weights))
+        return seen[-1]
+
+    result = scan(
+        Wrapped(job.source, digested),
+        length=settings.length,
+        raw=settings.raw,
+        eigenvalues=settings.eigenvalues,
+        shard=job.piece,
+    )
+    reads = seen[-1].reads
+    if identity(job.source) != job.identity:
+        raise LocaterError(f"{job.source}: changed while the fleet ran: run the same command when nothing writes to it")
+    if job.piece is None:
+        store.write_part(job.key, to_bytes(result, job, joined_digest(reads)))
+        return
+    store.write_piece(job, {**result.to_dict(), "reads": reads})
+    _join_pieces(job, store)
+
+
+def _join_pieces(job: Job, store: Store) -> None:
+    """Make the part once all pieces are there. Several workers may come here at once, and write the same."""
+    assert job.piece is not None
+    count = job.piece[1]
+    if not store.has_all_pieces(job):
+        return  # not yet
+    paths = [store.piece(job.key, (number, count)) for number in range(1, count + 1)]
+    try:
+        scans = [Scan.load(path) for path in paths]
+        reads = [read_json(path)["reads"] for path in paths]
+    except LocaterError:
+        if store.has(job.key):  # another process has joined and removed them
+            return
+        raise
+    whole = Scan.join(scans)
+    store.write_part(job.key, to_bytes(whole, job, joined_digest(*reads)))
+    store.forget_pieces(job.key, count)

@@ -1,0 +1,215 @@
+"""The parts of one attention call on a tape: queries, keys and values back to their maps and to the streams that these
+read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from locater.discovery.calls import Call, fused_arguments
+from locater.discovery.errors import UnreadableError
+from locater.discovery.grid import Grid, grid_of
+from locater.discovery.norms import fitted, may_be_norm
+from locater.discovery.probing import Passage, as_rows, token_rows
+from locater.discovery.tape import Node, Tape, replay
+from locater.discovery.tape.walking import LinearMap, linear_map, moved_from, upstream
+from locater.layers.map_layouts import NormLayout
+
+LOWERED, UNMASKED = -90.0, -50.0  # a weight of e^-90 is none
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The map in front of another map, inside one attention, and the norm between the two."""
+
+    map: LinearMap
+    passage: Passage  # from this map to what the other one reads
+    norm: NormLayout
+
+
+@dataclass(frozen=True)
+class Side:
+    """Queries, keys or values, back to their maps and to the stream that these read."""
+
+    node: Node
+    maps: list[LinearMap]
+    latents: list[Latent | None]  # in front of each map
+    norms: list[Node]  # between the maps and `node`, the earliest first
+    front: NormLayout  # the norm in front of the maps
+    stream: Tensor  # (N, d), for each row of the maps: what that norm read; what the map reads, where none is in front
+    passage: Passage  # from the maps to `node`, without its norms
+    rows: Tensor  # (M, T): row of the maps of each row of `node`
+
+    @property
+    def lead(self) -> torch.Size:
+        return self.node.value.shape[:-2]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The parts of one attention call on a tape."""
+
+    call: Call
+    query: Side
+    key: Side
+    grid: Grid
+    queries: Tensor  # (B, H, T, h)
+    keys: Tensor  # (B, H, S, h)
+    x: Tensor  # (B, T, d): the stream that queries read
+    memory: Tensor | None  # (B, S, d): the stream that keys read, where it is another one
+
+
+def place_of(tape: Tape, call: Call) -> Place:
+    """Walk back from queries and keys to their maps and streams."""
+    query = side(tape, call.query, "queries", call.path)
+    key = side(tape, call.key, "keys", call.path, call.key_transposed)
+    grid = grid_of(query.rows, key.rows, query.lead, key.lead)
+    queries = as_rows(query.node.value)[grid.query_order]
+    keys = as_rows(key.node.value, call.key_transposed)[grid.key_order]
+    x, memory = query.stream[grid.queries], key.stream[grid.keys]
+    same = x.shape == memory.shape and torch.equal(x, memory)
+    return Place(call, query, key, grid, queries, keys, x, None if same else memory)
+
+
+def side(tape: Tape, node: Node, what: str, path: str, transposed: bool = False) -> Side:
+    """Walk back from queries, keys or values to their maps and the one stream of these."""
+    if not node.moving:
+        raise UnreadableError(f"its {what} are learned, not computed from tokens")
+    before = upstream(tape, node, lambda n: may_be_norm(tape, n))
+    if not before.maps:
+        raise UnreadableError(f"no map by a parameter is in front of its {what}")
+    if before.loose:
+        raise UnreadableError(f"tokens that pass no map join its {what}")
+    maps = sorted(before.maps, key=lambda linear: linear.node.order)
+    made = {linear.node for linear in maps}
+    norms = [(norm, tape.made[norm].source) for norm in reversed(before.norms) if norm not in made]
+    passage = Passage(
+        node,
+        tuple(linear.node for linear in maps),
+        tuple(len(linear.weight) for linear in maps),
+        tuple(norms),
+        transposed,
+    )
+    latents, streams, fronts = zip(*(_source(tape, linear, path) for linear in maps), strict=True)
+    if not all(bool(stream.isfinite().all()) for stream in streams):
+        raise UnreadableError(f"what its {what} are computed from has infinite numbers or none (NaN)")
+    if any(
+        front != fronts[0] or not torch.equal(stream, streams[0]) for stream, front in zip(streams, fronts, strict=True)
+    ):
+        names = ", ".join(tape.parameter(linear.constant) or "?" for linear in maps[:3])
+        raise UnreadableError(f"its {what} are made of {len(maps)} maps that read different streams ({names})")
+    rows = token_rows(passage)
+    return Side(node, maps, list(latents), [norm for norm, _ in norms], fronts[0], streams[0], passage, rows)
+
+
+def nearest_map(tape: Tape, node: Node, what: str, path: str) -> tuple[LinearMap, NormLayout, Tensor]:
+    """(the one map that a value is computed from, the norm in front of it, the stream (N, d) that this reads)."""
+    before = upstream(tape, node, lambda n: may_be_norm(tape, n))
+    if len(before.maps) != 1 or before.loose:
+        raise UnreadableError(f"its {what} is not computed from one map")
+    latent, stream, front = _source(tape, before.maps[0], path)
+    if latent is not None:
+        raise UnreadableError(f"its {what} is computed from two maps")
+    return before.maps[0], front, stream
+
+
+def _source(tape: Tape, linear: LinearMap, path: str) -> tuple[Latent | None, Tensor, NormLayout]:
+    """(the latent that a map reads, the stream behind that, the norm of this stream)."""
+    latent = _latent(tape, linear, path)
+    if latent is None:
+        front, stream = _front(tape, linear)
+        return None, stream.reshape(-1, stream.shape[-1]), front
+    rows = token_rows(latent.passage).flatten()
+    front, stream = _front(tape, latent.map)
+    return latent, stream.reshape(-1, stream.shape[-1])[rows], front
+
+
+def _latent(tape: Tape, linear: LinearMap, path: str) -> Latent | None:
+    """The map inside the attention module `path` whose result a map reads, through a norm or directly."""
+    if not path:
+        return None
+
+    def is_map(n: Node) -> bool:
+        return path in n.modules and linear_map(tape, n) is not None
+
+    start = moved_from(linear.source, lambda n: may_be_norm(tape, n) or is_map(n))
+    if start is None:
+        return None
+    norm = NormLayout()
+    norms: tuple[tuple[Node, Node], ...] = ()
+    if not is_map(start):
+        made = tape.made[start]
+        low = moved_from(made.source, is_map)
+        if low is None:
+            return None
+        layout = fitted(made, made.source.value, start.value, start)
+        if layout is None:
+            raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
+        norm, norms, start = layout, ((start, made.source),), low
+    down = linear_map(tape, start)
+    assert down is not None
+    passage = Passage(linear.source, (down.node,), (len(down.weight),), norms)
+    return Latent(down, passage, norm)
+
+
+def _front(tape: Tape, linear: LinearMap) -> tuple[NormLayout, Tensor]:
+    """(the norm in front of a map, the stream that it reads). Between the two, tokens may be moved, or multiplied by a
+    mask that hides none of them. What is no norm, a sum with positions for example, or follows no known formula, is
+    left to the stream.
+    """
+    norm = moved_from(linear.source, lambda n: may_be_norm(tape, n), unchanged=True)
+    if norm is not None:
+        made = tape.made[norm]
+        stream = replay(linear.source, {norm: made.source.value})
+        layout = fitted(made, stream, linear.source.value, norm)
+        if layout is not None:
+            return layout, stream
+    return NormLayout(), linear.source.value
+
+
+def captured_logits(place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    """(products, logits, constant part of the logits), all (B, H, T, S), of a call as it ran. Masked entries have a
+    constant part below MASKED.
+    """
+    call, grid, products = place.call, place.grid, place.queries @ place.keys.mT
+    if call.product is None:
+        logits, constant = (_fused_logits(call, grid.raw(x)) for x in (products, torch.zeros_like(products)))
+    else:
+        assert call.logits is not None
+        logits, constant = call.logits.value, with_products(call, 0.0)
+    return products, grid.products(logits), _hidden(grid.products(constant))
+
+
+def _hidden(constant: Tensor) -> Tensor:
+    """Constant parts with -inf in place of numbers of LOWERED or less, if none is between these and UNMASKED: Swin
+    hides keys of other windows with -100. Biases that grow with distance have numbers in between.
+    """
+    low = constant <= LOWERED
+    between = ~low & (constant < UNMASKED)
+    return constant if between.any() else constant.masked_fill(low, -torch.inf)
+
+
+def with_products(call: Call, factor: float) -> Tensor:
+    """Logits of a call that is not fused, if all products of its queries and keys were multiplied by `factor`."""
+    assert call.logits is not None
+    assert call.product is not None
+    # this function also scales its product and adds to it
+    start = call.query if call.product.name == "baddbmm" else call.product
+    return replay(call.logits, {start: factor * start.value})
+
+
+def _fused_logits(call: Call, products: Tensor) -> Tensor:
+    arguments = fused_arguments(call.event)
+    scale = arguments.get("scale")
+    logits = products * (call.query.value.shape[-1] ** -0.5 if scale is None else scale)
+    mask = arguments.get("attn_mask")
+    if mask is not None:
+        mask = mask.value
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.to(logits)
+    if arguments.get("is_causal"):
+        seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+        logits = logits.masked_fill(~seen, -torch.inf)
+    return logits

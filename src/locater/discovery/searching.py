@@ -1,0 +1,275 @@
+"""`discover`: the attention layers of a model without a record, found in a forward pass and verified in another.
+
+A copy of the model runs twice in float64, each time with all its parameters redrawn. From the first pass follows a
+layout (`layout`): names of tensors, rows, norms, frequencies. On the second pass the layers of that layout
+must give the logits and the output that the copy computed, every number within 1e-6 of their standard deviation. What
+does not is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.brief import brief
+from locater.calls.coverage import attention_like, folded_paths, unread
+from locater.discovery.errors import UnreadableError
+from locater.discovery.example_inputs import CONTENT, left_out
+from locater.discovery.memory import Memory, facts_of, signature
+from locater.discovery.norms import plain
+from locater.discovery.passes import Copy, NoInputsError, process_state_kept
+from locater.discovery.reading import read_layout
+from locater.discovery.tree import alike, tensor_names
+from locater.discovery.verifying import verified
+from locater.discovery.windows import window_settings, with_windows
+from locater.errors import LocaterError, first_line
+from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout
+from locater.sources.weights import ModuleWeights
+
+DRAWS = " (its forward pass draws random numbers)"
+NO_SOFTMAX = "no softmax of products of queries and keys was met in it"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An attention call that could not be read or verified."""
+
+    name: str  # path of its module
+    reason: str
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """Attention layers that were verified, those that were refused, and modules that look like attention and did not
+    run."""
+
+    layers: list[AttentionLayer]
+    refused: list[Refusal]
+    unreached: list[str]
+
+    __repr__ = brief
+
+    @property
+    def gaps(self) -> list[str]:
+        """A line for each reason why attention is missing, or known in part only."""
+        reasons: dict[str, list[str]] = {}
+        for refusal in self.refused:
+            reasons.setdefault(f"not read, because {refusal.reason}", []).append(refusal.name)
+        for layer in self.layers:
+            for gap in _gaps_of(layer):
+                reasons.setdefault(gap, []).append(layer.name)
+        if self.unreached:
+            reasons["not read, because the example did not reach it"] = self.unreached
+        return [f"{folded_paths(names, most=None)}: {reason}" for reason, names in reasons.items()]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every attention that ran, and every module that looks like attention, is among the layers."""
+        return not self.refused and not self.unreached
+
+
+def _gaps_of(layer: AttentionLayer) -> Iterator[str]:
+    """What of a layer is not known, in words."""
+    if layer.inputs_matter is not None:
+        yield f"its norm in front is that of the guessed inputs ({layer.inputs_matter}: give yours as example={{...}})"
+    if layer.unknown_scale is not None:
+        yield f"maps of queries and keys only, without numbers in units of logits, because {layer.unknown_scale}"
+        return
+    if layer.unknown_logits is not None:
+        yield f"queries and keys only, because {layer.unknown_logits}"
+    elif layer.unknown_output is not None:
+        yield f"logits only, because {layer.unknown_output}"
+    if layer.unknown_mask is not None:
+        yield f"its mask has to be given, because {layer.unknown_mask}"
+
+
+def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Discovered:
+    """Find and verify every softmax attention of a live model. `example` holds arguments of its forward pass: small
+    inputs of any content, guessed where they are not given.
+
+    The model is not changed: a copy of it runs, on the CPU in float64. What was found with an example, or without one,
+    is kept with the model and used again while its shapes, configuration, buffers and settings stay the same.
+    """
+    if not isinstance(model, nn.Module):
+        raise LocaterError(f"{model!r:.60} is not a live model: discovery runs an nn.Module, so load the model first")
+    if example is not None and not isinstance(example, Mapping):
+        raise LocaterError(
+            f"example is a {type(example).__name__}: give a mapping from names of arguments of forward to inputs"
+        )
+    return discovered_in(ModuleWeights(model), example)
+
+
+def discovered_in(weights: ModuleWeights, example: Mapping[str, Any] | None = None) -> Discovered:
+    """The same for an opened model: layers read their tensors from `weights`."""
+    layouts, refused, unreached = _remembered(weights, example)
+    layers = [layout.build(weights, index) for index, layout in enumerate(layouts)]
+    return Discovered(layers, list(refused), list(unreached))
+
+
+# layouts, refusals, modules that look like attention and did not run
+Search = tuple[list[AttentionLayout], list[Refusal], list[str]]
+_MEMORY: Memory[Search] = Memory()
+
+
+def _remembered(weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
+    """A search, or one from before that still holds. Where no example is given and none can be guessed, an earlier one
+    of the user's serves.
+    """
+    model, key, facts = weights.module, signature(example), facts_of(weights.module)
+    result = _MEMORY.get(model, key, facts)
+    if result is None:
+        result, volatile = _search_or_failure(model, weights, example)
+        _MEMORY.put(model, key, facts, result, volatile)
+    if isinstance(result, NoInputsError):
+        earlier = _MEMORY.with_any_example(model, facts)
+        if earlier is not None:
+            return earlier
+    if isinstance(result, LocaterError):
+        raise type(result)(str(result))
+    return result
+
+
+def _search_or_failure(
+    model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None
+) -> tuple[Search | LocaterError, frozenset[str]]:
+    """(what a search finds, or why its passes do not run, names of facts that these change). The error is without its
+    traceback, which would keep the model alive.
+    """
+    try:
+        copied = Copy(model, example)
+    except NoInputsError as error:
+        return NoInputsError(str(error)), frozenset()
+    try:
+        with process_state_kept():
+            return _searched(copied, weights), copied.volatile
+    except LocaterError as error:
+        return LocaterError(str(error)), copied.volatile
+
+
+def search(model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
+    """(layouts, refusals, modules that look like attention and did not run)."""
+    copied = Copy(model, example)
+    with process_state_kept():
+        return _searched(copied, weights)
+
+
+@process_state_kept()
+@torch.no_grad()
+def _searched(copied: Copy, weights: ModuleWeights) -> Search:
+    first = copied.run(0)
+    readings = [_attempt(partial(read_layout, first.tape, call)) for call in first.calls]
+    names = [plain(call.path) for call in first.calls]
+    ran = {plain(path) for path in first.tape.called}
+    length = first.length
+    second = copied.run(1)
+    again = [plain(call.path) for call in second.calls]
+    if names != again:
+        one = next((one or other for one, other in zip_longest(names, again) if one != other), "")
+        raise LocaterError(f"{weights.where}: it runs other attention when its parameters are redrawn, first in {one}")
+    layouts: dict[int, AttentionLayout] = {}  # by number of the call
+    refused: list[Refusal] = []
+    for number, (reading, name, call) in enumerate(zip(readings, names, second.calls, strict=True)):
+        if isinstance(reading, AttentionLayout):
+            reading = _attempt(partial(verified, reading, second, call))
+        if isinstance(reading, str):
+            refused.append(Refusal(name, reading))
+        else:
+            layouts[number] = reading
+    layouts = with_windows(copied, layouts, window_settings(copied.model, length), length)
+    if copied.guessed:
+        layouts = _with_other_inputs(copied, layouts)
+    if first.draws:
+        refused = [replace(refusal, reason=f"{refusal.reason}{DRAWS}") for refusal in refused]
+        layouts = {number: _with_draws(layout) for number, layout in layouts.items()}
+    silent = [*unread(weights, names), *_inside(weights, names, layouts.values(), ran)]
+    refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
+    unreached = [path for path in silent if path not in ran]
+    return _each_once(layouts.values()), refused, unreached
+
+
+def _with_other_inputs(copied: Copy, layouts: dict[int, AttentionLayout]) -> dict[int, AttentionLayout]:
+    """The layouts, with a line where the guessed inputs decide which norm is in front: each is left out once, and what
+    the model takes beside them is named.
+    """
+    contents = [name for name in copied.inputs if name in CONTENT or name == "encoder_hidden_states"]
+    shown = ", ".join(name for name, x in copied.inputs.items() if isinstance(x, Tensor))
+    fronts: dict[str, list[str]] = {}
+    for name in contents if len(contents) > 1 else ():
+        other = copied.run_without(name)
+        if other is None:
+            continue
+        calls: dict[str, list[AttentionLayout | str]] = {}
+        for call in other.calls:
+            calls.setdefault(plain(call.path), []).append(_attempt(partial(read_layout, other.tape, call)))
+        for layout in layouts.values():
+            read = [found for found in calls.get(layout.name, []) if isinstance(found, AttentionLayout)]
+            if read and all(_front_of(found) != _front_of(layout) for found in read):
+                fronts.setdefault(layout.name, []).append(name)
+    missing = left_out(copied.model, copied.inputs)
+    matter = {name: f"without {' or '.join(names)} it reads another norm" for name, names in fronts.items()}
+    others = f"with {' or '.join(missing)}, which the model takes too, it may read another norm" if missing else None
+    said = {number: matter.get(layout.name, others) for number, layout in layouts.items()}
+    return {
+        number: replace(layout, inputs_matter=said[number] and f"found with {shown}: {said[number]}")
+        for number, layout in layouts.items()
+    }
+
+
+def _front_of(layout: AttentionLayout) -> tuple[object, ...]:
+    return layout.kind, layout.norm, layout.memory_norm
+
+
+def _with_draws(layout: AttentionLayout) -> AttentionLayout:
+    """A layout of a pass that drew random numbers: what is not known of it may be for that."""
+    logits, output = (why and f"{why}{DRAWS}" for why in (layout.unknown_logits, layout.unknown_output))
+    return replace(layout, unknown_logits=logits, unknown_output=output)
+
+
+def _inside(
+    weights: ModuleWeights, names: Sequence[str], layouts: Iterable[AttentionLayout], ran: set[str]
+) -> list[str]:
+    """Modules that look like attention inside modules that attend themselves, and of which these read no tensor. One
+    that runs as a direct part of an attention, such as an index of keys, belongs to it.
+    """
+    read = {name for layout in layouts for name in tensor_names(layout, set(weights.names()))}
+    attending = set(names)
+    return [
+        path
+        for path in attention_like(weights)
+        if path not in attending
+        and not any(name.startswith(f"{path}.") for name in attending)
+        and any(path.startswith(f"{name}." if name else "") for name in attending)
+        and not any(name.startswith(f"{path}.") for name in read)
+        and not (path in ran and path.rpartition(".")[0] in attending - {""})
+    ]
+
+
+def _each_once(layouts: Iterable[AttentionLayout]) -> list[AttentionLayout]:
+    """A module that runs several times is one layer. Of tables of angles, one for each picture, the longest is kept."""
+    layers: list[AttentionLayout] = []
+    for layout in layouts:
+        same = [n for n, x in enumerate(layers) if x.name == layout.name]
+        bare = replace(layout, angles=())
+        known = next((n for n in same if alike(replace(layers[n], angles=()), bare)), None)
+        if known is None:
+            layers.append(layout)
+        elif len(layout.angles) > len(layers[known].angles):
+            layers[known] = layout
+    return layers
+
+
+def _attempt(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:
+    """A layout, or the reason why there is none."""
+    try:
+        return read()
+    except UnreadableError as error:
+        return str(error)
+    except (LocaterError, RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:
+        return f"reading it failed ({type(error).__name__}: {first_line(error)})"

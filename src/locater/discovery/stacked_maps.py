@@ -1,0 +1,286 @@
+"""The effective maps of a live model, recorded once and replayed at each step; equal layers are folded together.
+
+Finding the heads takes names, patterns and a configuration, and folding each layer apart takes a dozen small
+operations: milliseconds for a model of twelve layers, and as much again on a GPU that waits for them to be launched.
+torch.compile cannot trace the search at all. So the operations that lead from the tensors to each layer's maps are
+recorded once, without data. Layers with the same operations are stacked and folded as one from then on, with the
+tensors as they are at that moment. What cannot be recorded can still be folded layer by layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from locater.discovery.fold_graph import LayerStack, layer_stacks, tensor_kind
+from locater.discovery.reading_models import layers_of
+from locater.errors import LocaterError, first_line
+from locater.layers.effective import Effective, effective
+from locater.layers.layer import AttentionLayer
+from locater.sources.live_tensors import is_a
+from locater.sources.sources import config_of
+from locater.sources.weights import ModuleWeights, Rows, take_rows
+from locater.spectrum import cross_moments, moments
+
+logger = logging.getLogger("locater")
+Result = TypeVar("Result")
+Inputs = Callable[[], tuple[Tensor, ...]]
+Maps = tuple[Tensor, Tensor, Tensor]  # queries (L, H, h, d), keys (L, K, h, d), logit scales (L,) of L layers
+
+
+class Recorder(ModuleWeights):
+    """Remembers each tensor that is read, and returns what is in `tensors` in its place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.tensors: dict[str, Tensor] = {}
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        if name not in self.tensors:
+            self.tensors[name] = super().read(name)
+        return take_rows(self.tensors[name], rows)
+
+    def now(self, name: str) -> Tensor:
+        """The tensor of the model as it is now; plain parameters are returned without a search for parametrizations."""
+        place = self.live_tensor(name)
+        if not (place.adapters or place.packed) and "parametrizations" not in place.module._modules:
+            parameter = place.module._parameters.get(place.attribute)
+            if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
+                return parameter
+        return ModuleWeights.read(self, name)
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """Of the stacked layers numbered `layers`, on their device: what logits over unit tokens are made of, before the
+    scale.
+    """
+
+    layers: list[int]
+    scales: list[float]
+    frobenius_sq: Tensor  # (L, H)
+    key_term: Tensor  # (L, H): |e|
+    trace: Tensor | None  # (L, H); None for cross-attention
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.frobenius_sq, self.key_term, self.trace) if x is not None]
+
+
+def spectra_of(layer: int, folded: Effective) -> Spectra:
+    """Of one layer alone."""
+    of_layer = folded.moments()
+    trace = None if of_layer.cross is None else of_layer.trace[None]
+    return Spectra([layer], [folded.scale], of_layer.frobenius_sq[None], folded.key_term.norm(dim=-1)[None], trace)
+
+
+def maps_of(folded: Effective) -> Maps:
+    """Of one layer alone."""
+    query, key = folded.query[None], folded.key[None]
+    return query, key, torch.tensor([folded.scale], dtype=query.dtype, device=query.device)
+
+
+class FoldedStacks:
+    """The chosen layers of a model, numbered as in a scan. Raises what reading or recording them raises.
+
+    `fold` makes the maps of a layer; `inputs` are, by the number of a layer, further tensors for it, read anew at each
+    call. `layers` reads the layers that are numbered, where these are not those of a scan.
+
+    A model that moves to another device or dtype, or that gets an adapter, is recorded anew at the next call; though
+    not inside a compiled step, so begin when the model is where it will be trained.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: Sequence[int],
+        fold: Callable[..., Effective] = effective,
+        inputs: Mapping[int, Inputs] | None = None,
+        layers: Callable[[ModuleWeights], list[AttentionLayer]] | None = None,
+    ) -> None:
+        self.model, self.chosen, self.fold = model, list(chosen), fold
+        self.inputs = inputs or {}
+        self._layers = layers or (lambda weights: list(layers_of(weights, config_of(model))))
+        self._record()
+
+    def maps(self) -> list[Maps]:
+        """Maps of each stack, from the weights as they are now; gradients flow to these."""
+        return self._replayed(self._maps)
+
+    @torch.no_grad()
+    def spectra(self) -> list[Spectra]:
+        """Spectra of each stack, from the weights as they are now. Nothing here waits for the device."""
+        return self._replayed(self._spectra)
+
+    def _replayed(self, replay: Callable[[LayerStack], Result]) -> list[Result]:
+        """`replay` of each stack; a model that has changed is recorded anew first."""
+        if torch.compiler.is_compiling():
+            return [replay(stack) for stack in self.stacks]
+        try:
+            self._check_modules()
+            return [replay(stack) for stack in self.stacks]
+        except _ChangedError:
+            self._record()
+            return [replay(stack) for stack in self.stacks]
+
+    def _maps(self, stack: LayerStack) -> Maps:
+        query, key = stack.fold_maps(*self._read(stack))
+        return query, key, torch.tensor(stack.scales, dtype=query.dtype, device=query.device)
+
+    def _spectra(self, stack: LayerStack) -> Spectra:
+        tensors = self._read(stack)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            query, key, term = stack.fold(*tensors)
+        del tensors
+        groups, key = query.unflatten(1, (stack.kv_heads, -1)), key.unsqueeze(2)
+        of_heads = cross_moments(groups, key) if stack.cross else moments(groups, key)
+        trace = None if of_heads.cross is None else of_heads.trace.flatten(1)
+        return Spectra(stack.layers, stack.scales, of_heads.frobenius_sq.flatten(1), term.norm(dim=-1), trace)
+
+    def _read(self, stack: LayerStack) -> list[Tensor]:
+        by_layer = [[self._now(name) for name in names] for names in stack.tensors]
+        return [torch.stack(same) for same in zip(*by_layer, strict=True)]
+
+    def _now(self, name: str) -> Tensor:
+        if name in self._places:
+            number, place = self._places[name]
+            tensor = self.inputs[number]()[place]
+        elif torch.compiler.is_compiling():
+            return ModuleWeights.read(self._weights, name)
+        else:
+            tensor = self._weights.now(name)
+        if not torch.compiler.is_compiling() and tensor_kind(tensor) != self._kinds[name]:
+            raise _ChangedError
+        return tensor
+
+    def _check_modules(self) -> None:
+        if any(parent._modules.get(name) is not child for parent, name, child in self._edges) or any(
+            _active_copy(wrapper) != active for wrapper, active in self._wrappers
+        ):
+            raise _ChangedError
+
+    @torch.no_grad()
+    def _record(self) -> None:
+        self._weights = weights = _Shapes(self.model)
+        self._places = {
+            f"input {place} of layer {number}": (number, place)
+            for number in self.inputs
+            for place in range(len(self.inputs[number]()))
+        }
+        for name, (number, place) in self._places.items():
+            weights.put(name, self.inputs[number]()[place])
+        with weights.mode:
+            list(self._fold())
+        names, fakes = list(weights.tensors), list(weights.tensors.values())
+        self._kinds = weights.kinds
+        folded: list[Effective] = []
+
+        def maps(*tensors: Tensor) -> list[Tensor]:
+            weights.tensors = dict(zip(names, tensors, strict=True))
+            folded[:] = self._fold()
+            return [x for layer in folded for x in (layer.query, layer.key, layer.key_term)]
+
+        with torch.autocast(fakes[0].device.type, enabled=False):
+            whole = make_fx(functionalize(maps), tracing_mode="fake")(*fakes)
+            weights.tensors = {}
+            self.stacks = list(layer_stacks(whole, self.chosen, names, folded))
+        own = [weights.live_tensor(name).module for name in names if name not in self._places]
+        self._edges = _edges(self.model, own)
+        wrappers = [part for part in self.model.modules() if is_a(part, "peft.utils.other", "ModulesToSaveWrapper")]
+        self._wrappers = [(wrapper, _active_copy(wrapper)) for wrapper in wrappers]
+
+    def _fold(self) -> Iterator[Effective]:
+        layers = self._layers(self._weights)
+        for i in self.chosen:
+            yield self.fold(
+                layers[i], *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i)
+            )
+
+
+def recorded_stacks(
+    model: nn.Module,
+    chosen: Sequence[int],
+    fold: Callable[..., Effective] = effective,
+    inputs: Mapping[int, Inputs] | None = None,
+    layers: Callable[[ModuleWeights], list[AttentionLayer]] | None = None,
+) -> FoldedStacks | None:
+    """`FoldedStacks`, or None with a warning where the maps cannot be recorded; raises where they cannot be read."""
+    try:
+        return FoldedStacks(model, chosen, fold, inputs, layers)
+    except LocaterError:
+        raise
+    except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
+        warn_unrecorded(model, error)
+        return None
+
+
+def warn_unrecorded(model: nn.Module, error: Exception) -> None:
+    """Once for a model, whoever reads its maps."""
+    if model not in _warned:
+        _warned.add(model)
+        name, reason = type(model).__name__, f"{type(error).__name__}: {first_line(error)}"
+        logger.warning(
+            "the maps of %s are re-read layer by layer at each step, which is slower: they cannot be recorded (%s)",
+            name,
+            reason,
+        )
+
+
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
+class _ChangedError(Exception):
+    """A tensor has moved or has another shape, or there is a new module, such as an adapter: other operations may be
+    needed.
+    """
+
+
+class _Shapes(Recorder):
+    """Returns, for every tensor, one without data."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.mode = FakeTensorMode()
+        self.kinds: dict[str, Any] = {}
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        if name not in self.tensors:
+            with unset_fake_temporarily():
+                tensor = ModuleWeights.read(self, name).detach()
+            self.put(name, tensor)
+        return take_rows(self.tensors[name], rows)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """From now on there is a tensor of this name, of the same kind and without data."""
+        self.kinds[name] = tensor_kind(tensor)
+        self.tensors[name] = self.mode.from_tensor(tensor)
+
+
+def _edges(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, child) on the way from the model to these modules."""
+    above = {
+        child: (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None
+    }
+    edges: dict[nn.Module, tuple[nn.Module, str, nn.Module]] = {}
+    for module in modules:
+        while module is not model and module not in edges:
+            edges[module] = (*above[module], module)
+            module = above[module][0]
+    return list(edges.values())
+
+
+def _active_copy(wrapper: Any) -> Any:
+    """Of a module that peft trains whole beside adapters: which of its copies is in use."""
+    return list(wrapper.active_adapters), wrapper.disable_adapters

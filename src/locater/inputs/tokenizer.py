@@ -1,0 +1,148 @@
+"""From text to token ids: bytes, or byte pairs learned from the text (with the tokenizers package).
+
+Both are saved as tokenizer.json, which transformers reads, so that `locater probe` can run the trained model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.inputs.start_token import without_start
+
+BYTES = 256
+FILE = "tokenizer.json"
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # tokenizer_config.json
+PIECE, PIECES = 1 << 20, 16  # characters of a piece, and pieces that are encoded at the same time
+
+
+class Tokenizer(Protocol):
+    size: int
+
+    def encode(self, text: str) -> Tensor: ...
+
+    def to_json(self) -> str: ...
+
+    def __hash__(self) -> int: ...
+
+
+class ByteTokenizer:
+    """Every byte of UTF-8 is a token.
+
+    >>> ByteTokenizer().encode("héllo").tolist()
+    [104, 195, 169, 108, 108, 111]
+    """
+
+    size = BYTES
+
+    def encode(self, text: str) -> Tensor:
+        return (
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        )
+
+    def to_json(self) -> str:
+        """As the tokenizers package would write it: byte pairs without merges."""
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        model: dict[str, Any] = {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "vocab": {sign: b for b, sign in enumerate(byte_signs())},
+            "merges": [],
+        }
+        document: dict[str, Any] = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": model,
+        }
+        return json.dumps(document)
+
+
+class PairTokenizer:
+    """Byte pairs, by the tokenizers package."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.size = int(tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> Tensor:
+        ids: list[int] = []
+        pieces = [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]
+        for begin in range(0, len(pieces), PIECES):
+            for piece in self._tokenizer.encode_batch_fast(pieces[begin : begin + PIECES]):
+                ids += piece.ids
+        return torch.tensor(ids, dtype=torch.int32)
+
+    def to_json(self) -> str:
+        return str(self._tokenizer.to_str())
+
+    @classmethod
+    def from_json(cls, text: str) -> PairTokenizer:
+        return cls(_library(BYTES + 1).Tokenizer.from_str(text))
+
+
+def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
+    """Bytes for a vocabulary of 256; for a larger one, the byte pairs that are most frequent in `texts`."""
+    if vocabulary == BYTES:
+        return ByteTokenizer()
+    library = _library(vocabulary)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PairTokenizer(tokenizer)
+
+
+def tokenizer_of_run(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
+    """The tokenizer in the folder of a run that has a checkpoint to continue from, without its start token; for other
+    runs a new one.
+    """
+    path = folder / FILE
+    if vocabulary == BYTES or not path.is_file() or not any(folder.glob("step-*")):
+        return make()
+    try:
+        saved = without_start(path.read_text(encoding="utf-8"))
+        return PairTokenizer(_library(vocabulary).Tokenizer.from_str(saved))
+    except LocaterError:
+        raise
+    except Exception as error:  # the package raises plain exceptions
+        raise LocaterError(
+            f"{path}: not a readable tokenizer ({error}): remove the run's folder and start again"
+        ) from None
+
+
+def byte_signs() -> list[str]:
+    """A printable character for every byte, as in GPT-2: the byte itself where printable, else the next from code point
+    256 on.
+    """
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    free = iter(range(BYTES, 2 * BYTES))
+    return [chr(b if b in shown else next(free)) for b in range(BYTES)]
+
+
+def _library(vocabulary: int) -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError:
+        raise LocaterError(
+            f"a vocabulary of {vocabulary} needs the tokenizers package (pip install 'locater[train]'); 256 does not"
+        ) from None
+    return tokenizers

@@ -1,1 +1,0 @@
-"""The small transformer of our own."""

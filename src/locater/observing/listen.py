@@ -1,0 +1,59 @@
+"""Listening to the attention of a model for the length of a `with` block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+from torch import nn
+
+from locater.calls import interface
+from locater.calls.listeners import Listener, enter, leave
+from locater.calls.patching import instead, through
+from locater.errors import LocaterError
+from locater.families.record import Family
+from locater.families.registry import family_of
+from locater.families.taps import put_tap, refuse_unobservable
+from locater.layers.tensor_parallel import SplitHeads
+from locater.observing.known_layers import parts_of
+
+
+@contextmanager
+def heard(
+    model: nn.Module, sites: Sequence[Listener], family: Family | Literal["own"] | None = "own"
+) -> Iterator[None]:
+    """Announce the attention calls of `model` to `sites` inside the `with` block.
+
+    `family` is that of the model, where it is known already; without any (None) taps go by the class of a module alone.
+    """
+    family = family_of(model) if family == "own" else family
+    whole = next((site for site in sites if not getattr(site, "counts_split_heads", False)), None)
+    if whole is not None and SplitHeads(model).is_any:
+        raise LocaterError(
+            f"{whole.name or type(model).__name__}: its heads may be split over ranks, and single heads are read only "
+            "from a whole model: load its checkpoint in one process"
+        )
+    with ExitStack() as stack:
+        interface.install()
+        stack.callback(interface.remove)
+        for site in sites:
+            refuse_unobservable(site.module, family, site.name)
+            enter(site)
+            stack.callback(leave, site)
+            for undo in put_tap(site.module, family):
+                stack.callback(undo)
+        for part in compiled_parts(model):
+            stack.callback(instead(part, "forward", through))
+        yield
+
+
+def compiled_parts(model: nn.Module) -> list[nn.Module]:
+    """Parts that may be compiled already. Their graphs are guarded on `forward`, but not on a new entry in the table of
+    attention functions.
+    """
+    compiled = [
+        part._modules.get("_orig_mod", part if part._compiled_call_impl is not None else None)
+        for part in parts_of(model)
+    ]
+    return [part for part in compiled if part is not None]

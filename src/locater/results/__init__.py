@@ -1,0 +1,1 @@
+"""What the commands return: scans, probes, comparisons, explanations, fleets."""

@@ -1,0 +1,193 @@
+"""`Comparison`, the result of `compare()` for two scans: side by side, head by head where their shapes agree."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from locater.brief import brief
+from locater.errors import LocaterError
+from locater.files import write_whole
+from locater.missing import known_median
+from locater.report.scan_columns import Change, by_column, by_head, changes
+from locater.results.scan import NUMERIC_COLUMNS, HeadRow, Scan, alike
+from locater.version import SCAN_SCHEMA, __version__
+
+MEDIANS = (
+    *("M", "F", "concentration", "localization", "expected_entropy", "residual_kept"),
+    *("stable_rank", "effective_rank", "key_bias"),
+)
+MOST_LISTED = 20  # heads that the document lists as those that changed most
+DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
+
+
+FAULT = "fault"  # a condition of --fail-on: any fault that is new
+CHANGE_COLUMNS = tuple(f"change_{name}" for name in DIFFERENCES)
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """One head in both scans: `difference[column]` is b minus a, None where either has no number."""
+
+    layer: int
+    head: int
+    difference: dict[str, float | None]
+    gained: tuple[str, ...]  # flags that only b raises
+    lost: tuple[str, ...]
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True)
+class ComparedTensors:
+    """Every tensor of two sources, with all that a scan does not read."""
+
+    compared: int
+    different: list[str]  # names of tensors with another shape, type or number
+    only_a: list[str]
+    only_b: list[str]
+
+    __repr__ = brief
+
+    @property
+    def apart(self) -> list[str]:
+        """Names of all tensors that are not equal in both."""
+        return [*self.different, *self.only_a, *self.only_b]
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Two scans side by side. `rows` is empty unless they are `aligned`: the same layers with the same heads."""
+
+    a: Scan
+    b: Scan
+    aligned: bool
+    rows: list[HeadChange]
+    tensors: ComparedTensors | None = None  # of sources with equal heads, where all their tensors could be read
+
+    def __repr__(self) -> str:
+        heads = f"{len(self.rows)} heads" if self.aligned else f"{len(self.a.rows)} and {len(self.b.rows)} heads"
+        return f"Comparison({self.a.source!r}, {self.b.source!r}, {heads}, aligned={self.aligned})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from locater.report.notebook import comparison_in_notebook
+
+        return comparison_in_notebook(self)
+
+    def plot(self, column: str | None = None) -> Any:
+        """The difference B - A of one column, heads by layers; without a name the quantity that changed most.
+
+        A matplotlib Figure, or an altair Chart where only altair is installed.
+        """
+        from locater.report.drawn import of_comparison
+        from locater.report.plots import plot
+
+        return plot(of_comparison(self, column))
+
+    @property
+    def equal(self) -> bool:
+        """Whether every number and flag of every head is equal in both: those of queries, keys and norms."""
+        return self.aligned and all(
+            not (row.gained or row.lost) and all(a[name] == b[name] for name in DIFFERENCES)
+            for row, a, b in zip(self.rows, self.a.rows, self.b.rows, strict=True)
+        )
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """Every quantity of every head in both scans, the largest change first; empty unless aligned.
+
+        Sizes of different quantities can be compared: each is the change over the range of that quantity.
+        """
+        return changes(self.a.rows, self.b.rows, self.a.assumptions["length"]) if self.aligned else []
+
+    def column_changes(self) -> dict[str, float]:
+        """Size of the change of each quantity (98th percentile over heads), the largest first."""
+        return by_column(self.changes)
+
+    def head_changes(self) -> list[Change]:
+        """The largest change of each head, the largest first."""
+        return by_head(self.changes)
+
+    def condition_rows(self) -> list[dict[str, Any]]:
+        """What conditions of --fail-on are tested on: for each head `change_COLUMN`, B minus A, and as `flags` those
+        that B raises and A does not, with "fault" among them where one is a fault in B and was none in A; and
+        the columns of B.
+        """
+        if not self.aligned:
+            raise LocaterError(
+                "--fail-on compares head by head, and these two have different heads: "
+                "give two models of one shape, or use locater scan B --fail-on"
+            )
+        rows = []
+        pairs = zip(self.rows, self.b.rows, self.a.verdicts, self.b.verdicts, strict=True)
+        for change, row, before, after in pairs:
+            new_fault = bool({*after.faults} - {*before.faults})
+            differences = {f"change_{name}": x for name, x in change.difference.items()}
+            flags = (*change.gained, *((FAULT,) if new_fault else ()))
+            rows.append({**vars(row), "flags": flags, "new": True, **differences})
+        return rows
+
+    def medians(self) -> dict[str, tuple[float | None, float | None]]:
+        """Median over heads of the main columns, in a and in b."""
+        return {
+            name: (known_median(row[name] for row in self.a.rows), known_median(row[name] for row in self.b.rows))
+            for name in MEDIANS
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCAN_SCHEMA,
+            "locater": __version__,
+            "source": [self.a.source, self.b.source],
+            "assumptions": self.a.assumptions,
+            "aligned": self.aligned,
+            "equal": self.equal,
+            "tensors": None if self.tensors is None else asdict(self.tensors),
+            "medians": {name: list(pair) for name, pair in self.medians().items()},
+            "changes": {
+                "columns": self.column_changes(),
+                "heads": [change._asdict() for change in self.head_changes()[:MOST_LISTED]],
+            },
+            "layers": [self.a.layers, self.b.layers],
+            "heads": [asdict(row) for row in self.rows],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the HTML page of both scans, with differences where their shapes agree."""
+        from locater.report.scan import compare_page
+
+        write_whole(Path(path), compare_page(self))
+
+
+def compare_scans(first: Scan, second: Scan) -> Comparison:
+    """Two scans that were made alike."""
+    for setting in ("length", "weights"):
+        one, other = (x.assumptions.get(setting) for x in (first, second))
+        if one != other:
+            raise LocaterError(
+                f"these two cannot be compared: {setting} is {one!r} in the first and {other!r} in the second; "
+                "scan them alike"
+            )
+    first, second = alike((first, second))
+    aligned = shape(first) == shape(second)
+    rows = [_change(x, y) for x, y in zip(first.rows, second.rows, strict=True)] if aligned else []
+    return Comparison(first, second, aligned, rows)
+
+
+def shape(result: Scan) -> list[tuple[int, int, str]]:
+    return [(row.layer, row.head, row.kind) for row in result.rows]
+
+
+def _change(a: HeadRow, b: HeadRow) -> HeadChange:
+    pairs = {name: (a[name], b[name]) for name in DIFFERENCES}
+    difference = {name: None if x is None or y is None else y - x for name, (x, y) in pairs.items()}
+    gained, lost = (tuple(f for f in x.flags if f not in y.flags) for x, y in ((b, a), (a, b)))
+    return HeadChange(a.layer, a.head, difference, gained, lost)

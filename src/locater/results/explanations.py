@@ -1,0 +1,236 @@
+"""`Explanations`, the result of `explanations()`: one input of a model, explained by several methods.
+
+It is written as JSON and shown by `report/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from locater.brief import brief
+from locater.explain.explanation import Explanation
+from locater.explain.targets import Target
+from locater.files import write_whole
+from locater.missing import finite_or_none
+from locater.version import SCHEMA, __version__
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The tokens of one input of the model, as a reader sees them."""
+
+    name: str  # "input"; of models with two inputs "encoder" and "decoder", or "text" and "image"
+    tokens: list[str]
+    ids: list[int] | None = None  # None for patches of a picture
+    special: list[int] = field(default_factory=list)  # places of special tokens, such as [CLS]
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture in patches: the tokens of its stream after the first `before` ones, row by row."""
+
+    pixels: Tensor  # (height, width, 3) uint8, at the model's size
+    rows: int
+    columns: int
+    before: int = 0
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One of the model's likeliest tokens or classes."""
+
+    index: int
+    name: str
+    logit: float
+    probability: float
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """How much of the target passes through a head. A path passes several heads, so these do not sum to the target."""
+
+    layer: int
+    head: int
+    value: float  # in units of the target
+    share: float  # value / |target|: positive is for the target, negative against it
+
+
+@dataclass(frozen=True)
+class LengthShare:
+    """How much of the target comes along paths through this many heads. Over lengths they sum to the target, less what
+    the readout adds (a bias of the logits).
+    """
+
+    length: int
+    value: float
+    share: float  # value / |target|
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """What one head attended to: (queries, keys), rows that sum to 1 under softmax attention."""
+
+    layer: int
+    head: int
+    weights: Tensor
+    queries: str  # names of streams
+    keys: str
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True)
+class DeletionCurve:
+    """What is left when tokens are removed in the order of their scores, and against it."""
+
+    removed: list[float]  # share of the tokens that may be removed
+    largest_first: list[float]
+    smallest_first: list[float]
+    of: str  # "probability" of the target, or the "target" itself where there are no probabilities
+
+    __repr__ = brief
+
+    @property
+    def area(self) -> float:
+        """The mean of `largest_first` over `removed`: the lower, the sooner the scores point at what the model uses."""
+        steps = zip(self.removed, self.removed[1:], self.largest_first, self.largest_first[1:], strict=False)
+        return sum((b - a) * (y + z) / 2 for a, b, y, z in steps) / (self.removed[-1] - self.removed[0])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Explanations:
+    """The result of `explanations()`."""
+
+    source: str
+    streams: list[TokenStream]
+    target: Target
+    target_name: str  # the token, the class, or "the output along itself"
+    predictions: list[Prediction]
+    methods: list[Explanation]
+    layers: list[dict[str, Any]] = field(default_factory=list)  # layer, name, kind, heads
+    heads: list[HeadShare] = field(default_factory=list)
+    lengths: list[LengthShare] = field(default_factory=list)
+    patterns: list[Pattern] = field(default_factory=list)
+    deletion: Mapping[str, DeletionCurve] = field(default_factory=dict)
+    picture: Picture | None = None
+    assumptions: dict[str, Any] = field(default_factory=dict)  # notes, and why a part is missing
+
+    def __repr__(self) -> str:
+        tokens = " + ".join(str(len(stream.tokens)) for stream in self.streams)
+        names = ", ".join(method.method for method in self.methods)
+        return f"Explanations({self.source!r}, {self.target_name!r}, {tokens} tokens, by {names})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from locater.report.explain_notebook import explain_in_notebook
+
+        return explain_in_notebook(self)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per token: stream, position, token, and the score of each method."""
+        rows = []
+        for stream in self.streams:
+            columns = {method.method: scores_in(method, stream.name) for method in self.methods}
+            for position, token in enumerate(stream.tokens):
+                scores = {name: None if x is None else x[position] for name, x in columns.items()}
+                rows.append({"stream": stream.name, "position": position, "token": token, **scores})
+        return rows
+
+    def to_dict(self, matrices: bool = False) -> dict[str, Any]:
+        """The JSON document. `matrices` adds what has a number per pair of tokens: matrices and head patterns."""
+        return {
+            "schema": SCHEMA,
+            "locater": __version__,
+            "source": self.source,
+            "assumptions": self.assumptions,
+            "streams": [asdict(stream) for stream in self.streams],
+            "target": {
+                "name": self.target_name,
+                "index": self.target.index,
+                "position": self.target.position,
+                "value": self.target.value,
+            },
+            "predictions": [asdict(prediction) for prediction in self.predictions],
+            "methods": [self._method(method, matrices) for method in self.methods],
+            "layers": self.layers,
+            "heads": [asdict(head) for head in self.heads],
+            "lengths": [asdict(length) for length in self.lengths],
+            **({"patterns": [_pattern(pattern) for pattern in self.patterns]} if matrices else {}),
+        }
+
+    def document(self, matrices: bool = False) -> Document:
+        """What `--json` writes."""
+        return Document(self, matrices)
+
+    def to_json(self, matrices: bool = False) -> str:
+        return json.dumps(self.to_dict(matrices), indent=1, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str], matrices: bool = False) -> None:
+        """Write the JSON document; the file appears whole or not at all."""
+        write_whole(Path(path), self.to_json(matrices) + "\n")
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the HTML page: self-contained, works offline."""
+        from locater.report.explain import explain_page
+
+        write_whole(Path(path), explain_page(self))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per token, as a pandas frame."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    def _method(self, method: Explanation, matrices: bool) -> dict[str, Any]:
+        curve = self.deletion.get(method.method)
+        scores = {stream.name: scores_in(method, stream.name) for stream in self.streams}
+        entry: dict[str, Any] = {
+            "method": method.method,
+            "scores": {name: values for name, values in scores.items() if values is not None},
+            "offset": method.offset,
+            "exact": method.exact,
+            "how": method.how,
+            "deletion": None if curve is None else {**asdict(curve), "area": curve.area},
+        }
+        if matrices:
+            entry["matrix"] = None if method.matrix is None else method.matrix.tolist()
+        return entry
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """The JSON of explanations, with or without matrices."""
+
+    result: Explanations
+    matrices: bool
+
+    def to_json(self) -> str:
+        return self.result.to_json(self.matrices)
+
+
+def scores_in(method: Explanation, stream: str) -> list[float | None] | None:
+    """The scores of a method for the tokens of one stream, None where it has none there. A token without a score has
+    None.
+    """
+    scores = method.scores if method.stream == stream else method.other_streams.get(stream)
+    return None if scores is None else [finite_or_none(x) for x in scores.tolist()]
+
+
+def _pattern(pattern: Pattern) -> dict[str, Any]:
+    names = ("layer", "head", "queries", "keys")
+    return {**{name: getattr(pattern, name) for name in names}, "weights": pattern.weights.tolist()}

@@ -1,0 +1,316 @@
+"""`Scan`, the result of `scan()`: a row per head, an entry per layer, and the assumptions behind the numbers.
+
+It is written as JSON, read back, and shown by `report/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locater.brief import brief
+from locater.errors import LocaterError, first_line
+from locater.files import regular_file, write_whole
+from locater.findings import FLAGS, Verdict, flags_of, judge, key_variance
+from locater.results.scan_document import check_scan, parsed
+from locater.version import SCAN_SCHEMA, __version__
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+LENGTH = 256  # default number of tokens in view
+TOKENS = 8192  # default number of tokens that a probe measures
+OF_SCHEMA = "of_schema"  # in the assumptions of a scan that was read from a document of an earlier schema: its number
+OLD_NUMBERS = (
+    "of a document of version 0.2 or before: expected entropy (H) by the old formula log T - v/2, "
+    "and sharp where that is 0; scan the model again for the entropy of normal logits"
+)
+COMPUTED_AGAIN = (
+    "of a document of version 0.2 or before: expected entropy and flags computed again from its F and key bias"
+)
+
+
+READ = (1, SCAN_SCHEMA)  # schemas of documents that are read
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """One head. `trace`, `trace_of_square` and `frobenius_sq` leave out the logit scale; M, S and F include it.
+
+    None is a number without meaning: traces of cross-attention, every number of a head with NaN weights.
+    """
+
+    layer: int
+    head: int
+    kv_head: int
+    kind: str
+    width: int
+    head_dim: int
+    scale: float | None  # None where it is not known: then every number in units of logits is None too
+    trace: float | None = None
+    trace_of_square: float | None = None
+    frobenius_sq: float | None = None
+    symmetric_sq: float | None = None
+    mean: float | None = None
+    variance: float | None = None
+    concentration: float | None = None
+    spectral_norm: float | None = None
+    stable_rank: float | None = None
+    effective_rank: float | None = None
+    M: float | None = None
+    S: float | None = None
+    F: float | None = None
+    skew: float | None = None
+    key_bias: float | None = None
+    localization: float | None = None
+    approximation: str | None = None
+    expected_entropy: float | None = None
+    residual_kept: float | None = None
+    flags: tuple[str, ...] = ()
+    quantised: str | None = None  # the format of the layer's weights, where they are stored quantised: "fp8", "nf4"
+    # optional columns
+    eigenvalues: tuple[tuple[float, float], ...] | None = None
+    drive: dict[str, Any] | None = None  # rotary: "even" and "odd" by frequency, and the constant "still", in logits
+    profile: tuple[float, ...] | None = None  # rho over 65 positions, where the closed form does not apply
+
+    __repr__ = brief
+
+    def __getitem__(self, column: str) -> Any:
+        return getattr(self, column)
+
+
+OPTIONAL = ("eigenvalues", "drive", "profile", "quantised")  # columns that a document has only where they are filled
+ADDED = ("residual_kept", "effective_rank")  # columns that documents of earlier versions do not have
+NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
+SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
+
+
+@dataclass(frozen=True, repr=False)
+class Scan:
+    """The result of `scan()`."""
+
+    source: str
+    assumptions: dict[str, Any]
+    layers: list[dict[str, Any]]
+    rows: list[HeadRow]
+    detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)  # scans again, with details
+
+    def __repr__(self) -> str:
+        faulty = sum(bool(verdict.faults) for verdict in self.verdicts)
+        return f"Scan({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers, {faulty} to look at)"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from locater.report.notebook import scan_in_notebook
+
+        return scan_in_notebook(self)
+
+    def plot(self, column: str | None = None) -> Any:
+        """One column of all heads, heads by layers; without a name the one that the page opens on.
+
+        A matplotlib Figure, or an altair Chart where only altair is installed.
+        """
+        from locater.report.drawn import of_scan
+        from locater.report.plots import plot
+
+        return plot(of_scan(self, column))
+
+    def title(self) -> str:
+        return f"{self.source}: {len(self.rows)} heads in {len(self.layers)} attention layers"
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """For each row: which of its flags are faults, and why the others are not."""
+        return judge([vars(row) for row in self.rows], self.assumptions["length"])
+
+    def records(self) -> list[dict[str, Any]]:
+        """Rows as dictionaries, with `faults` beside `flags`."""
+        pairs = zip(self.rows, self.verdicts, strict=True)
+        return [{**asdict(row), "faults": verdict.faults} for row, verdict in pairs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document: schema, locater, source, assumptions, layers, heads."""
+        heads = [{k: v for k, v in row.items() if v is not None or k not in OPTIONAL} for row in self.records()]
+        return {
+            "schema": SCAN_SCHEMA,
+            "locater": __version__,
+            "source": self.source,
+            "assumptions": self.assumptions,
+            "layers": self.layers,
+            "heads": heads,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document; the file appears whole or not at all."""
+        write_whole(Path(path), self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Scan:
+        """Read a document that `save` or `--json` wrote."""
+        file = Path(path)
+        regular_file(file)
+        try:
+            document = parsed(file.read_text(encoding="utf-8"))
+            if document["schema"] not in READ or isinstance(document["schema"], bool):
+                raise ValueError(f"schema {document['schema']!r:.40}, not {' or '.join(map(str, READ))}")
+            check_scan(document, NUMERIC_COLUMNS, OPTIONAL + ADDED)
+            rows = [_row_of(head) for head in document["heads"]]
+            found = cls(document["source"], document["assumptions"], document["layers"], rows)
+            return found if document["schema"] == SCAN_SCHEMA else found.labelled_old()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise LocaterError(
+                f"{path}: not what `locater scan --json` writes (it lacks {error}): scan the model again"
+            ) from None
+        except RecursionError:
+            raise LocaterError(
+                f"{path}: not what `locater scan --json` writes (nested too deep): scan the model again"
+            ) from None
+        except ValueError as error:
+            raise LocaterError(
+                f"{path}: not a scan that this version reads ({first_line(error)}): scan the model again"
+            ) from None
+        except OSError as error:
+            raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+
+    @classmethod
+    def join(cls, parts: Iterable[Scan]) -> Scan:
+        """Join the scans of all shards of one model (`--shard i/n`)."""
+        shards = list(parts)
+        layers = sorted((entry for shard in shards for entry in shard.layers), key=lambda entry: entry["layer"])
+        numbers = [entry["layer"] for entry in layers]
+        assumptions = shards[0].assumptions if shards else {}
+        sources = sorted({shard.source for shard in shards})
+        if len(sources) != 1 or numbers != list(range(assumptions.get("layers", len(numbers)))):
+            raise LocaterError(f"these shards do not make one model: sources {sources}, layers {numbers}")
+        if any(_without_read(shard) != _without_read(shards[0]) for shard in shards):
+            raise LocaterError("these shards were scanned with different settings (length, raw): scan them alike")
+        rows = sorted((row for shard in shards for row in shard.rows), key=lambda row: (row.layer, row.head))
+        counted = [shard.assumptions["read"] for shard in shards if "read" in shard.assumptions]
+        if len(counted) == len(shards):  # each reads the maps of its own layers, and the vectors of all
+            read = {"maps": sum(part["maps"] for part in counted), "vectors": max(part["vectors"] for part in counted)}
+            assumptions = {**assumptions, "read": {**read, "of": counted[0]["of"]}}
+        return cls(sources[0], assumptions, layers, rows)
+
+    @property
+    def old(self) -> bool:
+        """Whether expected entropy and flags are those of a document of schema 1."""
+        return OF_SCHEMA in self.assumptions
+
+    @property
+    def about_old(self) -> str:
+        """The note of a scan from a document of schema 1; empty for others."""
+        return next((note for note in self.assumptions["notes"] if note in (OLD_NUMBERS, COMPUTED_AGAIN)), "")
+
+    def labelled_old(self) -> Scan:
+        """This scan, which is of schema 1, with a label that says so."""
+        notes = [OLD_NUMBERS, *self.assumptions["notes"]]
+        return replace(self, assumptions={**self.assumptions, OF_SCHEMA: 1, "notes": notes})
+
+    def computed_again(self) -> Scan:
+        """This scan with the expected entropy and the flags of this version, computed from the other columns of its
+        rows; itself, unless it is `old`.
+        """
+        if not self.old:
+            return self
+        from locater.theory import expected_entropy, second_order_entropy
+
+        length = self.assumptions["length"]
+        known = [row for row in self.rows if None not in (row.expected_entropy, row.F, row.key_bias)]
+        variance = [float(key_variance(row.F, row.key_bias)) for row in known]
+        entropies: dict[int, float] = {}
+        for row, v, entropy in zip(known, variance, _listed(expected_entropy, variance, length), strict=True):
+            old = _listed(second_order_entropy, [v], length)[0]
+            # of heads that were run on measured tokens the entropy is another, and stays
+            if abs((row.expected_entropy or 0.0) - old) <= 1e-6 * (1 + old):
+                entropies[id(row)] = entropy
+        rows = [
+            replace(row, expected_entropy=entropies.get(id(row), row.expected_entropy), flags=_flags_again(row, length))
+            for row in self.rows
+        ]
+        notes = [note for note in self.assumptions["notes"] if note != OLD_NUMBERS]
+        assumptions = {name: value for name, value in self.assumptions.items() if name != OF_SCHEMA}
+        assumptions["notes"] = [COMPUTED_AGAIN, *notes]
+        return replace(self, assumptions=assumptions, rows=rows)
+
+    def with_details(self) -> Scan:
+        """This scan with the eigenvalues, drives and profiles that a page draws; reads the source again for them."""
+        lacking = any(_lacks_details(row) for row in self.rows)
+        lacking |= any(entry.get("positions") == "rotary" and "frequencies" not in entry for entry in self.layers)
+        if self.detailed is None or not lacking:
+            return self
+        detailed = self.detailed()
+        if [row.trace for row in detailed.rows] != [row.trace for row in self.rows]:
+            raise LocaterError(
+                f"{self.source} has changed since it was scanned: scan it with details=True to draw it later"
+            )
+        return detailed
+
+    def plain(self, eigenvalues: bool) -> Scan:
+        """This scan without the details that only a page draws."""
+        rows = [
+            replace(row, eigenvalues=row.eigenvalues if eigenvalues else None, drive=None, profile=None)
+            for row in self.rows
+        ]
+        layers = [{name: value for name, value in entry.items() if name != "frequencies"} for entry in self.layers]
+        return Scan(self.source, self.assumptions, layers, rows, self.detailed)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the HTML page: self-contained, works offline."""
+        from locater.report.scan import scan_page
+
+        write_whole(Path(path), scan_page(self.with_details()))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per head, as a pandas frame."""
+        import pandas
+
+        return pandas.DataFrame(self.records())
+
+    def to_polars(self) -> polars.DataFrame:
+        """One row per head, as a polars frame."""
+        import polars
+
+        return polars.DataFrame(self.records())
+
+
+def alike(scans: Iterable[Scan]) -> list[Scan]:
+    """Scans that are to be compared: where only some are of schema 1, these with numbers computed again."""
+    listed = list(scans)
+    return listed if all(x.old for x in listed) else [x.computed_again() for x in listed]
+
+
+def _without_read(shard: Scan) -> dict[str, Any]:
+    return {name: value for name, value in shard.assumptions.items() if name != "read"}
+
+
+def _listed(entropy: Callable[..., Any], variance: list[float], length: int) -> list[float]:
+    import torch
+
+    values: list[float] = entropy(torch.tensor(variance, dtype=torch.float64, device="cpu"), length).tolist()
+    return values
+
+
+def _flags_again(row: HeadRow, length: int) -> tuple[str, ...]:
+    """The flags that this version raises; of other mechanisms than softmax only whether its weights are finite."""
+    numbers = vars(row) if row.expected_entropy is not None else {}
+    return flags_of({**numbers, "finite": "nonfinite" not in row.flags}, length)
+
+
+def _lacks_details(row: HeadRow) -> bool:
+    without_profile = row.approximation == "mixture" and row.profile is None
+    return row.trace is not None and (row.eigenvalues is None or without_profile)
+
+
+def _row_of(head: dict[str, Any]) -> HeadRow:
+    head = {**dict.fromkeys(ADDED), **head}
+    head.pop("faults", None)  # derived from the rest
+    return HeadRow(**{**head, "flags": tuple(head["flags"])})

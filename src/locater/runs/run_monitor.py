@@ -1,0 +1,347 @@
+"""`Monitor`: logs every attention head of a training run, and warns by name when one is about to fail.
+
+    trainer = transformers.Trainer(..., callbacks=[locater.Monitor()])   # or lightning.Trainer
+    monitor = locater.Monitor("run.jsonl").attach(model)                 # or any loop: monitor.after_step(loss=loss)
+
+Between observed steps nothing is computed and nothing waits for the device. The loss of such a step is written as soon
+as it has arrived from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from locater.discovery.stacked_maps import Spectra
+from locater.errors import LocaterError, first_line
+from locater.findings import FLAGS, Condition, parse_conditions, remedy_for
+from locater.observing.accumulators import StatisticsOptions
+from locater.observing.choosing import Choice
+from locater.observing.observation import Observation
+from locater.observing.ranks import ranks_agree
+from locater.observing.rows import accumulators, fetched
+from locater.observing.site import Site
+from locater.runs.advice import controls_that_fit, warning_line
+from locater.runs.first_batch import discover_layers
+from locater.runs.head_table import (
+    COLUMNS,
+    SPECTRUM,
+    DiscoveredSpectra,
+    Table,
+    WeightSpectra,
+    add_spectra,
+    head_table,
+)
+from locater.runs.loggers import Sink
+from locater.runs.pending import Pending
+from locater.runs.record_sinks import RecordSinks
+from locater.runs.run_records import Record, end_record, header, loss_record, step_record, warning_record
+from locater.runs.trainer_events import TrainerEvents
+
+# chosen on the runs of docs/results/early-warning.md; docs/results/early-warning-unseen.md has its worth on others
+WARN_ON = "nonfinite, exploding, spread>5"
+logger = logging.getLogger("locater")
+
+
+class Monitor(TrainerEvents):
+    """Observe every `every`-th step of a run, write it to sinks, and warn once per head and reason.
+
+    `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close();
+    without any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in
+    `observe`. `warn_on` lists flags and comparisons as --fail-on does, such as "exploding, entropy_ratio<0.1".
+    `spectrum` adds M and the logit spread of each head's query-key map, from its weights. `passes="loss"` counts the
+    forward passes that a loss comes from: in training mode, with gradients enabled when they begin. A reference, a
+    rollout or an evaluation runs without; the log has how many were left out. `passes="all"` counts every pass in
+    training mode.
+
+    A warning is a reason to look, and silence is no promise. On small runs that had no part in choosing `warn_on`, 32
+    of 66 failures were warned of 10 steps or more before the loss showed them (32 of 58 without those of bad data),
+    and 2 of 110 ordinary runs were warned of. Sudden faults, such as a jump of the rate or bad data, show in the loss
+    first (docs/monitor.md).
+    """
+
+    def __init__(
+        self,
+        *sinks: str | os.PathLike[str] | Sink,
+        every: int = 50,
+        layers: Choice = None,
+        heads: Choice = None,
+        rows: int | None = None,
+        warn_on: str = WARN_ON,
+        spectrum: bool = True,
+        passes: Literal["loss", "all"] = "loss",
+    ) -> None:
+        if every < 1:
+            raise LocaterError(f"every={every}: count from 1, which observes each step")
+        if passes not in ("loss", "all"):
+            raise LocaterError(f"passes={passes!r}: choose loss or all")
+        flags = [flag.name for flag in FLAGS]
+        self.every, self.spectrum, self.passes = every, spectrum, passes
+        self.conditions = parse_conditions(warn_on, {*COLUMNS, *SPECTRUM}, flags, "warn_on") if warn_on else []
+        self.step = 0
+        self.warned: set[tuple[int, int, str]] = set()
+        self.observation: Observation | None = None
+        self._sample = (StatisticsOptions(rows or 0), layers, heads)
+        self._sinks = RecordSinks(sinks, self._report_once)
+        self._pending = Pending()
+        self._reported: set[Any] = set()
+        self._advice: dict[str, str] = {}  # what helps this model, by condition
+        self._together = True  # whether the numbers are those of all ranks, so that all of them warn alike
+        self._columns: tuple[str, ...] = ()
+        self._weights: WeightSpectra | None = None
+        self._log_sites: list[Site] = []  # the layers of the log
+        self._folder = Path()
+
+    def attach(self, model: nn.Module, folder: str | os.PathLike[str] = ".") -> Self:
+        """Begin. The next step is observed; call `after_step` after each, and `detach` at the end."""
+        if self.observation is not None:
+            raise LocaterError("this monitor is attached already: detach it first, or make another")
+        self._reported.clear()
+        self._advice.clear()
+        self._pending.clear()
+        wanted, layers, heads = self._sample
+        observation = Observation(model, wanted, layers, heads, every=0, lenient=True, loss_only=self.passes == "loss")
+        self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
+        self._log_sites, self._folder = list(observation.sites), Path(folder)
+        known = observation.by_calls is None  # else layers appear while the model runs, and the log begins then
+        begin = self._open_log(observation) if known else None
+        try:
+            observation.__enter__()
+        except BaseException:
+            self._close()
+            raise
+        self.observation = observation
+        spectra = self.spectrum and known
+        observation.switch.keeps_call = self.spectrum and not known
+        self._weights = WeightSpectra(model, [site.number for site in observation.sites]) if spectra else None
+        if begin is not None:
+            self._sinks.write(begin)
+        self._arm()
+        return self
+
+    def after_step(
+        self, loss: Tensor | float | None = None, step: int | None = None, **scalars: Tensor | float
+    ) -> list[Record]:
+        """Call after each optimizer step. Returns the warnings that are new, which every rank gets."""
+        if self.observation is None:
+            raise LocaterError("this monitor is not attached: monitor.attach(model) comes first")
+        for name, value in {"loss": loss, **scalars}.items():
+            if isinstance(value, Tensor) and value.numel() != 1:  # refused now, not at the next observed step
+                raise LocaterError(
+                    f"{name} has shape {list(value.shape)}: give one number per step, such as {name}.mean()"
+                )
+        observed = self.due
+        self.step = self.step + 1 if step is None else step
+        warnings: list[Record] = []
+        if observed:
+            warnings = self._log_observed_step(loss, scalars)
+        elif self._sinks:
+            if loss is not None:
+                self._pending.add(self.step, loss)
+            self._flush()
+        self._arm()
+        return warnings
+
+    def detach(self) -> None:
+        """End: take the listeners off, write what is left, close the sinks. May be called twice."""
+        if self.observation is None:
+            return
+        try:
+            self._flush(wait=True)
+            self._sinks.write(end_record(self.step))
+        finally:
+            self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of the run needs: the step, and what was warned of. The same on every rank."""
+        return {"step": self.step, "warned": [list(key) for key in sorted(self.warned)]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the step of a checkpoint, without repeating its warnings; before or after `attach`."""
+        if not state:  # of an earlier version, which saved nothing
+            return
+        if state.keys() != {"step", "warned"}:
+            raise LocaterError(f"Monitor: this state holds {', '.join(state)}, and step, warned was expected")
+        self.step = int(state["step"])
+        self.warned = {(int(layer), int(head), str(reason)) for layer, head, reason in state["warned"]}
+        if self.observation is not None:
+            self._arm()
+
+    def _arm(self) -> None:
+        """Observe the coming step, or not. Decided per step: a trainer may call parts of its module only."""
+        assert self.observation is not None
+        switch = self.observation.switch
+        switch.on, switch.counts_pass, switch.left_out = self.step % self.every == 0, None, 0
+        switch.call = None  # a batch is not kept alive
+
+    def _close(self) -> None:
+        observation, self.observation, self._weights = self.observation, None, None
+        if observation is not None:
+            observation.close()
+        self._sinks.close()
+
+    def _open_log(self, observation: Observation) -> Record:
+        """Open the sinks for the layers of the log; returns the first record, which is not written yet."""
+        layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in self._log_sites]
+        begin = header(type(observation.model).__name__, self.every, layers, self._columns, self.passes)
+        if is_first_rank():
+            self._sinks.open(self._folder, begin)
+        return begin
+
+    def _layers_of_log(self, observation: Observation) -> list[Site]:
+        """The layers of the log; those found by their calls are fixed at the first observed step that has any."""
+        if observation.by_calls is None:
+            return self._log_sites
+        if not self._log_sites and observation.sites:
+            self._log_sites = list(observation.sites)
+            self._sinks.write(self._open_log(observation))
+            self._discover_maps(observation)
+        for note in observation.notes if self._log_sites else ():
+            if self._weights is None or note != observation.by_calls.unknown_maps:
+                self._report_once(note)
+        later = [site.name for site in observation.sites[len(self._log_sites) :]]
+        if later:
+            self._report_once(f"layers that ran later than others for the first time are not in the log: {later[0]}")
+        return self._log_sites
+
+    def _discover_maps(self, observation: Observation) -> None:
+        """Find the query-key maps of layers that were found by their calls, with the batch of their first pass."""
+        call, observation.switch.keeps_call = observation.switch.call, False
+        if call is None or not self._together:
+            return
+        found, reason = None, "ranks found other layers than this one"
+        try:
+            found = discover_layers(self._log_sites, *call)
+        except Exception as error:
+            reason = first_line(error)
+        # maps that are split over ranks are read by all of them or by none
+        numbers = [] if found is None else [site.number for site in found.sites.values()]
+        if not ranks_agree(observation.model, repr(numbers)) or found is None:
+            self._report_once(f"the run goes on without M and spread: {reason}")
+            return
+        self._weights = DiscoveredSpectra(found)
+        if found.gaps:
+            self._report_once(f"M and spread are not known of some layers: {'; '.join(found.gaps[:3])}")
+
+    def _log_observed_step(self, loss: Any, scalars: dict[str, Any]) -> list[Record]:
+        """Write the step and its warnings. All is computed before any of it is read: the device is waited for once."""
+        assert self.observation is not None
+        self._together = True
+        try:
+            self.observation.reduce()
+        except LocaterError as reason:
+            self._together = False
+            self._report_once(f"the run goes on with the numbers of this rank alone: {reason}")
+        sites, (spectra, error) = self._layers_of_log(self.observation), self._read_spectra()
+        values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
+        plain = [name for name, x in values.items() if type(x) in (Tensor, nn.Parameter)]
+        of_sites, of_weights = accumulators(sites), [x for part in spectra for x in part.tensors]
+        fetched_numbers = iter(fetched([*of_sites, *of_weights, *(values[name] for name in plain)]))
+        self.observation.clear()
+        table = head_table(sites, list(islice(fetched_numbers, len(of_sites))))
+        add_spectra(table, spectra, list(islice(fetched_numbers, len(of_weights))))
+        values |= {name: number for name, (number,) in zip(plain, fetched_numbers, strict=True)}
+        numbers = {name: float(x.detach() if isinstance(x, Tensor) else x) for name, x in values.items()}
+        self._flush(wait=True)  # the device has been waited for
+        self._report_gaps(table, error)
+        heads = {
+            name: [[table.get((site.number, head), {}).get(name) for head in range(site.count)] for site in sites]
+            for name in self._columns
+        }
+        self._sinks.write(step_record(self.step, numbers, heads, self.observation.switch.left_out))
+        return self._warn(table)
+
+    def _read_spectra(self) -> tuple[list[Spectra], Exception | None]:
+        """Of the weights as they are now, or why they cannot be read."""
+        if not self.spectrum or self._weights is None:
+            return [], None
+        try:
+            return self._weights.read(), None
+        except Exception as error:
+            return [], error
+
+    def _report_gaps(self, table: Table, error: Exception | None) -> None:
+        """Say what is missing from an observed step, and why."""
+        assert self.observation is not None
+        switch = self.observation.switch
+        if switch.missed:
+            lost = switch.missed.pop()
+            self._report_once(
+                f"the run goes on; calls that could not be counted are left out: {type(lost).__name__}: {lost}",
+                about=switch,
+            )
+        elif not table and switch.left_out:
+            self._report_once(
+                f"no pass had gradients, so none is counted ({switch.left_out} without): a loss comes from passes with "
+                'gradients; Monitor(passes="all") counts every pass in training mode',
+                about=Monitor,
+            )
+        elif not table:
+            reason = f"the model was not in training mode, or {self.observation.nothing()}"
+            self._report_once(reason, about=self.observation)
+        if error is not None and table:
+            self.spectrum = False
+            self._report_once(f"the run goes on without M and spread: {type(error).__name__}: {error}")
+
+    def _warn(self, table: Table) -> list[Record]:
+        """Write the warnings that are new at this step, and log a line for each reason."""
+        assert self.observation is not None
+        names = {site.number: site.name for site in self._log_sites}
+        warnings: list[Record] = []
+        for condition in self.conditions:
+            new = [
+                (*place, row)
+                for place, row in table.items()
+                if (*place, condition.text) not in self.warned and condition.test(row)
+            ]
+            if not new:
+                continue
+            advice = self._advice_for(condition)
+            records = [
+                warning_record(self.step, layer, head, names[layer], row, condition, advice) for layer, head, row in new
+            ]
+            self.warned |= {(layer, head, condition.text) for layer, head, _ in new}
+            for record in records:
+                self._sinks.write(record)
+            if is_first_rank():
+                logger.warning(warning_line(self.step, condition, records), extra={"about_heads": True})
+            self._report_once(f"{advice}{self._sinks.where()}", about=advice, about_heads=True)
+            warnings += records
+        return warnings
+
+    def _advice_for(self, condition: Condition) -> str:
+        """What to do about a reason, with the controls that this model takes. They are tried on all ranks or on none,
+        since reading weights that are split over ranks takes all of them.
+        """
+        assert self.observation is not None
+        if condition.text not in self._advice:
+            remedy = remedy_for(condition)
+            fitting = controls_that_fit(self.observation.model, remedy) if self._together else []
+            self._advice[condition.text] = remedy.words(fitting)
+        return self._advice[condition.text]
+
+    def _flush(self, wait: bool = False) -> None:
+        """Write the losses of unobserved steps that have arrived from the device; with `wait` all of them."""
+        for step, loss in self._pending.take(wait):
+            self._sinks.write(loss_record(step, loss))
+
+    def _report_once(self, message: str, about: Any = None, about_heads: bool = False) -> None:
+        """Log trouble of the monitor itself, once about each thing: it must not end a training run. What is about heads
+        of the model is marked, for handlers of the log.
+        """
+        key = message if about is None else about if isinstance(about, str) else id(about)
+        if key not in self._reported and is_first_rank():
+            logger.warning("step %d: %s", self.step, message, extra={"about_heads": about_heads})
+        self._reported.add(key)
+
+
+def is_first_rank() -> bool:
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

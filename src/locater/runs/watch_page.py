@@ -1,0 +1,243 @@
+"""A training run as a page: layers by steps, the loss above, warnings as marks.
+
+`serve` keeps the page up to date while the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from locater.errors import LocaterError
+from locater.escapes import one_line
+from locater.findings import EXPLODING, FLAGS
+from locater.report.pages import assemble, flag_table, short_name
+from locater.runs.follower import Follower
+from locater.runs.logged_run import Run
+from locater.runs.page_data import VALUES, pack, thin
+from locater.version import __version__
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # each page has a stricter one of its own
+FILES = ("/run.json", "/other.json")  # what is new in the first run, and in the second
+THREADS = 128  # clients that are answered at the same time; others wait in the backlog
+# While others wait, a client is ended that has not sent its whole request in so many seconds, or not taken its answer.
+REQUEST_SECONDS, ANSWER_SECONDS = 0.4, 1.0
+LOOKS = 5  # at a slow client before it is ended: a busy machine may be late to read what a fast one sent
+
+
+def watch_page(
+    run: Run, live: bool = False, other: Run | None = None, names: Sequence[str] = ("first run", "second run")
+) -> str:
+    """One self-contained page. With `live` it polls the server that `serve` starts; without, it is a document.
+
+    The curves of `other` are drawn dashed over those of `run`; `names` tell the two apart. Both share the room that a
+    page has for numbers.
+    """
+    if other is None:
+        return run_page(short_name(str(run.header.get("source", "run"))), pack(run, *thin(run)), live)
+    first, second = (pack(x, *thin(x, VALUES // 2)) for x in (run, other))
+    return run_page(" and ".join(names), {**first, "other": second, "names": list(names)}, live)
+
+
+def names_of_two(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> tuple[str, str]:
+    """What to call two runs: the last part of their paths that differs.
+
+    >>> names_of_two("runs/small/run.jsonl", "runs/large/run.jsonl"), names_of_two("run", "run")
+    (('small', 'large'), ('first run', 'second run'))
+    """
+    pairs = zip(reversed(Path(first).parts), reversed(Path(second).parts), strict=False)
+    return next(((a, b) for a, b in pairs if a != b), ("first run", "second run"))
+
+
+def run_page(name: str, data: dict[str, Any], live: bool) -> str:
+    """The page around packed data, which may still be empty when `live`."""
+    needs = {flag.name: flag.needs for flag in FLAGS}
+    flags = {name: {**entry, "needs": needs[name]} for name, entry in flag_table().items()}
+    words = {
+        "TITLE": f"{name} · Locater",
+        "HEADING": name,
+        "FOOTER": f"Made by Locater {__version__} from a run's log.",
+    }
+    data = {"live": live, "flags": flags, "exploding": EXPLODING, **data}
+    connect = "'self'" if live else ""
+    return assemble("watch", words, data, scripts=("steps.js",), styles=("steps.css",), connect=connect)
+
+
+# ---- live ----
+
+
+@dataclass
+class _Client:
+    """An open connection."""
+
+    since: float  # when it began to be waited for
+    asked: bool = False  # whether it has sent its request
+    looks: int = 0  # how often it was found to be slow
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page at / and news for it at /run.json?after=REVISION, to this machine only.
+
+    News of a second run are at /other.json.
+    """
+
+    daemon_threads = True
+    patience = 10.0  # seconds for a client to send its request and take the answer
+    request_queue_size = 1_024  # connections that wait to be accepted; the operating system may allow fewer
+
+    def __init__(
+        self, path: str | os.PathLike[str], port: int = 0, other: str | os.PathLike[str] | None = None
+    ) -> None:
+        paths = [path] if other is None else [path, other]
+        self.followers = [Follower(x, VALUES // len(paths)) for x in paths]
+        for follower in self.followers:
+            follower.look()  # refuses a file that is not a log before anything is served
+        self.waiting = "; ".join(filter(None, (follower.waiting() for follower in self.followers)))
+        self._free = threading.BoundedSemaphore(THREADS)
+        self._since: dict[socket.socket, _Client] = {}
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise LocaterError(
+                f"port {port} cannot be opened ({error}): choose another with --port, or 0 for any"
+            ) from None
+
+    @property
+    def follower(self) -> Follower:
+        """Of the first run."""
+        return self.followers[0]
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        while not self._free.acquire(timeout=0.05):
+            self._end_slow(REQUEST_SECONDS, ANSWER_SECONDS, LOOKS)
+        self._since[request] = _Client(time.monotonic())
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._done(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._done(request)
+
+    def _done(self, request: Any) -> None:
+        self._since.pop(request, None)
+        self._free.release()
+
+    def asked(self, request: socket.socket) -> None:
+        """A client has sent its request: while the answer is made, it is not waited for."""
+        self._since[request] = _Client(math.inf, True)
+
+    def answers(self, request: socket.socket) -> None:
+        """Its answer is ready to be taken."""
+        self._since[request] = _Client(time.monotonic(), True)
+
+    def service_actions(self) -> None:
+        """Close connections that take too long in all; the timeout of a socket starts again with each byte."""
+        self._end_slow(self.patience, self.patience)
+
+    def _end_slow(self, to_ask: float, to_take: float, looks: int = 1) -> None:
+        now = time.monotonic()
+        for request, client in list(self._since.items()):
+            if now - client.since > (to_take if client.asked else to_ask):
+                client.looks += 1
+                if client.looks >= looks:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Quiet where the client went away or took too long."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.patience)
+
+    def parse_request(self) -> bool:
+        whole = super().parse_request()
+        self.server.asked(self.connection)
+        return whole
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if host not in ("127.0.0.1", "localhost"):  # a foreign name that resolves to this machine
+            self._send(403, "text/plain", "this page is served to its own machine only")
+            return
+        try:
+            url = urlsplit(self.path)
+            after = parse_qs(url.query, max_num_fields=8).get("after", ["0"])[0]
+        except ValueError:
+            url, after = urlsplit(""), ""
+        if not re.fullmatch("[0-9]{1,20}", after):
+            self._send(400, "text/plain", "not an address of this page")
+        elif url.path == "/":
+            empty = [{"waiting": str(follower.path)} for follower in self.server.followers]
+            data: dict[str, Any] = {**empty[0]}
+            if len(empty) == 2:
+                names = names_of_two(*(follower.path for follower in self.server.followers))
+                data |= {"other": empty[1], "names": list(names)}
+            self._send(200, "text/html", run_page(self.server.follower.path.name, data, live=True))
+        elif url.path in FILES[: len(self.server.followers)]:
+            answer = self.server.followers[FILES.index(url.path)].answer(int(after))
+            self._send(200, "application/json", json.dumps(answer, separators=(",", ":"), allow_nan=False))
+        else:
+            self._send(404, "text/plain", "nothing here")
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.server.answers(self.connection)
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", POLICY)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the page asks every two seconds, and a line for each would be noise."""
+
+
+def serve(
+    path: str | os.PathLike[str],
+    port: int = 0,
+    open_browser: bool = False,
+    other: str | os.PathLike[str] | None = None,
+) -> None:
+    """Serve the page of a run, or of two, at 127.0.0.1 until Ctrl-C. A log may not exist yet: the page waits for it."""
+    with Server(path, port, other) as server:
+        both = f"{path} and {other}" if other is not None else path
+        print(one_line(f"Watching {both} at {server.address} (Ctrl-C stops)"), flush=True)
+        if server.waiting:
+            print(one_line(f"Waiting for the first line: {server.waiting}"), flush=True)
+        if open_browser:
+            webbrowser.open(server.address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()

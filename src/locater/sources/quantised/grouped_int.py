@@ -1,0 +1,158 @@
+"""GPTQ and AWQ: whole numbers of four (GPTQ also two or eight) bits, stored (in, out), with a scale and a zero point
+for each group of inputs.
+
+The two pack along different axes, and the shapes say which it is: GPTQ packs inputs into a word, AWQ outputs, these in
+the order 0, 2, 4, 6, 1, 3, 5, 7. GPTQ stores zero points minus 1, its version 2 as they are. A range of rows (outputs)
+is a range of columns on disk, so all bytes of a map are read for it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.sources.quantised.stored import Settings, bad, expect_shape, read_scales, read_whole_numbers, unpacked
+from locater.sources.weights import Rows, Weights, take_rows
+
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word the number of each output is
+MINUS_ONE = {"gptq", None}  # formats of config.json's checkpoint_format whose zero points are stored minus 1
+
+
+class _Layout(NamedTuple):
+    kind: str
+    bits: int
+    inputs: int
+    outputs: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class GroupedInt:
+    """(q - zero) * scale, in float32: a product of a 16-bit scale and a small whole number is exact there."""
+
+    weights: Weights
+    name: str
+    settings: Settings
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        stem = self.name.removesuffix("weight")
+        return tuple(f"{stem}{suffix}" for suffix in SUFFIXES)
+
+    @property
+    def kind(self) -> str:
+        try:
+            layout = self._layout()
+        except LocaterError:  # said when the map is read
+            return "grouped-int"
+        return f"{layout.kind}-int{layout.bits}"
+
+    def shape(self) -> tuple[int, ...]:
+        layout = self._layout()
+        return layout.outputs, layout.inputs
+
+    def _layout(self) -> _Layout:
+        packed, zeros, scales, _ = self.parts
+        missing = next((x for x in (zeros, scales) if x not in self.weights.names()), None)
+        if missing is not None:
+            raise bad(self.weights, packed, f"is quantised, and {missing} is missing: the checkpoint is incomplete")
+        first, second = self._two_axes(packed)
+        groups, outputs = self._two_axes(scales)
+        bits = self._bits()
+        per = 32 // bits
+        if second == outputs:
+            layout = _Layout("gptq", bits, first * per, outputs, groups)
+        elif second * per == outputs and bits == 4:
+            layout = _Layout("awq", bits, first, outputs, groups)
+        else:
+            raise bad(
+                self.weights,
+                packed,
+                f"has shape {[first, second]} and {scales} {[groups, outputs]}: neither GPTQ nor AWQ (GEMM) of {bits} "
+                "bits packs so; dequantise the checkpoint first (to bfloat16)",
+            )
+        self._check_method(layout)
+        expect_shape(self.weights, zeros, (groups, outputs // per))
+        return layout
+
+    def _two_axes(self, name: str) -> tuple[int, int]:
+        shape = self.weights.shape(name)
+        if len(shape) != 2 or min(shape) < 1:
+            raise bad(self.weights, name, f"has shape {list(shape)}, not two axes: the checkpoint is damaged")
+        return shape[0], shape[1]
+
+    def _bits(self) -> int:
+        bits = self.settings.get("bits", self.settings.get("w_bit", 4))
+        if bits not in (2, 4, 8):
+            raise bad(self.weights, self.parts[0], f"is quantised to {bits!r:.20} bits; read are 2, 4 and 8")
+        return int(bits)
+
+    def _check_method(self, layout: _Layout) -> None:
+        method = self.settings.get("quant_method", layout.kind)
+        form = self.settings.get("checkpoint_format", self.settings.get("version"))
+        known = {"gptq": (None, "gptq", "gptq_v2"), "awq": (None, "gemm", "GEMM")}[layout.kind]
+        if method != layout.kind or form not in known:
+            words = [x if isinstance(x, str) else reprlib.repr(x) for x in (method, form)]
+            said = words[0] if form is None else f"{words[0]} ({words[1]})"
+            raise bad(
+                self.weights,
+                self.parts[0],
+                f"is packed as {layout.kind.upper()} packs, and config.json says {said!r:.60}: "
+                "dequantise the checkpoint first (to bfloat16)",
+            )
+
+    def read(self, rows: Rows | None = None) -> Tensor:
+        layout = self._layout()
+        packed, zeros, scales, _ = self.parts
+        words, order = read_whole_numbers(self.weights, packed), AWQ_ORDER if layout.kind == "awq" else None
+        scale = read_scales(self.weights, scales).float().mT  # (outputs, groups)
+        zero = self._zeros(layout, read_whole_numbers(self.weights, zeros), order)
+        group = self._groups(layout)
+        if layout.kind == "gptq":
+            numbers = unpacked(take_rows(words.mT, rows).contiguous(), layout.bits)  # (rows, inputs)
+        else:
+            numbers = take_rows(unpacked(words, layout.bits, order).mT, rows)
+        zero, scale = take_rows(zero, rows), take_rows(scale, rows)
+        return (numbers - zero[:, group]).float() * scale[:, group]
+
+    def _zeros(self, layout: _Layout, words: Tensor, order: tuple[int, ...] | None) -> Tensor:
+        """Zero points (outputs, groups)."""
+        zero = unpacked(words, layout.bits, order).mT
+        if layout.kind == "awq" or self.settings.get("checkpoint_format") not in MINUS_ONE:
+            return zero
+        if bool((zero == 2**layout.bits - 1).any()):  # 0 - 1 in few bits: libraries read it as 0 or as 16
+            raise bad(
+                self.weights,
+                self.parts[1],
+                "holds a zero point of 0, which libraries of GPTQ read in two ways: save it as gptq_v2",
+            )
+        return zero + 1
+
+    def _groups(self, layout: _Layout) -> Tensor:
+        """The group of each input; `g_idx` says it where inputs were sorted by activations."""
+        stored = self.parts[3]
+        if stored in self.weights.names():
+            expect_shape(self.weights, stored, (layout.inputs,))
+            index = read_whole_numbers(self.weights, stored).long()
+            if int(index.min()) < 0 or int(index.max()) >= layout.groups:
+                raise bad(self.weights, stored, f"names groups beyond the {layout.groups} that there are: damaged")
+            return index
+        if self.settings.get("desc_act"):
+            raise bad(self.weights, self.parts[0], f"was sorted by activations (desc_act), and {stored} is missing")
+        size = self.settings.get("group_size", self.settings.get("q_group_size"))
+        if not isinstance(size, int) or size < 1:
+            size = -(-layout.inputs // layout.groups)
+        if -(-layout.inputs // size) != layout.groups:
+            raise bad(
+                self.weights,
+                self.parts[2],
+                f"has {layout.groups} groups, and {layout.inputs} inputs in groups of {size} are not as many: damaged",
+            )
+        return torch.arange(layout.inputs) // min(size, layout.inputs)

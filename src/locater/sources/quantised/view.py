@@ -1,0 +1,136 @@
+"""`Dequantised`: a checkpoint with quantised maps, as if all were floats."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from locater.sources.quantised import bitsandbytes, scaled
+from locater.sources.quantised.bitsandbytes import FourBit, LLMInt8
+from locater.sources.quantised.grouped_int import GroupedInt
+from locater.sources.quantised.packed_int import PackedInt
+from locater.sources.quantised.refused import MARKS, Refused
+from locater.sources.quantised.scaled import ScaledWeight
+from locater.sources.quantised.stored import Settings, Stored, bad
+from locater.sources.weights import Rows, Weights
+
+
+def seen_through(weights: Weights, config: Mapping[str, Any]) -> Weights:
+    """The weights with quantised maps read as floats. Other tensors are as they are, but for those of eight bits: their
+    scales have other names than are known here, or are missing, and without them the numbers would be wrong.
+
+    >>> import torch
+    >>> from locater.sources.weights import DictWeights
+    >>> stored = {"q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.tensor([[0.5]])}
+    >>> weights = seen_through(DictWeights(stored, "here"), {})
+    >>> list(weights.names()), weights.read("q.weight", [(1, 2)])
+    (['q.weight'], tensor([[0.5000, 0.5000]]))
+    """
+    if hasattr(weights, "quantised"):  # they say it themselves: adapters on such weights, GGUF
+        return weights
+    settings = _settings(config)
+    maps = {stored.name: stored for stored in _found(weights, settings)}
+    return Dequantised(weights, maps)
+
+
+class Dequantised:
+    """Tensors by the names that they have in the model. A quantised map is `X.weight`; what it is stored as, and its
+    scales, are hidden. Only the bytes of the rows asked for are read where the packing allows it.
+    """
+
+    def __init__(self, weights: Weights, maps: Mapping[str, Stored]) -> None:
+        self.where = weights.where
+        self._weights, self._maps = weights, maps
+        hidden = {part for stored in maps.values() for part in stored.parts}
+        self._names = dict.fromkeys([*(name for name in weights.names() if name not in hidden), *maps])
+
+    @cached_property
+    def quantised(self) -> dict[str, str]:
+        """The format of each quantised map."""
+        return {name: stored.kind for name, stored in self._maps.items()}
+
+    def names(self) -> Collection[str]:
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self._maps.get(name)
+        return self._weights.shape(name) if stored is None else stored.shape()
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        stored = self._maps.get(name)
+        if stored is not None:
+            return stored.read(rows)
+        tensor = self._weights.read(name, rows)
+        if tensor.dtype in scaled.KINDS:
+            raise bad(self._weights, name, f"is stored as {tensor.dtype} (quantised), and {self._no_scale(name)}")
+        return tensor
+
+    def _no_scale(self, name: str) -> str:
+        stem = name.removesuffix("weight")
+        other = next((x for x in self._weights.names() if x.startswith(stem) and "scale" in x[len(stem) :]), None)
+        if other is None:
+            return "its scale is missing: the checkpoint is incomplete, or was cast: save it in bfloat16"
+        return f"its scale is perhaps {other}, of a format that is not read: dequantise it first (to bfloat16)"
+
+    def __getattr__(self, name: str) -> Any:
+        """What a kind of weights has beside the interface, such as `bytes_read`."""
+        if name == "_weights":  # not yet there, while a copy is made
+            raise AttributeError(name)
+        return getattr(self._weights, name)
+
+
+def _settings(config: Mapping[str, Any]) -> Settings:
+    """What config.json says of quantisation; of a model of text and pictures, the part about its text may say it."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            settings = part.get(key)
+            if isinstance(settings, Mapping) and settings:
+                return settings
+    return {}
+
+
+def _found(weights: Weights, settings: Settings) -> Iterator[Stored]:
+    """The quantised maps of a checkpoint, by the tensors beside them. A mark of a format that is not read counts more
+    than scales, which many formats have.
+    """
+    held = set(weights.names())
+    refused: set[str] = set()
+    for name in held:
+        for mark, kind in MARKS.items():
+            stem = name.removesuffix(f".{mark}")
+            if stem != name and (mark not in ("B", "biases") or f"{stem}.s" in held or f"{stem}.scales" in held):
+                refused.add(stem)
+                yield Refused(weights, f"{stem}.weight", kind, (name,))
+    for name in weights.names():
+        stem, _, last = name.rpartition(".")
+        if stem in refused:
+            continue
+        stored = _map_of(weights, settings, held, stem, last, name)
+        if stored is not None:
+            yield stored
+
+
+def _map_of(weights: Weights, settings: Settings, held: set[str], stem: str, last: str, name: str) -> Stored | None:
+    """The quantised map that a stored tensor marks, or None."""
+    weight = f"{stem}.weight" if stem else "weight"
+    if last == "weight_packed":
+        return PackedInt(weights, weight, settings)
+    if last in scaled.NAMES and weight in held:
+        both = [f"{stem}.{other}" for other in scaled.NAMES if f"{stem}.{other}" in held]
+        if len(both) > 1:
+            return Refused(weights, weight, "two scales", tuple(both))
+        zero = f"{weight}_zero_point"
+        return ScaledWeight(weights, weight, settings, name, zero if zero in held else None)
+    if last == "qweight":
+        return GroupedInt(weights, weight, settings)
+    if last == "SCB" and weight in held:
+        return LLMInt8(weights, weight)
+    if name.count(f".{bitsandbytes.STATE}") == 1:
+        weight, _, kind = name.partition(f".{bitsandbytes.STATE}")
+        if weight in held and kind in ("nf4", "fp4"):
+            return FourBit(weights, weight, kind)
+    return None

@@ -1,8 +1,0 @@
-"""One forward pass of a model, written down call by call (`Tape`). `walking` tells what led to a value, `replay`
-computes a part of the pass again with other values. Knows tensors, functions and modules, and no architecture.
-"""
-
-from locater.tape.recording import Made, Node, Tape
-from locater.tape.replaying import replay
-
-__all__ = ["Made", "Node", "Tape", "replay"]

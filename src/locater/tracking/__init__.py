@@ -1,1 +1,0 @@
-"""Where the records of a run go, and reading them back."""

@@ -1,0 +1,1 @@
+"""Training data that is generated, and tokenizers that only training uses."""

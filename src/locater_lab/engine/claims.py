@@ -1,0 +1,184 @@
+"""A claim, what was measured of it, and the verdict that follows from the two.
+
+A claim states a bound or a value for one quantity. A measurement brings a value and its spread, the half-width of the
+interval that it is known to lie in. The verdict compares the whole interval with what is stated, so a measurement that
+is too coarse to tell says `undecided` and not the more welcome of the two answers. Measurements with several seeds are
+judged together with the others of their page (`intervals.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
+from typing import Any, Literal
+
+from locater_lab.engine.intervals import LEVEL, decided_together, interval, p_value
+
+Relation = Literal["at most", "at least", "about"]
+Judgement = Literal["holds", "fails", "undecided"]
+Author = Literal["paper", "summary", "assumption", "ours"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence, whose it is, and the number that decides it.
+
+    `by` tells who says it: the paper, with `where` (section, theorem, equation or figure); a public summary of the
+    paper; an assumption that its theory makes; or this project (ours). `bound` tells who chose the number: a paper that
+    says "small" leaves the bound to us.
+    """
+
+    id: str
+    says: str
+    quantity: str  # what is measured
+    relation: Relation
+    stated: float
+    tolerance: float = 0.0  # with "about": how far off still counts
+    by: Author = "paper"
+    where: str = ""
+    bound: Literal["paper", "ours"] = "paper"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A value, the half-width of its interval (`spread_of` says which interval), and the numbers behind it.
+
+    `sample` are the values by seed, where there are seeds: the verdict then follows from their p-value.
+    """
+
+    value: float
+    spread: float
+    spread_of: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    sample: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim beside its measurement. `measured` is None where nothing was measured, and `waits_for` then says what it
+    needs. `alone` is the verdict before claims are judged together, `p` the level at which it would just be decided.
+    """
+
+    claim: Claim
+    stated: float
+    measured: float | None
+    spread: float | None
+    verdict: Judgement
+    decided: bool
+    command: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    spread_of: str = ""
+    waits_for: str = ""
+    p: float | None = None
+    alone: Judgement = "undecided"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in the JSON document: `claim` is the sentence, `id` its short name."""
+        entry = asdict(self.claim)
+        sentence = entry.pop("says")
+        measurement = asdict(replace(self, numbers={}))
+        del measurement["claim"], measurement["numbers"]
+        return {**entry, "claim": sentence, **measurement, "numbers": dict(self.numbers)}
+
+
+def by_seed(values: Sequence[float], numbers: Mapping[str, Any] | None = None, of: str = "seeds") -> Measured:
+    """Mean over seeds, or other repetitions, with its 95 % interval."""
+    mean, half = interval(values)
+    which = f"95 % interval (t) over {len(values)} {of}" if len(values) > 1 else f"unknown: one of the {of}"
+    return Measured(mean, half, which, {"by_seed": list(values), **(numbers or {})}, tuple(values))
+
+
+def half_range(values: Sequence[float], of: str, numbers: Mapping[str, Any] | None = None) -> Measured:
+    """The middle of a range and its half-width; `of` says which range. For sets that are complete, not for samples."""
+    low, high = min(values), max(values)
+    return Measured((low + high) / 2, (high - low) / 2, of, numbers or {})
+
+
+def judge(claim: Claim, value: float, spread: float) -> Judgement:
+    """Whether all of value - spread ... value + spread is as stated, none of it, or some. An end that differs from what
+    is stated by rounding is there: rank correlations of a few seeds meet a bound exactly.
+
+    >>> claim = Claim("x1", "errors are small", "error", "at most", 0.1)
+    >>> judge(claim, 0.05, 0.01), judge(claim, 0.2, 0.01), judge(claim, 0.1, 0.01)
+    ('holds', 'fails', 'undecided')
+    >>> judge(Claim("x2", "shares are small", "share", "at most", 0.3), 0.1, 0.2)  # 0.1 + 0.2 > 0.3 in floating point
+    'holds'
+    """
+    if not (math.isfinite(value) and math.isfinite(spread)):
+        return "undecided"
+    low, high = value - abs(spread), value + abs(spread)
+    slack = 1e-9 * max(abs(value), abs(spread))
+    if claim.relation == "at most":
+        return _sided(high <= claim.stated + slack, low > claim.stated + slack)
+    if claim.relation == "at least":
+        return _sided(low >= claim.stated - slack, high < claim.stated - slack)
+    least, most = claim.stated - claim.tolerance - slack, claim.stated + claim.tolerance + slack
+    return _sided(least <= low and high <= most, high < least or low > most)
+
+
+def p_of(claim: Claim, sample: Sequence[float]) -> float:
+    """The level at which a sample would just decide a claim, either way.
+
+    A value that is stated with a tolerance has two ends: the sample must be clear of both to hold, of the nearer one to
+    fail.
+
+    >>> claim = Claim("x", "it is small", "size", "about", 0.0, tolerance=1.0)
+    >>> p_of(claim, [0.0, 0.1, -0.1]) == p_value([0.0, 0.1, -0.1], 1.0)
+    True
+    """
+    if claim.relation != "about":
+        return p_value(sample, claim.stated)
+    ends = [p_value(sample, claim.stated + sign * claim.tolerance) for sign in (-1, 1)]
+    inside = abs(fmean(sample) - claim.stated) <= claim.tolerance
+    return max(ends) if inside else min(ends)
+
+
+def verdict_of(claim: Claim, measured: Measured | None, command: str, waits_for: str = "") -> Verdict:
+    """The verdict on a measurement by itself; undecided where there is none."""
+    if measured is None:
+        return Verdict(claim, claim.stated, None, None, "undecided", False, command, waits_for=waits_for)
+    value, spread = (x if math.isfinite(x) else None for x in (measured.value, measured.spread))
+    p = p_of(claim, measured.sample) if measured.sample else None
+    alone = judge(claim, measured.value, 0.0 if p is not None else measured.spread)
+    verdict = alone if p is None or p <= LEVEL else "undecided"
+    return Verdict(
+        claim,
+        claim.stated,
+        value,
+        spread,
+        verdict,
+        verdict != "undecided",
+        command,
+        measured.numbers,
+        measured.spread_of,
+        p=p,
+        alone=alone,
+    )
+
+
+def judged_together(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """The same verdicts, with those that rest on seeds corrected for their number."""
+    changes = corrections({v.claim.id: (v.p, v.alone) for v in verdicts if v.p is not None})
+    return tuple(replace(v, **changes.get(v.claim.id, {})) for v in verdicts)
+
+
+def corrections(seeded: Mapping[str, tuple[float, Judgement]]) -> dict[str, dict[str, Any]]:
+    """What becomes of claims on seeds when they are judged together, from the p and the verdict alone of each.
+
+    >>> corrections({"a": (0.01, "holds"), "b": (0.2, "fails")})["b"]
+    {'verdict': 'undecided', 'decided': False}
+    """
+    decided = decided_together({name: p for name, (p, _) in seeded.items()})
+    return {
+        name: {
+            "verdict": alone if name in decided else "undecided",
+            "decided": name in decided and alone != "undecided",
+        }
+        for name, (_, alone) in seeded.items()
+    }
+
+
+def _sided(all_of_it: bool, none_of_it: bool) -> Judgement:
+    return "holds" if all_of_it else "fails" if none_of_it else "undecided"

@@ -1,0 +1,250 @@
+"""Training runs that claims rest on: named rows, run several at a time, one line of JSON for each that is done.
+
+Lines are written as runs end, so that a sitting cut short loses what was under way and nothing else. A row's plan names
+its data by file alone (`speeches.tar.xz`), and the folder is given when it is run: a line means the same wherever it
+was made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from multiprocessing import get_all_start_methods, get_context
+from pathlib import Path
+from typing import Any
+
+from locater.errors import LocaterError, first_line
+from locater_lab.engine.one_run import TEXTS, placed, train
+from locater_lab.engine.rounding import rounded
+from locater_lab.train.plan import PACE, Plan
+from locater_lab.train.sweep import append_line, read_lines
+from locater_lab.train.token_files import FOLDER, shared_tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: the letter of the claim it is for, the arm it belongs to, and what it trains."""
+
+    claim: str
+    arm: str
+    plan: Plan
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is not a plan's default; decides the run."""
+        held, plain = self.plan.to_dict(), Plan().to_dict()
+        return {name: value for name, value in held.items() if name not in PACE and value != plain.get(name)}
+
+    @cached_property
+    def key(self) -> str:
+        return json.dumps(self.options, sort_keys=True)
+
+
+def distinct(rows: Iterable[Row]) -> list[Row]:
+    """Each run once, as what it is asked for first."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(row.key, row)
+    return list(found.values())
+
+
+class Runs:
+    """Finished runs by what they trained, in a file that grows."""
+
+    def __init__(self, path: Path | None = None, more: Sequence[Path] = ()) -> None:
+        """`more` are files that are read and not written to; of a run that two files hold, the one in `path` counts."""
+        self.path = path
+        self.lines: dict[str, dict[str, Any]] = {}
+        for file in (*more, *(() if path is None else (path,))):
+            for line in read_lines(file):
+                if isinstance(line.get("options"), dict):
+                    self.lines[json.dumps(line["options"], sort_keys=True)] = line
+
+    def of(self, row: Row) -> dict[str, Any] | None:
+        return self.lines.get(row.key)
+
+    def missing(self, rows: Iterable[Row]) -> list[Row]:
+        return [row for row in distinct(rows) if row.key not in self.lines]
+
+    def add(self, row: Row, line: dict[str, Any]) -> None:
+        whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
+        self.lines[row.key] = whole
+        if self.path is not None:
+            append_line(self.path, rounded(whole, 6))
+
+
+def complete(
+    rows: Callable[[Runs], Sequence[Row]],
+    runs: Runs,
+    data: Path,
+    jobs: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Run every row that has no line, `jobs` at a time. `rows` is asked again after each, since some wait for the
+    outcome of others.
+
+    A run that breaks, rather than diverges, leaves no line and stops no other; the first of them is raised at the end.
+    """
+    _present(rows(runs), data)
+    with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
+        _tokenize(runs.missing(rows(runs)), data, Path(folder))
+        _complete(rows, runs, data, jobs, tell)
+
+
+def _complete(
+    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, tell: Callable[[str], None]
+) -> None:
+    asked: set[str] = set()
+    broken: list[str] = []
+    with ProcessPoolExecutor(jobs, _processes(), _begin, (os.environ.get(FOLDER),)) as pool:
+        waiting: dict[Any, Row] = {}
+        while True:
+            for row in runs.missing(rows(runs)):
+                if row.key not in asked:
+                    asked.add(row.key)
+                    waiting[pool.submit(train, row.plan.to_dict(), str(data))] = row
+            if not waiting:
+                break
+            for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                row = waiting.pop(done)
+                name = f"{row.arm}, seed {row.plan.seed}, rate {row.plan.rate:g}"
+                try:
+                    runs.add(row, done.result())
+                    tell(f"{name}: {_outcome(runs.lines[row.key])}; {len(waiting)} left")
+                except Exception as error:  # of any kind: compilers, memory, a worker that was killed
+                    broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
+                    tell(broken[-1])
+    if broken:
+        raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
+
+
+def _processes() -> Any:
+    """New processes that CUDA can be used in. Where there is a server for it they are forked from one that has imported
+    what a run needs: a dozen that import it at the same time take a dozen times as long.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "locater_lab.train.loop", "locater_lab.engine.one_run"])
+    return context
+
+
+def _begin(tokens: str | None) -> None:
+    """In a process that has the environment of its server, which may have begun before there was a folder of tokens."""
+    if tokens is not None:
+        os.environ[FOLDER] = tokens
+
+
+def _tokenize(rows: Iterable[Row], data: Path, folder: Path) -> None:
+    """Read each text once with all cores, before the processes that train on it ask for its tokens. What cannot be read
+    is left to its run, which says so.
+    """
+    import torch
+
+    from locater_lab.train.data import open_data
+
+    texts: dict[tuple[Any, ...], Plan] = {}
+    for row in rows:
+        if row.plan.corpus and row.plan.task in ("causal", "masked"):
+            plan = row.plan
+            texts.setdefault((plan.corpus, plan.select, plan.report, plan.vocabulary, plan.words), plan)
+    for plan in texts.values():
+        with suppress(LocaterError):
+            open_data(placed(plan, data, folder), folder, torch.device("cpu"))
+
+
+def _present(rows: Sequence[Row], data: Path) -> None:
+    """Refuse before anything is trained what would fail for want of a file."""
+    for row in rows:
+        texts = [name for part in TEXTS for name in getattr(row.plan, part)]
+        for name in (*texts, *([row.plan.images] if row.plan.images else [])):
+            if not (data / name).is_file():
+                raise LocaterError(
+                    f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
+                )
+
+
+def _outcome(line: Mapping[str, Any]) -> str:
+    return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
+
+
+def foreseen(rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str, Any]] | None = None) -> list[Row]:
+    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate. `known` are
+    lines of runs that there are, by key.
+    """
+    runs = Runs()
+    runs.lines |= known or {}
+    while missing := runs.missing(rows(runs)):
+        for row in missing:
+            runs.lines[row.key] = {
+                "status": "done",
+                "select_loss": row.plan.rate,
+                "report_loss": 0.0,
+                "entropy": 0.0,
+            }
+    return distinct(rows(runs))
+
+
+# Arms
+
+
+@lru_cache(4096, typed=True)
+def _row(claim: str, arm: str, base: Plan, rate: float, seed: int) -> Row:
+    """Kept, with its key: an arm asks for the same rows whenever a run ends, and a plan checks itself when it is made."""
+    return Row(claim, arm, replace(base, rate=rate, seed=seed))
+
+
+RATES = (1e-3, 2.5e-3, 6e-3)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train: what it changes in a base plan. Tuned: each rate with the first seed, then the other seeds at the
+    best one.
+    """
+
+    name: str
+    claim: str
+    base: Plan
+    rates: tuple[float, ...] = RATES
+    seeds: int = 3
+
+    def row(self, rate: float, seed: int) -> Row:
+        return _row(self.claim, self.name, self.base, rate, seed)
+
+    def rate(self, runs: Runs) -> float | None:
+        """The rate of the least select loss with the first seed; None until all are known, or where none was
+        survived.
+        """
+        lines = [runs.of(self.row(rate, 0)) for rate in self.rates]
+        if any(line is None for line in lines):
+            return None
+        done = [
+            (line["select_loss"], rate)
+            for line, rate in zip(lines, self.rates, strict=True)
+            if line and line["status"] == "done"
+        ]
+        return min(done)[1] if done else None
+
+    def rows(self, runs: Runs) -> Iterator[Row]:
+        yield from (self.row(rate, 0) for rate in self.rates)
+        best = self.rate(runs)
+        if best is not None:
+            yield from (self.row(best, seed) for seed in range(1, self.seeds))
+
+    def so_far(self, runs: Runs) -> list[dict[str, Any]]:
+        """Lines of the seeds at the best rate, those that there are."""
+        best = self.rate(runs)
+        lines = [] if best is None else [runs.of(self.row(best, seed)) for seed in range(self.seeds)]
+        return [line for line in lines if line is not None and line["status"] == "done"]
+
+    def ends(self, runs: Runs) -> list[dict[str, Any]] | None:
+        """The same of all seeds; None while one is missing."""
+        found = self.so_far(runs)
+        return found if len(found) == self.seeds else None

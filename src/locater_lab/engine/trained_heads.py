@@ -1,0 +1,125 @@
+"""Trained models at hand, and their attention layers on real text: what each reads, so that logits and maps can be
+measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from locater.commands.load import load_model
+from locater.discovery import attention_layers
+from locater.errors import LocaterError, first_line
+from locater.inputs.text import batches
+from locater.layers import AttentionLayer, Norm
+from locater.observing.inputs import Read, on_input, run
+from locater_lab.engine.papers import Setting
+from locater_lab.engine.sentence_model import sentence_model
+
+Found = TypeVar("Found")
+
+LENGTH = 128
+SEQUENCES = {True: 2, False: 12}  # of each half of the text
+CHARACTERS = {True: 20_000, False: 80_000}  # of each half
+HALVES = "half the difference of two halves of the text"
+
+
+def sources(models: Path | None) -> dict[str, Path]:
+    """Trained models at hand: the package's own, the sentence encoder where installed, and folders below `models`."""
+    found = {"demo (in the package)": Path(str(files("locater") / "demo"))}
+    if (sentence := sentence_model()) is not None:
+        found["all-MiniLM-L6-v2"] = sentence
+    if models is not None and models.is_dir():
+        found.update({p.name: p for p in sorted(models.iterdir()) if (p / "config.json").is_file()})
+    return found
+
+
+def inputs(model: nn.Module, held: list[dict[str, Tensor]]) -> list[tuple[AttentionLayer, Tensor]]:
+    """Self-attention layers with what they read, (sequences, tokens, width)."""
+    modules = dict(model.named_modules())
+    kept: dict[int, list[Tensor]] = {}
+    layers = [layer for layer in attention_layers(model) if layer.kind == "self"]
+
+    def keeper(number: int) -> Any:
+        def see(read: Read) -> None:
+            kept.setdefault(number, []).append(read.x.float())
+
+        return see
+
+    with ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            stack.callback(on_input(modules[layer.name], keeper(number)))
+        for part in held:
+            run(model, part)
+    return [(layer, torch.cat(kept[number])) for number, layer in enumerate(layers) if number in kept]
+
+
+def read_each(
+    folders: Iterable[tuple[str, Path]], read: Callable[[str, Path], Found]
+) -> tuple[dict[str, Found], dict[str, str]]:
+    """What `read` finds in each model, and those that cannot be read, with the reason.
+
+    >>> def read(name: str, folder: Path) -> int:
+    ...     if name == "b":
+    ...         raise LocaterError("no config.json")
+    ...     return len(name)
+    >>> read_each([("a", Path("a")), ("b", Path("b"))], read)
+    ({'a': 1}, {'b': 'no config.json'})
+    """
+    found: dict[str, Found] = {}
+    left_out: dict[str, str] = {}
+    for name, folder in folders:
+        try:
+            found[name] = read(name, folder)
+        except LocaterError as error:
+            left_out[name] = first_line(error)
+    return found, left_out
+
+
+@dataclass(frozen=True)
+class TrainedLayer:
+    """One self-attention layer of a trained model, and what came out of the norm in front of it on one half of the
+    text.
+    """
+
+    model: str
+    number: int
+    half: int
+    layer: AttentionLayer
+    x: Float[Tensor, "sequences tokens width"]
+
+    @property
+    def causal(self) -> bool:
+        return bool(self.layer.causal)
+
+    @torch.no_grad()
+    def logits(self) -> Float[Tensor, "sequences heads tokens tokens"]:
+        """Before the mask, float64."""
+        return self.layer.logits(self.x).double()
+
+    @torch.no_grad()
+    def maps(self) -> Float[Tensor, "sequences heads tokens tokens"]:
+        """As they act, float64."""
+        return self.layer.attention(self.x).double()
+
+
+def trained_layers(setting: Setting) -> Iterator[TrainedLayer]:
+    """Every model at hand, on two halves of a text, which give the spread."""
+    size = CHARACTERS[setting.quick]
+    for name, folder in setting.each(list(sources(setting.models).items())):
+        model = load_model(str(folder))
+        for half in range(2):
+            text = setting.text[half * size : (half + 1) * size]
+            held = batches(model, text, length=LENGTH, tokens=LENGTH * SEQUENCES[setting.quick])
+            for number, (layer, x) in enumerate(inputs(model, held)):
+                yield TrainedLayer(
+                    name, number, half, replace(layer, norm=Norm(), memory_norm=None), x[: SEQUENCES[setting.quick]]
+                )

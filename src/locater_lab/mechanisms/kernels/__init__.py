@@ -1,0 +1,1 @@
+"""Triton kernels of attention mechanisms, and the operations that wrap them."""

@@ -1,0 +1,114 @@
+"""The gated delta rule as one operation that compiles and has gradients: Triton on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from locater.kernels.dispatch import on_a_kernel
+
+WIDEST = 128  # channels of queries and of values: a program keeps a dozen tiles of a chunk
+
+
+def has_delta_kernel(q: Tensor, v: Tensor) -> bool:
+    """Whether `delta_rule` can take them: on CUDA, up to 128 channels, not float64."""
+    return on_a_kernel(q, v, WIDEST)
+
+
+def delta_rule(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B K S D"],
+    v: Float[Tensor, "B K S E"],
+    *,
+    beta: Float[Tensor, "B K S"],
+    log_decay: Float[Tensor, "B K S"] | None,
+    scale: float,
+    unit: bool,
+    keys: Bool[Tensor, "b h S"] | None = None,
+) -> Float[Tensor, "B H T E"]:
+    """scale M_t^T q_t with M_t = a M_{t-1} + k_t u_t^T, u_t = beta_t (v_t - a M_{t-1}^T k_t), a = exp(log_decay_t).
+
+    With `unit` q and k are divided by their lengths. `keys` is False for tokens that leave M alone. M is carried on in
+    float32. Of bfloat16 operands, products are of bfloat16 and summed in float32, and those of the triangular solve in
+    TF32; of others all products are in float32 (three TF32 products).
+    """
+    if keys is not None and keys.shape[1] > 1 and q.shape[1] != k.shape[1]:  # heads of a group see different keys
+        group = q.shape[1] // k.shape[1]
+        k, v, beta = (x.repeat_interleave(group, 1) for x in (k, v, beta))
+        log_decay = None if log_decay is None else log_decay.repeat_interleave(group, 1)
+    out: Tensor = _rule(q, k, v, beta, log_decay, keys, scale, unit)[0]
+    return out
+
+
+@torch.library.custom_op("locater::delta_rule", mutates_args=())
+def _rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, keys: Tensor | None, scale: float, unit: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from locater_lab.mechanisms.kernels import triton_delta
+
+    out, (states, own, carried, step, kept, inverse) = triton_delta.forward(q, k, v, beta, decay, keys, scale, unit)
+    return out, states, own, carried, step, kept, inverse
+
+
+@_rule.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, keys: Tensor | None, scale: float, unit: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from locater_lab.mechanisms.kernels.triton_delta import chunk_for
+
+    B, K, S, D = k.shape
+    E, C = v.shape[3], chunk_for(q, v)
+    chunks = -(-S // C)
+    shapes = [(D, E), (C, E), (C, D), (D, D), (), (C, C)]
+    kind = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    states, own, carried, step, kept, inverse = (
+        q.new_empty((B * K, chunks, *shape), dtype=kind if shape else torch.float32) for shape in shapes
+    )
+    return q.new_empty((*q.shape[:3], E)), states, own, carried, step, kept, inverse
+
+
+@torch.library.custom_op("locater::delta_rule_gradient", mutates_args=())
+def _gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor | None,
+    keys: Tensor | None,
+    saved: list[Tensor],
+    grad: Tensor,
+    scale: float,
+    unit: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from locater_lab.mechanisms.kernels import triton_delta_backward
+
+    return triton_delta_backward.backward(q, k, v, beta, decay, keys, saved, grad, scale, unit)
+
+
+@_gradient.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = (q, k, v, beta, beta.new_empty(0) if decay is None else decay)
+    dq, dk, dv, dbeta, ddecay = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+    return dq, dk, dv, dbeta, ddecay
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, scale, unit = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # of what is kept for the gradient nobody needs one
+    ctx.numbers = scale, unit
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, beta, decay, keys, *saved = ctx.saved_tensors
+    *grads, ddecay = _gradient(q, k, v, beta, decay, keys, saved, grad, *ctx.numbers)
+    return *grads, None if decay is None else ddecay, None, None, None
+
+
+_rule.register_autograd(_backward, setup_context=_keep)

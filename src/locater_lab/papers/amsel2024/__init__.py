@@ -1,0 +1,16 @@
+"""Amsel, Yehudai and Bruna (2024): what heads of full rank do that many heads of low rank do not."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.amsel2024 import nearest, published, random_heads, small
+
+PAPER = Paper(
+    "amsel2024",
+    "Rank in attention: one full-rank head against many of low rank, on the farthest point of a sphere",
+    "Amsel, Yehudai and Bruna, On the Benefits of Rank in Attention Layers (arXiv 2407.16153, 2024)",
+    (nearest.STUDY, random_heads.STUDY, small.STUDY, *published.STUDIES),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,243 @@
+"""Encoders at the published size, d = 64: studies d (one layer), e (three layers), f (number of points) and g
+(positions).
+
+They are training runs on a GPU, kept as lines of JSON: one line for each arm, which has all of its seeds. The plan with
+its bounds is docs/results/amsel2024-plan.md. The paper trains for 100,000 or 200,000 steps on batches of 256 sets and
+shows the least loss of 5 seeds; these runs are shorter, and claims are judged by the loss of every seed on new points.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from locater.errors import LocaterError, first_line
+from locater_lab.engine.arms import mark_inconclusive
+from locater_lab.engine.claims import Claim, Measured, by_seed
+from locater_lab.engine.one_run import versions
+from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.rounding import rounded
+from locater_lab.engine.runs import Runs
+from locater_lab.papers.amsel2024.encoder import Encoder, trained
+from locater_lab.papers.amsel2024.plan import (
+    AGAIN,
+    DEPTH,
+    FIRST,
+    LOST,
+    MORE,
+    NUMBER,
+    ONE,
+    ONE_LAYER,
+    POSITIONS,
+    PUBLISHED,
+    TOO_SHORT,
+    UNTRAINED,
+    WIDTH,
+)
+from locater_lab.train.sweep import append_line
+
+NEEDS = (
+    "training runs: --runs docs/results/amsel2024-runs.jsonl; `locater reproduce amsel2024 --claim d --runs FILE --jobs 1` "
+    "makes those that it lacks, on a GPU"
+)
+
+Line = Mapping[str, Any]
+
+
+def key_of(arm: Encoder) -> str:
+    return json.dumps(arm.options, sort_keys=True)
+
+
+def complete(letter: str, arms: Sequence[Encoder], runs: Runs, setting: Setting) -> None:
+    """Train the arms that have no line. One that breaks stops no other; the first of them is raised at the end."""
+    if not torch.cuda.is_available():
+        raise LocaterError("--jobs: the runs of amsel2024 at the published size need a GPU; --quick trains a small one")
+    broken: list[str] = []
+    for arm in arms:
+        if key_of(arm) in runs.lines:
+            continue
+        try:
+            result = {**trained(arm, "cuda"), **versions("cuda")}
+        except Exception as error:  # of any kind: compilers, memory
+            broken.append(f"{name_of(arm)}: {type(error).__name__}: {first_line(error)}")
+            setting.tell(broken[-1])
+            continue
+        line = rounded({"claim": letter, "arm": name_of(arm), "options": arm.options, **result}, 6)
+        runs.lines[key_of(arm)] = line
+        if runs.path is not None:
+            append_line(runs.path, line)
+        ends = losses_of(line)
+        outcome = f"loss {min(ends):.4f} to {max(ends):.4f}" if ends else "a seed without a finite loss"
+        setting.tell(f"{name_of(arm)}: {outcome}, {line['seconds']:.0f} s")
+    if broken:
+        raise LocaterError(f"{len(broken)} arms broke and can be run again, the first: {broken[0]}")
+
+
+def name_of(arm: Encoder) -> str:
+    """In words, for a line of progress.
+
+    >>> name_of(Encoder(rank=1, points=4, copies=64, layers=2))
+    '2 layers, 4096 heads of rank 1, N = 4'
+    """
+    layers = "1 layer" if arm.layers == 1 else f"{arm.layers} layers"
+    positions = ", positions" * bool(arm.positions)
+    return f"{layers}, {arm.heads} heads of rank {arm.rank}, N = {arm.points}{positions}"
+
+
+def losses_of(line: Line | None) -> list[float] | None:
+    """By seed; None where a seed has none."""
+    values = None if line is None else [math.nan if x is None else float(x) for x in line["loss"]]
+    return values if values and all(map(math.isfinite, values)) else None
+
+
+def compared(a: list[float] | None, b: list[float] | None, how: Callable[[float, float], float]) -> Measured | None:
+    """By the seeds that both have."""
+    return None if a is None or b is None else by_seed([how(x, y) for x, y in zip(a, b, strict=False)])
+
+
+def less(x: float, y: float) -> float:
+    return x - y
+
+
+def over(x: float, y: float) -> float:
+    return x / y
+
+
+def level(values: Sequence[float] | None) -> Measured | None:
+    return None if values is None else by_seed(values)
+
+
+def rows_of(arms: Sequence[Encoder], runs: Runs) -> list[dict[str, Any]]:
+    """What a page shows of each arm that has been trained: losses, what was published, cost, W of the first layer."""
+    rows = []
+    for arm in arms:
+        line = runs.lines.get(key_of(arm))
+        if line is None:
+            continue
+        losses = losses_of(line)
+        published = PUBLISHED.get((arm.layers, arm.copies, arm.points), {}) if not arm.positions else {}
+        means = {name: None if None in values else sum(values) / len(values) for name, values in line["heads"].items()}
+        rows.append(
+            {
+                **{
+                    name: arm.options[name]
+                    for name in ("layers", "copies", "points", "rank", "positions", "steps", "rate")
+                },
+                "length": arm.length,
+                "seeds": arm.seeds,
+                "heads": arm.heads,
+                "losses": losses,
+                "mean_loss": sum(losses) / len(losses) if losses else None,
+                "least": min(losses) if losses else None,
+                "published": published.get(arm.rank),
+                "milliseconds": 1000 * line["seconds"] / arm.steps,
+                **means,
+                "of_scores": None if means["frobenius"] is None else means["frobenius"] / math.sqrt(arm.rank),
+                "device": line["device"],
+            }
+        )
+    return rows
+
+
+def line_of(arms: Sequence[Encoder], runs: Runs, **options: int) -> Line | None:
+    """The line of the arm with these options; of several the longest that was trained."""
+    fitting = (x for x in arms if all(x.options[name] == value for name, value in options.items()))
+    known = [arm for arm in fitting if key_of(arm) in runs.lines]
+    return runs.lines[key_of(max(known, key=lambda arm: arm.steps))] if known else None
+
+
+def one_layer(runs: Runs) -> Results:
+    arms = ONE + MORE
+
+    def loss(rank: int, copies: int) -> list[float] | None:
+        return losses_of(line_of(arms, runs, rank=rank, copies=copies))
+
+    def angle(copies: int) -> Measured | None:
+        of = line_of(arms, runs, rank=WIDTH, copies=copies)
+        return None if of is None or None in of["heads"]["angle"] else by_seed(of["heads"]["angle"])
+
+    measured = {
+        "d1": compared(loss(64, 1), loss(32, 1), over),
+        "d2": compared(loss(64, 64), loss(32, 64), over),
+        "d3": level(loss(1, 1)),
+        "d4": level(loss(1, 64)),
+        "d5": compared(loss(64, 1), loss(1, 64), less),
+        "d6": compared(loss(1, 64), loss(1, 1), less),
+        "d7": level(loss(64, 1)),
+        "d8": angle(1),
+        "d9": angle(64),
+    }
+    # a loss that is too high decides nothing; one that is low enough would have
+    high = [c.id for c in ONE_LAYER if c.id in ("d1", "d2", "d4", "d7") and _above(c, measured[c.id])]
+    return Results(mark_inconclusive(measured, high, TOO_SHORT), {"one_layer": rows_of(arms, runs)})
+
+
+def _above(claim: Claim, measured: Measured | None) -> bool:
+    return measured is not None and measured.value > claim.stated + claim.tolerance
+
+
+def depth(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+    one = losses_of(line_of(ONE + MORE, runs, rank=1, copies=WIDTH))
+    three = {rank: losses_of(line_of(arms, runs, rank=rank)) for rank in (1, 4, 64)}
+    return {
+        "e1": compared(three[1], one, less),
+        "e2": compared(three[4], three[1], over),
+        "e3": compared(three[64], three[1], over),
+    }
+
+
+def number(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+    of = {n: losses_of(line_of(arms, runs, rank=1, points=n)) for n in (4, 64)}
+    return {
+        "f1": compared(of[64], of[4], less),
+        "f2": level(losses_of(line_of(arms, runs, rank=64, points=64))),
+    }
+
+
+def positions(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+    with_, without = (losses_of(line_of(arms, runs, rank=1, positions=n)) for n in (WIDTH, 0))
+    full = losses_of(line_of(arms, runs, rank=2 * WIDTH))
+    return {"g1": compared(with_, without, less), "g2": compared(full, with_, over)}
+
+
+def several_layers(letter: str, table: str, judge: Callable[..., dict[str, Measured | None]], runs: Runs) -> Results:
+    """Claims on encoders of several layers: the arms planned anew where there are any, else those of the first plan.
+    All are open where one of the arms has learned nothing with most of its seeds.
+    """
+    again = any(key_of(arm) in runs.lines for arm in AGAIN[letter])
+    arms = AGAIN[letter] if again else FIRST[letter]
+    measured = judge(arms, runs)
+    ends = [losses for arm in arms if (losses := losses_of(runs.lines.get(key_of(arm))))]
+    lost = any(sum(x > LOST for x in losses) > len(losses) / 2 for losses in ends)
+    rows = rows_of(FIRST[letter] + AGAIN[letter], runs)
+    if lost:
+        return Results(mark_inconclusive(measured, measured, UNTRAINED), {table: rows})
+    high = [c.id for c in NUMBER if c.id == "f2" and _above(c, measured.get(c.id))]
+    return Results(mark_inconclusive(measured, high, TOO_SHORT), {table: rows})
+
+
+def _study(title: str, claims: tuple[Claim, ...], arms: Sequence[Encoder], judge: Callable[[Runs], Results]) -> Study:
+    def measure(setting: Setting) -> Results:
+        if setting.runs is None:
+            return Results({})
+        runs = Runs(setting.runs, setting.more_runs)
+        if setting.jobs:
+            complete(claims[0].id[0], arms, runs, setting)
+        results = judge(runs)
+        tables = {name: rows for name, rows in results.tables.items() if rows}
+        return Results(results.measured, tables)
+
+    return Study(title, claims, measure, NEEDS, on_runs=True, needs_data=False)
+
+
+STUDIES = (
+    _study("one layer at the published size", ONE_LAYER, ONE + MORE, one_layer),
+    _study("three layers", DEPTH, AGAIN["e"], partial(several_layers, "e", "three_layers", depth)),
+    _study("number of points", NUMBER, AGAIN["f"], partial(several_layers, "f", "points", number)),
+    _study("positions", POSITIONS, AGAIN["g"], partial(several_layers, "g", "positions", positions)),
+)

@@ -1,0 +1,17 @@
+"""Chefer, Gur and Wolf (2021): relevance of tokens through attention maps and their gradients, for any transformer."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.chefer2021 import large, perturbation, rules, streams
+
+PAPER = Paper(
+    "chefer2021",
+    "Relevance through attention maps and their gradients: what it is worth beside rollout and raw attention",
+    "Chefer, Gur and Wolf, Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder "
+    "Transformers (ICCV 2021, arXiv 2103.15679)",
+    (rules.STUDY, perturbation.STUDY, streams.STUDY, large.STUDY),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

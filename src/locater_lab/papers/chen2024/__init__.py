@@ -1,0 +1,17 @@
+"""Chen and others (2024): how induction heads come about on n-gram Markov data: c, W and a, rivals, and a transformer."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.chen2024 import information, joint, rivals, stages, watched
+
+PAPER = Paper(
+    "chen2024",
+    "Induction heads on n-gram data: what a two-layer model learns, in which order, and what announces it",
+    "Chen, Sheen, Wang and Yang, Unveiling Induction Heads: Provable Training Dynamics and Feature Learning in "
+    "Transformers (NeurIPS 2024, arXiv 2409.10559)",
+    (joint.STUDY, stages.STUDY, information.STUDY, rivals.STUDY, watched.STUDY),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,197 @@
+"""Which parents layer 2 chooses: chi-square mutual information, and why it has to be modified. Study c.
+
+Of parents P (values z) and the next token y,
+
+    I(P) = sum_z mu(z) D(z),            D(z) = sum_y mu(y | z)^2 / mu(y) - 1,
+    J(P) = sum_z mu(z)^2 D(z).
+
+I is the chi-square mutual information; more parents never have less. J is what the first step of training on -log p
+rewards: with a = 0 and heads that copy, d(-loss)/da of the subset P is, sequence by sequence,
+
+    n(z, y) / n(y) - n(z) / L
+
+(z the query's parents, y the next token, n how often among the keys), whose expectation is J. A context that is met
+half as often counts half as much, so parents that tell nothing new lose. The paper speaks of a modified chi-square
+mutual information that trades information against the number of parents; its exact form was not at hand, so J is ours.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from locater_lab.data.ngrams import NgramSource, contexts
+from locater_lab.engine.claims import Claim, Measured, by_seed
+from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.parts import every
+from locater_lab.papers.chen2024.simplified import Counts, Model, drawn, fit, subsets, winner
+
+SEEDS = 8
+ROWS = {True: 800, False: 9000}
+LONG = {True: (300, 400), False: (3000, 2000)}  # sequences and tokens that information is estimated on
+EPOCHS = 40
+SOURCES = (((1, 2), 0.1), ((1, 2), 1.0), ((1, 3), 0.1), ((2, 3), 0.1), ((1,), 0.1), ((2,), 0.1))
+COPYING = 200.0  # w_plus of heads that copy one token: the others get exp(-200)
+
+CLAIMS = (
+    Claim(
+        "c1", "At a = 0, heads that copy and loss -log p, the gradient of each subset is n(z, y) / n(y) - n(z) / L",
+        "largest difference from the gradient of the model, float64", "at most", 1e-10, by="ours",
+    ),
+    Claim(
+        "c2", "Training chooses the subset of parents with the largest modified chi-square information",
+        f"runs that chose another subset than that of the largest J, {len(SOURCES)} sources with {SEEDS} seeds each", "at most", 0.0, by="summary",
+        bound="ours",
+    ),
+    Claim(
+        "c3", "Chi-square information without a modification cannot choose: a third token that tells nothing adds to it",
+        "I of tokens 1, 2 and 3 less I of the parents 1 and 2", "at least", 0.0, by="ours",
+    ),
+    Claim(
+        "c4", "Given the subset of all three heads too, training still chooses the parents alone",
+        f"share of c^2 on heads 1 and 2 after {EPOCHS} epochs, subsets of up to three heads", "at least", 0.99, by="ours",
+    ),
+    Claim(
+        "c5", "and J says so",
+        "J of the parents over J of all three tokens", "at least", 1.0, by="ours",
+    ),
+)  # fmt: skip
+
+
+def joint_counts(rows: Int[Tensor, "N T"], parents: tuple[int, ...], tokens: int, reach: int = 3) -> Tensor:
+    """How often each combination of parents was followed by each token: (N, contexts, S), over the same places for all
+    parents within `reach`.
+    """
+    codes = contexts(rows, parents, tokens)[:, reach - max((*parents, 0)) :]
+    cells = codes * tokens + rows[:, reach:]
+    wide = tokens ** (len(parents) + 1)
+    counts = torch.zeros(len(rows), wide, dtype=torch.float64)
+    counts.scatter_add_(1, cells, torch.ones_like(cells, dtype=torch.float64))
+    return counts.view(len(rows), -1, tokens)
+
+
+def informations(counts: Float[Tensor, "N C S"]) -> tuple[float, float]:
+    """I and J, means over sequences, each by its own frequencies."""
+    joint = counts / counts.sum((1, 2), keepdim=True)
+    context, token = joint.sum(2), joint.sum(1)
+    given = joint / context[..., None].clamp_min(1e-300)
+    spread = (given**2 / token[:, None].clamp_min(1e-300)).sum(2) - 1  # D(z); contexts that never came count nothing
+    return float((context * spread).sum(1).mean()), float((context**2 * spread).sum(1).mean())
+
+
+def first_gradient(counts: Counts, degree: int = 3) -> Float[Tensor, " sets"]:
+    """d(-loss)/da of each subset alone, at a = 0 with heads that copy, loss -log p."""
+    gradients = []
+    for at in range(len(subsets(counts.heads, degree))):
+        model = Model(tokens=counts.tokens, degree=degree, w_plus=COPYING)
+        model.c = torch.zeros_like(model.c)
+        model.c[at] = 1.0
+        model.a = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        value = -torch.log(model(counts).gather(1, counts.targets[:, None])).mean()
+        gradients.append(-torch.autograd.grad(value, model.a)[0])
+    return torch.stack(gradients)
+
+
+def counted_gradient(rows: Int[Tensor, "N L+1"], part: tuple[int, ...]) -> float:
+    """n(z, y) / n(y) - n(z) / L, mean over sequences, by comparing every key with the query."""
+    keys, y = rows[:, :-1], rows[:, -1:]
+    L = keys.shape[1]
+    at = torch.arange(L)
+    same = torch.ones_like(keys, dtype=torch.bool)
+    for offset in part:
+        earlier = keys[:, (at - offset).clamp_min(0)]
+        same &= (at >= offset) & (earlier == keys[:, L - offset, None])
+    here = keys == y
+    return float(((same & here).sum(1) / here.sum(1).double() - same.sum(1).double() / L).mean())
+
+
+def chosen(setting: Setting, seed: int) -> dict[str, Any]:
+    """Every source: information of every subset, and the one that training chose."""
+    rows, length = LONG[setting.quick]
+    sources = []
+    for parents, prior in SOURCES:
+        source = NgramSource(3, parents, prior)
+        long = drawn(20_000 + seed, rows, length, source)
+        values = {part: informations(joint_counts(long, part, 3)) for part in subsets(3, 3)[1:]}
+        model = Model()
+        fit(model, Counts.of(drawn(seed, ROWS[setting.quick], source=source), 3), EPOCHS)
+        allowed = [part for part in values if len(part) <= 2]
+        best = max(allowed, key=lambda part: values[part][1])
+        sources.append({"values": values, "best": best, "winner": winner(model)})
+    deep = Model(degree=3)
+    fit(deep, Counts.of(drawn(seed, ROWS[setting.quick]), 3), EPOCHS)
+    return {"sources": sources, "deep": deep.shares()}
+
+
+def identity() -> float:
+    """Largest distance of the model's first gradient from the formula, over subsets and seeds."""
+    off = 0.0
+    for seed in range(4):
+        rows = drawn(seed, 200, 40)
+        rows = rows[(rows[:, :-1] == rows[:, -1:]).any(1)]  # -log p of a token that was not seen is infinite
+        given = first_gradient(Counts.of(rows, 3))
+        off = max(
+            off, *(abs(float(g) - counted_gradient(rows, part)) for g, part in zip(given, subsets(3, 3), strict=True))
+        )
+    return off
+
+
+def measure(setting: Setting) -> Results:
+    runs = every(chosen, list(range(SEEDS)), setting)
+    first = [run["sources"][0]["values"] for run in runs]
+    other = [s["best"] != s["winner"] for run in runs for s in run["sources"]]
+    pair, triple = (1, 2), (1, 2, 3)
+    measured = {
+        "c1": Measured(identity(), 0.0, "none: largest of 4 draws and 8 subsets"),
+        "c2": Measured(float(sum(other)), 0.0, f"none: counted over {len(other)} runs"),
+        "c3": by_seed([values[triple][0] - values[pair][0] for values in first]),
+        "c4": by_seed([run["deep"][subsets(3, 3).index(pair)] for run in runs]),
+        "c5": by_seed([values[pair][1] / values[triple][1] for values in first]),
+    }
+    return Results(measured, {"information": _information(runs), "choices": _choices(runs)})
+
+
+def _information(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """I and J of each subset on the paper's source."""
+    parts = [part for size in (1, 2, 3) for part in combinations((1, 2, 3), size)]
+    return [
+        {
+            "tokens": name(part),
+            "I": fmean(run["sources"][0]["values"][part][0] for run in runs),
+            "J": fmean(run["sources"][0]["values"][part][1] for run in runs),
+        }
+        for part in parts
+    ]
+
+
+def _choices(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By source: the parents, the subset of the largest J, and what training chose, over seeds."""
+    rows = []
+    for at, (parents, prior) in enumerate(SOURCES):
+        entries = [run["sources"][at] for run in runs]
+        rows.append(
+            {
+                "parents": name(parents),
+                "prior": prior,
+                "largest": _tally([e["best"] for e in entries]),
+                "chosen": _tally([e["winner"] for e in entries]),
+            }
+        )
+    return rows
+
+
+def _tally(parts: list[tuple[int, ...]]) -> str:
+    return ", ".join(f"{name(part)} ({parts.count(part)})" for part in sorted(set(parts)))
+
+
+def name(part: tuple[int, ...]) -> str:
+    """Offsets of a subset in words."""
+    return " and ".join(map(str, part)) or "none"
+
+
+STUDY = Study("which parents are chosen", CLAIMS, measure)

@@ -1,0 +1,288 @@
+"""How alike tokens are at each depth, with attention skips and MLPs and without: at initialisation, and in trained
+models. Study c.
+
+`encoders.py` has the models and says how they are cut. Curves of the paper were read off its figures. Each is of one
+draw of weights: where our draws differ from each other, so may theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locater.inputs.text import batches
+from locater_lab.engine.claims import Claim, Measured, by_seed, half_range
+from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.trained_heads import read_each, sources
+from locater_lab.papers.dong2021.encoders import (
+    BRANCH_OUT,
+    CONFIGS,
+    LENGTH,
+    TEXT,
+    initial,
+    is_causal,
+    trained_model,
+    variants_of,
+    word_rows,
+)
+
+SAMPLES, DRAWS = {True: 2, False: 32}, {True: 4, False: 8}
+LAYERS = 12
+COLLAPSED = 0.05  # a residual below this counts as collapse
+Curves = dict[str, dict[str, Tensor]]  # by model and variant: (draws, states), mean over samples
+
+
+def _curve(*values: float) -> dict[int, float]:
+    """By layer; zero from where values end."""
+    return dict(enumerate((*values, *[0.0] * (LAYERS + 1 - len(values)))))
+
+
+STATED: dict[str, dict[str, dict[int, float]]] = {  # by model and variant, the mean residual after so many layers
+    "BERT": {
+        "full": _curve(.597, .563, .535, .565, .537, .529, .493, .464, .439, .414, .406, .365, .345),
+        "no MLP": _curve(.607, .565, .559, .565, .562, .552, .529, .503, .496, .487, .472, .463, .449),
+        "no skip": _curve(.597, .017), "neither": _curve(.612, .018),
+    },
+    "ALBERT": {
+        "full": _curve(.626, .670, .610, .561, .525, .463, .418, .385, .359, .337, .318, .289, .260),
+        "no MLP": _curve(.642, .642, .613, .546, .493, .449, .412, .379, .348, .321, .296, .275, .255),
+        "no skip": _curve(.566, .001), "neither": _curve(.669, .002),
+    },
+    "XLNet": {
+        "full": _curve(.992, .972, .990, .977, .958, .891, .844, .860, .849, .822, .832, .830, .738),
+        "no MLP": {0: .998, 12: .927}, "no skip": _curve(1.02, .002), "neither": _curve(1.0, .001),
+    },
+}  # fmt: skip
+FIGURE = "figure of residuals by layer"
+
+
+def _end(number: int, model: str, variant: str) -> Claim:
+    words = {"full": "the whole of", "no MLP": "with skips and without MLPs,"}
+    return Claim(
+        f"c{number}", f"At initialisation, {words[variant]} {model} keeps tokens apart at depth 12",
+        f"relative residual after layer 12, {model}, {variant}", "about", STATED[model][variant][LAYERS], 0.1, where=FIGURE,
+    )  # fmt: skip
+
+
+CLAIMS = (
+    *(
+        Claim(
+            f"c{number}", f"Tokens of {model} at initialisation are as alike at every depth as the figure shows, in all four variants",
+            "largest distance of the mean relative residual from the figure's, layers 0 to 12, four variants", "at most", 0.1,
+            where=FIGURE, bound="ours",
+        )
+        for number, model in enumerate(STATED, 1)
+    ),
+    Claim(
+        "c4", "Without the skip around attention, two layers make all tokens equal",
+        "relative residual after layer 2 at initialisation, largest of three models, MLPs in or out", "at most", 0.001,
+        where=FIGURE, bound="ours",
+    ),
+    Claim(
+        "c5", "Without skip and MLP one layer of BERT does nearly all of it",
+        "relative residual after layer 1 at initialisation, BERT, neither skip nor MLP", "about", 0.018, 0.01, where=FIGURE,
+    ),
+    *(_end(number, model, "full") for number, model in enumerate(STATED, 6)),
+    *(_end(number, model, "no MLP") for number, model in enumerate(STATED, 9)),
+    Claim(
+        "c12", "Skips keep the residual above a quarter through twelve layers at initialisation",
+        "relative residual after layer 12 with skips, least of three models, MLPs in or out", "at least", 0.25, by="ours",
+    ),
+    Claim(
+        "c13", "Models with skips are above those without at every depth",
+        "least difference of relative residuals, with skip less without, layers 1 to 12 of three models", "at least", 0.1,
+        where=FIGURE, bound="ours",
+    ),
+    Claim(
+        "c14", "MLPs without skips do not slow the collapse at initialisation, against the second part of c21",
+        "relative residual with MLPs less without them, no skips, largest over layers 1 to 12 of three models", "at most", 0.01,
+        by="ours",
+    ),
+    Claim(
+        "c15", "With skips, MLPs make tokens of BERT and XLNet more alike by layer 12",
+        "relative residual after layer 12, full less no MLP, larger of BERT and XLNet", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "c16", "What the paper left of ALBERT's MLP, activation and skip, is part of what keeps tokens apart",
+        "relative residual after layer 12, as published less with the whole branch out", "at least", 0.1, by="ours",
+    ),
+    Claim(
+        "c17", "Trained encoders collapse too without skips",
+        "relative residual at the end without skips, largest of trained models without a mask, MLPs in or out", "at most", COLLAPSED,
+        where=FIGURE, bound="ours",
+    ),
+    Claim(
+        "c18", f"Trained encoders without skips take 3 to 7 layers to fall under {COLLAPSED:g}, not one or two",
+        f"first layer under {COLLAPSED:g}, mean over trained models without a mask and both no-skip variants", "about", 5.0, 2.0,
+        where=FIGURE, bound="ours",
+    ),
+    Claim(
+        "c19", "Trained encoders with skips and MLPs do not collapse",
+        "relative residual at the end of the whole model, least of trained models without a mask", "at least", 0.25,
+        where=FIGURE, bound="ours",
+    ),
+    Claim(
+        "c20", "A causal mask stops the collapse of trained models without skips: it is a result on attention in both directions",
+        "relative residual at the end without skips, least of trained causal models, MLPs in or out", "at least", COLLAPSED, by="ours",
+    ),
+    Claim(
+        "c21", "Skip connections and MLPs stop the output from degeneration, here at initialisation",
+        "relative residual after layer 12 with one of the two: the lesser, largest of three models", "at least", COLLAPSED,
+        where="abstract", bound="ours",
+    ),
+)  # fmt: skip
+
+
+# --- at initialisation ------------------------------------------------------------------------------------------------
+
+
+def at_start(setting: Setting) -> Curves:
+    """Every model, drawn several times, on the same samples."""
+    device = "cuda" if torch.cuda.is_available() and not setting.quick else "cpu"
+    rows = word_rows(setting.text[:TEXT], SAMPLES[setting.quick])
+    inputs = [{"input_ids": part} for part in rows.split(4)]
+    curves: dict[str, dict[str, list[Tensor]]] = {name: {} for name in CONFIGS}
+    for name, seed in setting.each([(name, seed) for name in CONFIGS for seed in range(DRAWS[setting.quick])]):
+        model = initial(name, seed).to(device)
+        for variant, curve in variants_of(model, inputs, (BRANCH_OUT,) if name == "ALBERT" else ()).items():
+            curves[name].setdefault(variant, []).append(curve.mean(0))
+    return {name: {v: torch.stack(draws) for v, draws in variants.items()} for name, variants in curves.items()}
+
+
+def start_measures(curves: Curves) -> dict[str, Measured]:
+    """Claims c1 to c16, and c21."""
+    kept, lost = ("full", "no MLP"), ("no skip", "neither")
+    later, ends = range(1, LAYERS + 1), {m: {v: x[:, LAYERS] for v, x in own.items()} for m, own in curves.items()}
+    gaps = {
+        f"{m}, {a} less {b}, layer {t}": (curves[m][a] - curves[m][b])[:, t]
+        for m in curves for a in kept for b in lost for t in later
+    }  # fmt: skip
+    slower = {f"{m}, layer {t}": (curves[m]["no skip"] - curves[m]["neither"])[:, t] for m in curves for t in later}
+    either = {m: torch.minimum(end["no MLP"], end["no skip"]) for m, end in ends.items()}
+    return {
+        **{f"c{i}": _farthest(curves[m], STATED[m]) for i, m in enumerate(STATED, 1)},
+        "c4": _extreme({f"{m}, {v}": curves[m][v][:, 2] for m in curves for v in lost}, 1),
+        "c5": _draws(curves["BERT"]["neither"][:, 1]),
+        **{f"c{i}": _draws(ends[m]["full"]) for i, m in enumerate(STATED, 6)},
+        **{f"c{i}": _draws(ends[m]["no MLP"]) for i, m in enumerate(STATED, 9)},
+        "c12": _extreme({f"{m}, {v}": ends[m][v] for m in curves for v in kept}, -1),
+        "c13": _extreme(gaps, -1),
+        "c14": _extreme(slower, 1),
+        "c15": _extreme({m: ends[m]["full"] - ends[m]["no MLP"] for m in ("BERT", "XLNet")}, 1),
+        "c16": _draws(ends["ALBERT"]["no MLP"] - ends["ALBERT"][BRANCH_OUT]),
+        "c21": _extreme(either, 1),
+    }
+
+
+def _draws(values: Tensor, numbers: Mapping[str, Any] | None = None) -> Measured:
+    return by_seed(values.tolist(), numbers, "draws of weights")
+
+
+def _extreme(quantities: Mapping[str, Tensor], sign: int) -> Measured:
+    """The largest (sign 1) or the least (-1) of several quantities (draws,), and which it was."""
+    where = max(quantities, key=lambda name: sign * float(quantities[name].mean()))
+    return _draws(quantities[where], {"where": where})
+
+
+def _farthest(curves: Mapping[str, Tensor], stated: Mapping[str, Mapping[int, float]]) -> Measured:
+    """How far the mean curve is from the figure's where it is farthest."""
+    cells = [(variant, layer, value) for variant, curve in stated.items() for layer, value in curve.items()]
+    variant, layer, value = max(cells, key=lambda c: abs(float(curves[c[0]][:, c[1]].mean()) - c[2]))
+    distance = curves[variant][:, layer] - value
+    sign = 1.0 if float(distance.mean()) >= 0 else -1.0
+    return _draws(sign * distance, {"variant": variant, "layer": layer, "stated": value})
+
+
+def start_table(moments: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Mean and standard deviation by model and variant, and what the paper has beside them."""
+    none: dict[int, float] = {}
+    return {
+        m: {v: {**x, "stated": [STATED[m].get(v, none).get(t) for t in range(LAYERS + 1)]} for v, x in variants.items()}
+        for m, variants in moments.items()
+    }
+
+
+# --- trained models ---------------------------------------------------------------------------------------------------
+
+
+def trained(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Curves of the trained models at hand on two halves of the text, and what was left out, with the reason."""
+    text, samples = setting.text[:TEXT], 2 * SAMPLES[setting.quick]
+    entries, left_out = read_each(
+        sources(setting.models).items(), lambda name, folder: _trained_one(name, folder, text, samples)
+    )
+    return list(entries.values()), left_out
+
+
+def _trained_one(name: str, folder: Path, text: str, samples: int) -> dict[str, Any]:
+    model = trained_model(folder)
+    inputs = batches(model, text, length=LENGTH, tokens=LENGTH * samples, batch=4)
+    residuals = variants_of(model, inputs)
+    halves = {variant: [part.mean(0).tolist() for part in rows.chunk(2)] for variant, rows in residuals.items()}
+    return {"model": name, "causal": is_causal(model), "curves": halves}
+
+
+def trained_measures(entries: list[dict[str, Any]]) -> dict[str, Measured]:
+    """Claims c17 to c20, each half of the text by itself."""
+    both, causal = ([entry for entry in entries if entry["causal"] is mask] for mask in (False, True))
+    lost = ("no skip", "neither")
+
+    def ends(models: list[dict[str, Any]], variants: tuple[str, ...], half: int) -> list[float]:
+        return [entry["curves"][v][half][-1] for entry in models for v in variants]
+
+    measured = {}
+    if both:
+        measured["c17"] = _halves([max(ends(both, lost, half)) for half in range(2)])
+        first = [[first_below(entry["curves"][v][half]) for entry in both for v in lost] for half in range(2)]
+        measured["c18"] = _halves([sum(layers) / len(layers) for layers in first])
+        measured["c19"] = _halves([min(ends(both, ("full",), half)) for half in range(2)])
+    if causal:
+        measured["c20"] = _halves([min(ends(causal, lost, half)) for half in range(2)])
+    return measured
+
+
+def first_below(curve: list[float], level: float = COLLAPSED) -> int:
+    """The first layer whose residual is under the level; one more than there are where none is.
+
+    >>> first_below([0.9, 0.3, 0.01, 0.2])
+    2
+    """
+    return next((layer for layer, value in enumerate(curve) if value < level), len(curve))
+
+
+def _halves(values: list[float]) -> Measured:
+    return half_range(values, "half the difference of two halves of the samples")
+
+
+def trained_table(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the mean of both halves."""
+    return [
+        {**e, "means": {v: [(a + b) / 2 for a, b in zip(*x, strict=True)] for v, x in e["curves"].items()}}
+        for e in entries
+    ]
+
+
+def measure(setting: Setting) -> Results:
+    """All of it."""
+    curves = at_start(setting)
+    entries, left_out = trained(setting)
+    moments = {
+        m: {v: {"mean": x.mean(0).tolist(), "sd": x.std(0).tolist()} for v, x in variants.items()}
+        for m, variants in curves.items()
+    }
+    tables = {
+        "initial_encoders": start_table(moments),
+        "initial_settings": {"samples": SAMPLES[setting.quick], "draws": DRAWS[setting.quick], "length": LENGTH},
+        "trained_encoders": trained_table(entries),
+        "trained_encoders_left_out": left_out,
+    }
+    return Results({**start_measures(curves), **trained_measures(entries)}, tables)
+
+
+STUDY = Study(
+    "residual against depth", CLAIMS, measure, needs="a trained model of the kind that the claim names", on_models=True
+)

@@ -1,0 +1,16 @@
+"""Hu and others (2025): softmax attention as an interpolator, and what training makes of it."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.hu2025 import construction, free_head, sequences, trained_layer
+
+PAPER = Paper(
+    "hu2025",
+    "Universal approximation with softmax attention: the head with anchors, and whether training finds it",
+    "Hu, Liu, Chen, Wu and Liu, Universal Approximation with Softmax Attention (arXiv 2504.15956, 2025)",
+    (construction.STUDY, sequences.STUDY, free_head.STUDY, trained_layer.STUDY),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,17 @@
+"""Nguyen et al. (2026): gated attention as a hierarchical mixture of experts, and how many samples its experts take."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.nguyen2026 import mixture, places, samples
+
+PAPER = Paper(
+    "nguyen2026",
+    "Gated attention as a mixture of experts: what a gate changes, and what it does not",
+    "Nguyen, Pham, Cao, Dinh, Nguyen, Ho and Rinaldo, A Statistical Theory of Gated Attention through the Lens of Hierarchical Mixture of "
+    "Experts (arXiv 2602.01468, 2026)",
+    (mixture.STUDY, places.STUDY, samples.STUDY, samples.THEOREM_STUDY),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,198 @@
+"""Gates in training, at the size of this project's runs: which lower the loss, take the sink away and calm the stream.
+Studies d and e.
+
+The paper's models have 15 billion parameters and 400 billion tokens. These have 6 layers of width 256 and a few million
+tokens, so that every verdict is of this size alone. Softmax and one gate per head are at the better of two learning
+rates, variations at the higher of them.
+
+No head of these models has a sink, so claims on sinks are judged by other ones (`engine/text_sinks.py`), trained on
+more text by the recipe that grew the most. Where not one head of softmax has a sink there, nothing is said of sinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from locater_lab.engine.arms import (
+    change,
+    ends_table,
+    has_sink,
+    level,
+    mark_inconclusive,
+    of_runs,
+    rank_correlation,
+    trained,
+    uniform_first,
+)
+from locater_lab.engine.claims import Claim, Measured, by_seed
+from locater_lab.engine.mechanism_runs import BASE, SEEN, SOFTMAX, TUNED, VARIED, arm
+from locater_lab.engine.papers import Results
+from locater_lab.engine.runs import Arm, Row, Runs
+from locater_lab.engine.text_sinks import (
+    GATE,
+    GATES,
+    NO_TEXT_SINK,
+    ON_TEXT,
+    SHARE,
+    has_text_sink,
+    picked,
+    text_arms,
+    text_rows,
+    text_sink_tables,
+)
+
+HEAD, ELEMENT = arm("gated"), arm("gated(per=element)")
+VALUE, KEY, QUERY = arm("gated(position=value, per=element)"), arm("gated(position=key)"), arm("gated(position=query)")
+CONSTANT, NS, SHARED = (
+    arm("gated(from_input=False)"),
+    arm("gated(score=ns_sigmoid, per=element)"),
+    arm("gated(shared=True, per=element)"),
+)
+ARMS = (SOFTMAX, HEAD, ELEMENT, VALUE, KEY, QUERY, CONSTANT, NS, SHARED)
+HOT, SHORT, HOT_SEEDS = 1.5e-2, 400, 2  # a rate at which softmax loses half a nat, and steps
+UNIFORM = math.log(BASE.vocabulary)  # what a run that diverged is counted as
+SPIKE = "measures.spike_ratio"
+OF_SINKS = ("d7", "d8", "d9", "d10", "d11", "d12", "d15")
+
+CLAIMS = (
+    Claim("d1", "A gate per element after attention lowers the loss", f"change of report loss against softmax, {VARIED}",
+          "at most", 0.0, where="Table 1"),
+    Claim("d2", "So does one gate per head", f"change of report loss against softmax, {TUNED}", "at most", 0.0, where="Table 1"),
+    Claim("d3", "Per element is better than per head", f"report loss per element less per head, {VARIED}", "at most", 0.0,
+          where="Table 1"),
+    Claim("d4", "After attention is better than on values", f"report loss after attention less on values, per element, {VARIED}",
+          "at most", 0.0, where="Table 1"),
+    Claim("d5", "It is better than on keys", f"report loss after attention less on keys, per head, {VARIED}", "at most", 0.0,
+          where="Table 1"),
+    Claim("d6", "It is better than on queries", f"report loss after attention less on queries, per head, {VARIED}", "at most", 0.0,
+          where="Table 1"),
+    Claim("d7", "The gate takes the sink away", f"change of the first token's share of rows by a gate per element, {ON_TEXT}",
+          "at most", 0.0, where="Table 4"),
+    Claim("d8", "So does one per head", f"change of the first token's share of rows by a gate per head, {ON_TEXT}", "at most", 0.0,
+          where="Table 4"),
+    Claim("d9", "Gates on values leave more of the sink", f"first token's share with gates on values less after attention, {ON_TEXT}",
+          "at least", 0.0, where="Table 4"),
+    Claim("d10", "So do gates shared by heads", f"first token's share with shared gates less with own ones, {ON_TEXT}", "at least", 0.0,
+          where="Table 4"),
+    Claim("d11", "So do gates that cannot close", f"first token's share with NS-sigmoid less with the sigmoid, {ON_TEXT}",
+          "at least", 0.0, where="Table 4"),
+    Claim("d12", "So do gates that ignore the input", f"first token's share without input less with it, per head, {ON_TEXT}",
+          "at least", 0.0, where="Table 4"),
+    Claim("d13", "The gate lowers the largest activation", f"change of the largest entry over the median by a gate per element, {VARIED}",
+          "at most", 0.0, where="Table 4"),
+    Claim("d14", "Gates close in training: they start at 1/2", f"mean gate per element after training, {VARIED}", "at most", 0.5,
+          where="Table 4", bound="ours"),
+    Claim("d15", "The more the gates close, the smaller the sink", "rank correlation of mean gate with the first token's share over the "
+          f"table's six variants, seed by seed, {ON_TEXT}", "at least", 0.8, where="Table 4", bound="ours"),
+    Claim("d16", "Gates that cannot close cost loss", f"report loss with NS-sigmoid less with the sigmoid, per element, {VARIED}",
+          "at least", 0.0, where="Table 4"),
+    Claim("d17", "Gates shared by heads cost loss", f"report loss with shared gates less with own ones, per element, {VARIED}",
+          "at least", 0.0, where="Table 1"),
+    Claim("d18", "A gate that ignores the input, which adds no function, leaves the loss where it is",
+          f"change of report loss against softmax, {VARIED}", "about", 0.0, 0.01, by="ours"),
+)  # fmt: skip
+HOT_CLAIMS = (
+    Claim("e1", "The gate stands a hot learning rate better (in the paper: a rate at which the plain model diverges)",
+          f"report loss per element less softmax at a rate of {HOT:g}, {SHORT} steps, {HOT_SEEDS} seeds, {SEEN}; a run that diverged "
+          "counts as a uniform guess", "at most", 0.0, where="its dense model of 48 layers at a rate of 8e-3", bound="ours"),
+)  # fmt: skip
+
+
+def training_table(runs: Runs, arms: Sequence[Arm]) -> dict[str, Any] | None:
+    """Arms of one model as a page shows them, and whether the plain one has a sink; None without its runs."""
+    rows = ends_table(runs, arms)
+    shares = [end["first_mass"] for row in rows if row["arm"] == SOFTMAX.name for end in row["ends"]]
+    if not shares:
+        return None
+    return {
+        "arms": rows,
+        "layers": BASE.layers,
+        "width": BASE.width,
+        "tokens": BASE.length,
+        "uniform": uniform_first(BASE.length),
+        "plain_share": fmean(shares),
+        "has_sink": has_sink(runs, SOFTMAX),
+    }
+
+
+def judge(runs: Runs) -> Results:
+    loss = "report_loss"
+    measured = {
+        "d1": change(runs, ELEMENT, SOFTMAX, loss),
+        "d2": change(runs, HEAD, SOFTMAX, loss),
+        "d3": change(runs, ELEMENT, HEAD, loss),
+        "d4": change(runs, ELEMENT, VALUE, loss),
+        "d5": change(runs, HEAD, KEY, loss),
+        "d6": change(runs, HEAD, QUERY, loss),
+        "d13": change(runs, ELEMENT, SOFTMAX, SPIKE),
+        "d14": level(runs, ELEMENT, "measures.gate"),
+        "d16": change(runs, NS, ELEMENT, loss),
+        "d17": change(runs, SHARED, ELEMENT, loss),
+        "d18": change(runs, CONSTANT, SOFTMAX, loss),
+    }
+    table = training_table(runs, ARMS)
+    tables = {} if table is None else {"gates_in_training": table}
+    return Results(measured | judge_sinks(runs), tables | text_sink_tables(runs, ("plain", *GATES)))
+
+
+def judge_sinks(runs: Runs) -> dict[str, Measured | None]:
+    """Claims on sinks, by the arms of the recipe that was picked; nothing while none is."""
+    recipe = picked(runs)
+    if recipe is None:
+        return {}
+    arms = text_arms(recipe)
+    plain, element = arms["plain"], arms["element"]
+    measured = {
+        "d7": change(runs, element, plain, SHARE),
+        "d8": change(runs, arms["head"], plain, SHARE),
+        "d9": change(runs, arms["values"], element, SHARE),
+        "d10": change(runs, arms["shared"], element, SHARE),
+        "d11": change(runs, arms["ns"], element, SHARE),
+        "d12": change(runs, arms["constant"], arms["head"], SHARE),
+        "d15": rank_correlation(runs, [arms[name] for name in GATES], GATE, SHARE),
+    }
+    return measured if has_text_sink(runs, plain) else mark_inconclusive(measured, OF_SINKS, NO_TEXT_SINK)
+
+
+def rows(runs: Runs) -> list[Row]:
+    """Runs of both kinds of models; of the second, recipes, and arms that gates are judged by."""
+    recipe = picked(runs)
+    arms = [] if recipe is None else [text_arms(recipe)[name].name for name in ("plain", *GATES)]
+    on_text = [row for row in text_rows(runs) if row.plan.observe or row.arm in arms]
+    return [row for arm in ARMS for row in arm.rows(runs)] + on_text
+
+
+def hot_rows() -> dict[str, list[Row]]:
+    """Short runs at a hot rate, without a gate and with one per element."""
+    plan = replace(BASE, steps=SHORT, evaluate=0, rate=HOT)
+    kinds = {"softmax": "softmax", "gated per element": "gated(per=element)"}
+    return {
+        name: [Row("hot", f"{name}, hot", replace(plan, attention=text, seed=seed)) for seed in range(HOT_SEEDS)]
+        for name, text in kinds.items()
+    }
+
+
+def judge_hot(runs: Runs) -> Results:
+    losses: dict[str, list[float]] = {}
+    for name, rows in hot_rows().items():
+        lines = [runs.of(row) for row in rows]
+        if any(line is None for line in lines):
+            return Results({})
+        losses[name] = [_loss(line) for line in lines if line is not None]
+    plain, gated = losses.values()
+    differences = [a - b for a, b in zip(gated, plain, strict=True)]
+    return Results({"e1": by_seed(differences)}, {"hot_rate": {"losses": losses, "rate": HOT, "steps": SHORT}})
+
+
+def _loss(line: Mapping[str, Any]) -> float:
+    return float(line["report_loss"]) if line["status"] == "done" else UNIFORM
+
+
+STUDY = of_runs("gates in training", CLAIMS, rows, judge)
+HOT_STUDY = trained(
+    "a hot learning rate", HOT_CLAIMS, (), judge_hot, [row for rows in hot_rows().values() for row in rows]
+)

@@ -1,0 +1,19 @@
+"""Sant, Gallego, Alastruey and Costa-jussa (2022): heads of one layer that attend in different ways, and how much each
+counts.
+"""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.sant2022 import kinds, layouts, models, relevance, training
+
+PAPER = Paper(
+    "sant2022",
+    "Multiformer: heads of several kinds in one layer, and how much each head counts",
+    "Sant, Gallego, Alastruey and Costa-jussa, Multiformer: a head-configurable transformer-based model for direct "
+    "speech translation (NAACL SRW 2022, arXiv 2205.07100)",
+    (kinds.STUDY, layouts.STUDY, relevance.STUDY, models.STUDY, training.STUDY, training.SCORES),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,16 @@
+"""Shi and others (2022): over-smoothing in BERT, tokens that grow alike with depth, and fusion of layers against it."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.shi2022 import bounds, cosine, fusion, models, stacks, theorem
+
+PAPER = Paper(
+    "shi2022",
+    "Over-smoothing in BERT: how alike tokens become, what the theorem promises, what fusion does",
+    "Shi and others, Revisiting over-smoothing in BERT from the perspective of graph (ICLR 2022, arXiv 2202.08625)",
+    (cosine.STUDY, bounds.STUDY, theorem.STUDY, stacks.STUDY, models.STUDY, fusion.STUDY),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,17 @@
+"""Sun, Canziani, LeCun and Zhu (2026): spikes in the stream, sinks in attention, and what ties or unties them."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.sun2026 import first, growth, metrics, norms, sinks, spikes, training
+
+PAPER = Paper(
+    "sun2026",
+    "Spikes, sparse tokens and sinks: claim by claim",
+    "Sun, Canziani, LeCun and Zhu, Spike, Sparse, Sink (2026, arXiv 2603.05498); measures of Gu et al. (2024, arXiv 2410.10781) and "
+    "Sun et al. (2024, arXiv 2402.17762)",
+    (metrics.STUDY, norms.STUDY, first.STUDY, spikes.STUDY, training.STUDY, sinks.STUDY, growth.STUDY),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

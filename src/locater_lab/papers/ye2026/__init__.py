@@ -1,0 +1,17 @@
+"""Ye et al. (2026): what stacks of full attention can compose and hybrids with linear layers cannot."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.ye2026 import composing, recall, recurrences, separation, stacks
+
+PAPER = Paper(
+    "ye2026",
+    "Hybrids of linear and full attention: states, recall, and composing functions",
+    "Ye, He, Liao, Wu and Lu, A Provable Expressiveness Hierarchy in Hybrid Linear-Full Attention "
+    "(arXiv 2602.01763, 2026)",
+    (recurrences.STUDY, recall.STUDY, composing.STUDY, stacks.STUDY, *separation.STUDIES),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

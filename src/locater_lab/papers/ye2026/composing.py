@@ -1,0 +1,287 @@
+"""Composition by hand: a recurrence that composes on the fly, the states that each order of the prompt needs, layers
+that hop. Study c.
+
+The task of the theorem, simplified: compose L functions on m points, listed with the one applied last in front. A
+prompt lists f_L, ..., f_1 as tokens (l, x, f_l(x)), then asks i_L = f_L(... f_1(i_0)) for a start i_0. The published
+task has tables that grow, with words that say which part of a table to use; that is left out here. Functions are
+permutations, so that a guess is right once in m times at every depth.
+
+The number of states that a prompt needs at a cut is counted, not argued: two beginnings need different states exactly
+when some continuation has different answers, so the number of states is that of different rows of answers over all
+continuations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from locater_lab.engine.claims import Claim, Measured, by_seed
+from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.mechanisms import mechanism
+
+POINTS = 3  # of the functions that are listed in full: 27 of them
+BATCH = 64
+SHARP = 200.0  # scale of softmax, keys of length one
+EXACT = "none: exact"
+ORDERS = {
+    "forward, start first": ("start", "f1", "f2", "f3"),
+    "forward, start last": ("f1", "f2", "f3", "start"),
+    "reverse, start first": ("start", "f3", "f2", "f1"),
+    "reverse, start last": ("f3", "f2", "f1", "start"),
+}
+
+CLAIMS = (
+    Claim(
+        "c1",
+        "Listed forward, with the start in front, a recurrence composes on the fly",
+        "wrong answers of a linear recurrence that turns one pointer per token, five functions on eight points",
+        "at most",
+        0.0,
+        by="ours",
+    ),
+    Claim(
+        "c2",
+        "Listed with the last function first, that recurrence fails",
+        "share of wrong answers at five hops",
+        "at least",
+        0.5,
+        by="ours",
+    ),
+    Claim(
+        "c3",
+        "Reverse order needs a state that holds a whole function: m^m of them, not m",
+        "states needed before the last function, reverse with the start last, over m^m",
+        "about",
+        1.0,
+        0.0,
+        by="ours",
+    ),
+    Claim(
+        "c4",
+        "Listed forward a state of m is enough, wherever the start stands",
+        "states needed at the worst cut between functions, forward with the start last, over m",
+        "at most",
+        1.0,
+        by="ours",
+    ),
+    Claim(
+        "c5",
+        "L + 1 layers of full attention compose L functions",
+        "wrong answers of a stack written by hand from `softmax` layers, tokens x and f(x) apart: one layer binds x to "
+        "f(x), one makes each hop; the simplified task",
+        "at most",
+        0.0,
+        where="abstract",
+    ),
+    Claim(
+        "c6",
+        "Layers of the delta rule in the place of the hops do as well where the state holds all pairs",
+        "wrong answers of the same stack with `delta` hops, d_k = L m",
+        "at most",
+        0.0,
+        by="ours",
+    ),
+    Claim(
+        "c7",
+        "and not where it is a quarter of that",
+        "share of wrong answers at five hops, d_k = L m / 4",
+        "at least",
+        0.5,
+        by="ours",
+    ),
+)
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """L functions on m points."""
+
+    points: int
+    functions: int
+
+    @property
+    def pairs(self) -> int:
+        """Tokens that list the functions."""
+        return self.points * self.functions
+
+
+TASK = Task(points=8, functions=5)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Listed tokens (B, L m), first token first; then questions (B, Q), each a start."""
+
+    layer: Int[Tensor, "B n"]  # which function, from 0, the one applied first
+    x: Int[Tensor, "B n"]
+    y: Int[Tensor, "B n"]
+    start: Int[Tensor, "B Q"]
+    reached: Int[Tensor, "B Q L"]  # where the chain is after one function, two, ... all
+
+    @property
+    def answer(self) -> Int[Tensor, "B Q"]:
+        return self.reached[:, :, -1]
+
+
+def prompts(task: Task, batch: int, generator: torch.Generator, forward: bool = False, questions: int = 1) -> Prompts:
+    """Random functions and starts; points within a function in random order.
+
+    >>> prompts(Task(points=4, functions=3), 2, torch.Generator().manual_seed(0)).layer[0].tolist()
+    [2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0]
+    """
+    device, m, L = generator.device, task.points, task.functions
+    table = torch.rand(batch, L, m, generator=generator, device=device).argsort(-1)  # f_l(x)
+    x = torch.rand(batch, L, m, generator=generator, device=device).argsort(-1)
+    y = table.gather(2, x)
+    layer = torch.arange(L, device=device)[None, :, None].expand(batch, L, m)
+    layer, x, y = (z if forward else z.flip(1) for z in (layer, x, y))
+    start = torch.randint(m, (batch, questions), generator=generator, device=device)
+    at, reached = start, []
+    for number in range(L):
+        at = table[:, number].gather(1, at)
+        reached.append(at)
+    return Prompts(layer.flatten(1), x.flatten(1), y.flatten(1), start, torch.stack(reached, 2))
+
+
+# --- on the fly -------------------------------------------------------------------------------------------------------
+
+
+def pointer(batch: Prompts, task: Task) -> Int[Tensor, " B"]:
+    """Where a pointer ends that starts at (function 1, i_0), by s <- (I + (e_to - e_from) e_from^T) s at every token
+    (l, x, y).
+    """
+    state = torch.zeros(len(batch.x), (task.functions + 1) * task.points, dtype=torch.float64)
+    state.scatter_(1, batch.start[:, :1], 1.0)
+    for t in range(batch.x.shape[1]):
+        here = (batch.layer[:, t] * task.points + batch.x[:, t])[:, None]
+        there = ((batch.layer[:, t] + 1) * task.points + batch.y[:, t])[:, None]
+        mass = state.gather(1, here)
+        state = state.scatter_add(1, there, mass).scatter_add(1, here, -mass)
+    return state.argmax(1)
+
+
+def on_the_fly(forward: bool) -> Float[Tensor, " B"]:
+    """Whether the pointer ends at a wrong answer, prompt by prompt."""
+    batch = prompts(TASK, BATCH, torch.Generator().manual_seed(0), forward)
+    right = TASK.functions * TASK.points + batch.answer[:, -1]
+    return (pointer(batch, TASK) != right).double()
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def choices(part: str, m: int) -> Iterator[Any]:
+    """All starts, or all functions on m points."""
+    return iter(range(m)) if part == "start" else product(range(m), repeat=m)
+
+
+def answer(parts: Mapping[str, Any]) -> int:
+    """Of a whole prompt: a start, and functions f1, f2, ... as their tables."""
+    at = parts["start"]
+    for number in range(1, len(parts)):
+        at = parts[f"f{number}"][at]
+    return int(at)
+
+
+def states(order: tuple[str, ...], cut: int, m: int) -> int:
+    """Different rows of answers over all continuations, of all beginnings of `cut` parts.
+
+    >>> states(("f1", "start"), 1, 2), states(("start", "f1"), 1, 2)
+    (4, 2)
+    """
+    before, after = order[:cut], order[cut:]
+    ends = [dict(zip(after, end, strict=True)) for end in product(*(list(choices(p, m)) for p in after))]
+    rows = set()
+    for values in product(*(list(choices(p, m)) for p in before)):
+        begin = dict(zip(before, values, strict=True))
+        rows.add(tuple(answer(begin | end) for end in ends))
+    return len(rows)
+
+
+def state_table(m: int) -> dict[str, list[int]]:
+    """States at each cut between two functions, of three functions (all of them) on m points."""
+    table = {}
+    for name, order in ORDERS.items():
+        cuts = [c for c in range(1, len(order)) if order[c - 1] != "start" and order[c] != "start"]
+        table[name] = [states(order, c, m) for c in cuts]
+    return table
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def bound(batch: Prompts, task: Task) -> tuple[Float[Tensor, "B n c"], Float[Tensor, "B n m"]]:
+    """The first layer: tokens (l, x) and f(x) stand apart, and each f(x) looks one place back. Keys (l, x) and values
+    at the f(x).
+    """
+    size, n = batch.x.shape
+    names = torch.nn.functional.one_hot(batch.layer * task.points + batch.x, task.pairs).double()
+    values = torch.nn.functional.one_hot(batch.y, task.points).double()
+    stream = torch.zeros(size, 2 * n, task.pairs, dtype=torch.float64)
+    stream[:, 0::2] = names
+    place = torch.eye(2 * n, dtype=torch.float64)[None, None].expand(size, 1, -1, -1)
+    before = torch.cat([place[:, :, :1], place[:, :, :-1]], 2)  # place t asks for place t - 1
+    out = mechanism("softmax")(before, place, stream[:, None], causal=True, scale=SHARP)[:, 0]
+    return out[:, 1::2], values
+
+
+def hopped(batch: Prompts, task: Task, name: str, channels: int) -> Float[Tensor, " B"]:
+    """Whether the answer after all hops is wrong; one layer for each, keys brought to `channels` channels."""
+    keys, values = bound(batch, task)
+    spread = torch.eye(task.pairs, dtype=torch.float64)
+    if channels < task.pairs:
+        g = torch.Generator().manual_seed(1)
+        spread = torch.randn(task.pairs, channels, generator=g, dtype=torch.float64)
+        spread = spread / spread.norm(dim=1, keepdim=True)
+    k = torch.cat([keys @ spread, torch.zeros(len(keys), 1, channels, dtype=torch.float64)], 1)[:, None]
+    v = torch.cat([values, torch.zeros(len(keys), 1, task.points, dtype=torch.float64)], 1)[:, None]
+    writes = torch.ones(len(keys), k.shape[2], dtype=torch.bool)
+    writes[:, -1] = False  # the question
+    at = torch.nn.functional.one_hot(batch.start[:, -1], task.points).double()
+    for layer in range(task.functions):
+        name_of_pair = torch.zeros(len(keys), task.pairs, dtype=torch.float64)
+        name_of_pair[:, layer * task.points : (layer + 1) * task.points] = at
+        q = (name_of_pair @ spread)[:, None, None]  # the last token's query
+        if name == "delta":
+            out = mechanism(name)(q, k, v, causal=True, beta=writes[:, None].double())
+        else:
+            out = mechanism(name)(q, k, v, causal=True, padding=writes, scale=SHARP)
+        at = out[:, 0, 0]
+    return (at.argmax(-1) != batch.answer[:, -1]).double()
+
+
+def measure(setting: Setting) -> Results:
+    """Pointers, counted states and layers by hand."""
+    table, every = state_table(POINTS), POINTS**POINTS
+    batch = prompts(TASK, BATCH, torch.Generator().manual_seed(0))
+    measured = {
+        "c1": Measured(float(on_the_fly(True).sum()), 0.0, EXACT),
+        "c2": by_seed(on_the_fly(False).tolist(), of="prompts"),
+        "c3": Measured(table["reverse, start last"][-1] / every, 0.0, EXACT),
+        "c4": Measured(max(table["forward, start last"]) / POINTS, 0.0, EXACT),
+        "c5": Measured(float(hopped(batch, TASK, "softmax", TASK.pairs).sum()), 0.0, EXACT),
+        "c6": Measured(float(hopped(batch, TASK, "delta", TASK.pairs).sum()), 0.0, EXACT),
+        "c7": by_seed(hopped(batch, TASK, "delta", TASK.pairs // 4).tolist(), of="prompts"),
+    }
+    states_needed = {
+        "points": POINTS,
+        "functions_on_points": every,
+        "rows": [{"order": name, "states": ", ".join(map(str, counts))} for name, counts in table.items()],
+    }
+    return Results(
+        measured,
+        {"states_needed": states_needed, "hops": {"points": TASK.points, "functions": TASK.functions}},
+    )
+
+
+STUDY = Study("composing by hand", CLAIMS, measure)

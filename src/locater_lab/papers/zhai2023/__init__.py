@@ -1,0 +1,17 @@
+"""Zhai and others (2023): sigma-Reparam, and the floor that spectral norms put under the entropy of attention."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.papers.zhai2023 import floor, reparam, trained
+
+PAPER = Paper(
+    "zhai2023",
+    "Stabilizing training by preventing entropy collapse: what the bound says, and what the method does",
+    "Zhai, Likhomanenko, Littwin, Busbridge, Ramapuram, Zhang, Gu and Susskind, Stabilizing Transformer Training by "
+    "Preventing Attention Entropy Collapse (ICML 2023, arXiv 2303.06296)",
+    (floor.STUDY, reparam.STUDY, trained.STUDY, trained.KEPT_RUNS, trained.RUNS),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,1 @@
+"""Our own questions, in the form of the papers."""

@@ -1,0 +1,16 @@
+"""The zoo: every attention mechanism, same model, data and seeds, each at the better of two learning rates."""
+
+from pathlib import Path
+
+from locater_lab.engine.papers import Paper
+from locater_lab.studies.zoo import losses, maps, pace, sinks
+
+PAPER = Paper(
+    "zoo",
+    "Every attention mechanism on the same footing",
+    "All mechanisms of this project: one model, one text, the same seeds",
+    (losses.STUDY, *maps.STUDIES, pace.STUDY, sinks.STUDY),
+    Path(__file__).parent,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,163 @@
+"""What training makes of maps and of the stream: sinks and spikes, entropy, collapse. Studies b, c and d."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from locater_lab.engine.arms import (
+    Line,
+    change,
+    has_sink,
+    level,
+    mark_inconclusive,
+    rank_correlation,
+    trained,
+    value_of,
+)
+from locater_lab.engine.claims import Measured
+from locater_lab.engine.mechanism_runs import NO_SINK, SOFTMAX, SOFTMAX_MASKED
+from locater_lab.engine.runs import Arm, Runs
+from locater_lab.studies.zoo.losses import ARMS, BOTH_WAYS, CAUSAL, seen
+
+FIRST = "change of its share of rows"
+AWAY = {"b2": "gated", "b3": "learned_sink", "b4": "softmax_plus_one", "b5": "sigmoid"}
+
+SINKS = (
+    seen(
+        "b1",
+        "Softmax attention forms sinks on the first token",
+        "share of heads that give it more than 0.3",
+        "at least",
+        0.1,
+    ),
+    seen("b2", "A gate takes weight off the first token", FIRST, "at most", 0.0),
+    seen("b3", "A learned sink takes weight off the first token", FIRST, "at most", 0.0),
+    seen("b4", "A sink fixed at zero takes weight off the first token", FIRST, "at most", 0.0),
+    seen("b5", "Sigmoid attention takes weight off the first token", FIRST, "at most", 0.0),
+    seen(
+        "b6",
+        "Without normalisation no head has a sink",
+        "share of heads of sigmoid attention that have one",
+        "at most",
+        0.0,
+    ),
+    seen(
+        "b7",
+        "A gate makes the largest activations smaller",
+        "change of the largest entry of the stream over the median",
+        "at most",
+        0.0,
+    ),
+    seen(
+        "b8",
+        "Sinks need no massive activations",
+        "largest entry of the stream over the median, softmax",
+        "at most",
+        1000.0,
+    ),
+)
+
+ENTROPY = (
+    seen(
+        "c1", "Normalised Fastmax stays near uniform", "entropy as a share of the log of keys in view", "at least", 0.95
+    ),
+    seen("c2", "Signs of queries and keys flatten attention", "change of entropy by binary, nats", "at least", 0.0),
+    seen("c3", "QK-norm raises entropy", "change of entropy, nats", "at least", 0.0),
+    seen(
+        "c4",
+        "Mechanisms that attend more sharply do better",
+        "rank correlation of entropy with report loss, causal mechanisms that have one",
+        "at least",
+        0.3,
+    ),
+)
+
+COLLAPSE = (
+    seen("d1", "Without the uniform part maps have a smaller gap", "change of 1 - s2/s1 by centred", "at most", 0.0),
+    seen(
+        "d2",
+        "Without the uniform part tokens stay further apart",
+        "change of the residual after the last block by centred",
+        "at least",
+        0.0,
+    ),
+    seen(
+        "d3", "Normalised twice, no key is explained away", "share of keys that receive less than 1/S", "at most", 0.0
+    ),
+    seen(
+        "d4",
+        "Normalised once, some are",
+        "share of keys that receive less than 1/S, softmax, masked",
+        "at least",
+        0.01,
+    ),
+    seen("d5", "A learned mix explains fewer away than softmax", "change of the share of keys", "at most", 0.0),
+)
+
+
+def judge_sinks(runs: Runs) -> Mapping[str, Measured | None]:
+    """Where softmax has no sink, that others have none either says nothing, nor that it needs no massive activation for
+    one.
+    """
+    measured = {
+        "b1": level(runs, SOFTMAX, "measures.sink_rate"),
+        **{id: change(runs, CAUSAL[name], SOFTMAX, "measures.first_mass") for id, name in AWAY.items()},
+        "b6": largest(runs, CAUSAL["sigmoid"], "measures.sink_rate"),
+        "b7": change(runs, CAUSAL["gated"], SOFTMAX, "measures.spike_ratio"),
+        "b8": level(runs, SOFTMAX, "measures.spike_ratio"),
+    }
+    return measured if has_sink(runs, SOFTMAX) else mark_inconclusive(measured, ("b6", "b8"), NO_SINK)
+
+
+def judge_entropy(runs: Runs) -> Mapping[str, Measured | None]:
+    return {
+        "c1": level(runs, CAUSAL["fastmax"], "measures.entropy_share"),
+        "c2": change(runs, CAUSAL["binary"], SOFTMAX, "measures.entropy"),
+        "c3": change(runs, CAUSAL["qk_norm"], SOFTMAX, "measures.entropy"),
+        "c4": sharpness(runs),
+    }
+
+
+def judge_collapse(runs: Runs) -> Mapping[str, Measured | None]:
+    away = "measures.explained_away"
+    return {
+        "d1": change(runs, CAUSAL["centred"], SOFTMAX, "measures.gap"),
+        "d2": change(runs, CAUSAL["centred"], SOFTMAX, last_residual),
+        "d3": largest(runs, BOTH_WAYS["doubly_normalized"], away),
+        "d4": level(runs, SOFTMAX_MASKED, away),
+        "d5": change(runs, BOTH_WAYS["hybrid_normalized"], SOFTMAX_MASKED, away),
+    }
+
+
+def largest(runs: Runs, arm: Arm, measure: str) -> Measured | None:
+    """Over seeds: for a claim that no head, or no key, has something, which one seed could refute."""
+    values = [value_of(line, measure) for line in arm.ends(runs) or ()]
+    known = [x for x in values if x is not None]
+    if not known or len(known) < len(values):
+        return None
+    return Measured(max(known), 0.0, f"none: the largest of {len(known)} seeds", {"by_seed": known})
+
+
+def last_residual(line: Line) -> float:
+    """After the last block."""
+    return float(line["measures"]["halves"][-1]["residual"])
+
+
+def sharpness(runs: Runs) -> Measured | None:
+    """Over the mechanisms whose every layer, or some, has an entropy; None while an arm is not whole."""
+    ends = {arm: arm.ends(runs) for arm in CAUSAL.values()}
+    if any(lines is None for lines in ends.values()):
+        return None
+    known = [
+        arm
+        for arm, lines in ends.items()
+        if all(value_of(line, "measures.entropy") is not None for line in lines or ())
+    ]
+    return rank_correlation(runs, known, "measures.entropy", "report_loss", {"mechanisms": len(known)})
+
+
+STUDIES = (
+    trained("sinks and spikes", SINKS, ARMS, judge_sinks),
+    trained("entropy", ENTROPY, ARMS, judge_entropy),
+    trained("collapse", COLLAPSE, ARMS, judge_collapse),
+)

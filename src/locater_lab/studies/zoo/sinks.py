@@ -1,0 +1,135 @@
+"""Which mechanisms take a sink away, where softmax has one. Study f."""
+
+from __future__ import annotations
+
+from locater_lab.engine.arms import change, level, trained, value_of
+from locater_lab.engine.claims import Claim, Measured, Relation, by_seed
+from locater_lab.engine.papers import Results
+from locater_lab.engine.runs import Runs
+from locater_lab.engine.sink_runs import (
+    HERE,
+    LEFT,
+    PLAIN,
+    SHARE,
+    SINK,
+    SPIKE,
+    UNIFORM,
+    VALUE,
+    WEIGHT,
+    left_of,
+    sink_arm,
+    sink_tables,
+)
+from locater_lab.mechanisms import mechanisms
+
+SMALL = 0.01  # nats that count as nothing
+ARMS = {m.name: PLAIN if m.name == "softmax" else sink_arm(m.name) for m in mechanisms() if m.is_causal_safe}
+ROTARY = sink_arm(positions="rotary")
+SUMS = ("linear", "delta", "gated_delta")
+AWAY = {"f2": "gated", "f3": "sigmoid", "f4": "softmax_plus_one", "f5": "learned_sink"}
+
+
+def _claim(id: str, says: str, quantity: str, relation: Relation, stated: float) -> Claim:
+    return Claim(id, says, f"{quantity}, {HERE}", relation, stated, by="ours")
+
+
+def _weight(id: str, says: str, relation: Relation, stated: float) -> Claim:
+    return _claim(id, says, "weight on the first token", relation, stated)
+
+
+def _left(id: str, says: str) -> Claim:
+    return _claim(id, says, "weight on the first token over that under softmax", "at most", LEFT)
+
+
+CLAIMS = (
+    _weight("f1", "A softmax head that has nothing to add forms a sink", "at least", SINK),
+    _left("f2", "A gate takes it away, as it acts"),
+    _left("f3", "So does sigmoid attention"),
+    _left("f4", "So does a sink in the softmax, fixed at zero"),
+    _left("f5", "So does a learned sink"),
+    _claim(
+        "f6",
+        "What has no softmax forms none",
+        f"largest weight on the first token of {', '.join(SUMS)}",
+        "at most",
+        SINK,
+    ),
+    _weight("f7", "QK-norm, which bounds logits, has it still", "at least", SINK),
+    _claim(
+        "f8",
+        "A sink adds nothing: its value is small",
+        "length of the first token's value over others', softmax",
+        "at most",
+        0.5,
+    ),
+    _claim("f9", "Behind a gate it is not", "the same with a gate less without", "at least", 0.0),
+    _claim("f10", "To take the sink away by a gate costs nothing", "change of report loss", "at most", SMALL),
+    _claim("f11", "Nor by sigmoids", "change of report loss", "at most", SMALL),
+    _claim(
+        "f12",
+        "A sink needs no massive activation",
+        "largest entry of the stream over the median, softmax",
+        "at most",
+        1000.0,
+    ),
+    _claim(
+        "f13",
+        "Without the sink activations are smaller",
+        "change of the largest entry over the median by a gate",
+        "at most",
+        0.0,
+    ),
+    _claim(
+        "f14",
+        "Rotary positions make less of a sink than learned ones",
+        "change of the weight on the first token",
+        "at most",
+        0.0,
+    ),
+    _claim(
+        "f15",
+        "The map behind the gate has no sink either",
+        "first token's share of rows made to sum to 1, gated",
+        "at most",
+        UNIFORM,
+    ),
+    _claim(
+        "f16",
+        "Nor has that of sigmoids",
+        "first token's share of rows made to sum to 1, sigmoid",
+        "at most",
+        UNIFORM,
+    ),
+)
+
+
+def judge(runs: Runs) -> Results:
+    measured = {
+        "f1": level(runs, PLAIN, WEIGHT),
+        **{id: left_of(runs, ARMS[name]) for id, name in AWAY.items()},
+        "f6": largest_weight(runs),
+        "f7": level(runs, ARMS["qk_norm"], WEIGHT),
+        "f8": level(runs, PLAIN, VALUE),
+        "f9": change(runs, ARMS["gated"], PLAIN, VALUE),
+        "f10": change(runs, ARMS["gated"], PLAIN, "report_loss"),
+        "f11": change(runs, ARMS["sigmoid"], PLAIN, "report_loss"),
+        "f12": level(runs, PLAIN, SPIKE),
+        "f13": change(runs, ARMS["gated"], PLAIN, SPIKE),
+        "f14": change(runs, ROTARY, PLAIN, WEIGHT),
+        "f15": level(runs, ARMS["gated"], SHARE),
+        "f16": level(runs, ARMS["sigmoid"], SHARE),
+    }
+    return Results(measured, sink_tables(runs, (*ARMS.values(), ROTARY)))
+
+
+def largest_weight(runs: Runs) -> Measured | None:
+    """Of the mechanisms without a softmax, seed by seed; None where one was not measured."""
+    ends = [ARMS[name].ends(runs) or [] for name in SUMS]
+    weights = [[value_of(line, WEIGHT) for line in lines] for lines in zip(*ends, strict=False)]
+    known = [[x for x in values if x is not None] for values in weights]
+    if not known or any(len(values) < len(SUMS) for values in known):
+        return None
+    return by_seed([max(values) for values in known])
+
+
+STUDY = trained("sinks where a head has nothing to add", CLAIMS, (*ARMS.values(), ROTARY), judge)

@@ -1,0 +1,16 @@
+"""A small trainer: trains a transformer on text or images, and logs every attention head as it learns.
+
+result = locater_lab.train.run(Plan(steps=500, control=("locater(target=2)",), out="run"))
+result.report_loss, result.report_entropy
+model = locater_lab.train.load(result.model)
+"""
+
+from locater_lab.models.loading import load
+from locater_lab.models.shape import Shape
+from locater_lab.models.transformer import Transformer
+from locater_lab.train.loop import DivergedError, run
+from locater_lab.train.plan import Plan
+from locater_lab.train.result import Result
+from locater_lab.train.sweep import sweep
+
+__all__ = ["DivergedError", "Plan", "Result", "Shape", "Transformer", "load", "run", "sweep"]

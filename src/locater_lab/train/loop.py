@@ -1,0 +1,320 @@
+"""The training loop: forward, backward, clip, check, step. Orchestration only."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.control.base import Controls
+from locater.errors import LocaterError
+from locater.runs import Monitor
+from locater.runs.run_log import LOG
+from locater_lab.mechanisms.text import parse_attention
+from locater_lab.models.transformer import Transformer
+from locater_lab.train import checkpoint
+from locater_lab.train.batches import Batch, Data
+from locater_lab.train.controls import attach, check_controls, restore
+from locater_lab.train.conversion import Conversion, check_conversion, conversion_of
+from locater_lab.train.data import open_data
+from locater_lab.train.evaluation import Evaluation
+from locater_lab.train.health import culprit, why_unread
+from locater_lab.train.loss_log import LastEntropy, LossLog
+from locater_lab.train.plan import Plan
+from locater_lab.train.randomness import deterministic, own_randomness, random_state, restore_random
+from locater_lab.train.recipe import compiled, device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
+from locater_lab.train.result import Result
+from locater_lab.train.run_folder import RESULT, claimed, run_folder
+from locater_lab.train.text_classes import ClassData
+from locater_lab.train.text_data import TextData
+
+logger = logging.getLogger("locater")
+WINDOWS = 256  # sequences of the select split that are evaluated during training; the end is measured on all
+WITH_ACCURACY = ("image", "classify", "sort")
+NO_PERPLEXITY = ("image", "classify", "diffusion")
+OnProgress = Callable[[dict[str, Any]], None]
+
+
+class DivergedError(LocaterError):
+    """The loss or its gradient is no longer a number."""
+
+
+def run(plan: Plan, on_progress: OnProgress = lambda event: None) -> Result:
+    """Train as `plan` says. A run that was interrupted goes on from its last checkpoint; one that is finished is read
+    back.
+
+    `on_progress` is called every `plan.log` steps with a dictionary: step, loss, perplexity, select_loss, entropy,
+    tokens_per_second, seconds_left.
+    """
+    check_plan(plan)
+    device = device_of(plan.device)
+    folder = run_folder(plan)
+    if (folder / RESULT).is_file():
+        return Result.load(folder / RESULT)
+    with own_randomness(plan.seed, device), deterministic(device, plan.deterministic):
+        training = Training.begin(plan, folder, device, on_progress)
+        try:
+            with claimed(plan):  # nothing is written before data, model and controls are ready
+                training.go_on()
+                training.train()
+                return training.finish()
+        finally:
+            training.end()
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse controls that do not exist or do not fit the attention. `Plan` itself checks everything else."""
+    check_controls(plan.control, [layer.name for layer in parse_attention(plan.attention, plan.layers)])
+    check_conversion(plan)
+
+
+@dataclass
+class Training:
+    """A run under way."""
+
+    plan: Plan
+    folder: Path
+    device: torch.device
+    on_progress: OnProgress
+    data: Data
+    model: Transformer
+    forward: Callable[..., Tensor]  # the model, compiled if the plan says so
+    controls: Controls
+    trainable: list[nn.Parameter]  # of the model, and of its controls
+    optimizer: torch.optim.Optimizer
+    monitor: Monitor | LossLog | None
+    last_entropy: LastEntropy
+    conversion: Conversion | None
+    step: int = 0
+    loss: float = math.nan
+    history: list[tuple[int, float]] = field(default_factory=list)
+    seconds: float = 0.0  # of earlier parts of the run
+    began: float = field(default_factory=time.monotonic)
+    converted: dict[str, Any] | None = None  # losses before and after the conversion, once it was made
+    last_progress: tuple[int, float] = (0, 0.0)  # step and time of the last call of `on_progress`
+
+    def __post_init__(self) -> None:
+        self.evaluation = Evaluation(self.model, self.data, self.device, uses_bfloat16(self.plan, self.device))
+
+    @classmethod
+    def begin(cls, plan: Plan, folder: Path, device: torch.device, on_progress: OnProgress) -> Training:
+        """Data, model, controls, optimizer and monitor of a plan. Nothing is written."""
+        data = open_data(plan, folder, device)
+        model = Transformer(shape_of(plan, data), plan.scale, plan.dropout).to(device)
+        conversion = conversion_of(plan, model)
+        controls = attach(plan.control, model)
+        learned = dict(model.named_parameters()) | ({} if conversion is None else conversion.named_parameters())
+        learned |= {f"control.{i}": p for i, p in enumerate(controls.parameters())}
+        trainable = {name: p for name, p in learned.items() if p.requires_grad}
+        entropy = LastEntropy()
+        try:
+            monitor = _monitor(plan, folder, model, entropy, conversion) if plan.observe else None
+            forward = compiled(plan, model, device)
+            optimizer = optimizer_for(plan, trainable, device)
+        except BaseException:
+            controls.detach()
+            raise
+        return cls(
+            *(plan, folder, device, on_progress, data, model, forward, controls),
+            *([*trainable.values()], optimizer, monitor, entropy, conversion),
+        )
+
+    def go_on(self) -> None:
+        """Start from the last checkpoint in the folder, or from the first step, and open the log."""
+        self._resume()
+        if isinstance(self.data, TextData | ClassData) and self.step == 0:
+            self.data.keep_tokenizer(self.folder)
+        if self.monitor is not None:
+            self.monitor.step = self.step
+            self.monitor.attach(self.model)
+
+    def train(self) -> None:
+        plan, start = self.plan, self.step
+        self.began = time.monotonic()
+        self.last_progress = start, self.began
+        self.model.train()
+        batches = self._batches(self.step)
+        while self.step < plan.steps:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate_at(plan, self.step)
+            loss = self._backward(batches)
+            norm = nn.utils.clip_grad_norm_(self.trainable, plan.clip or math.inf)
+            following = self._batches(self.step + 1)  # before the device is waited for
+            self.loss = float(loss)
+            if not math.isfinite(self.loss):
+                raise DivergedError(self._failure(self.step + 1, f"the loss is {self.loss}", batches))
+            grad_norm = float(norm)
+            if not math.isfinite(grad_norm):
+                raise DivergedError(self._failure(self.step + 1, f"the norm of the gradient is {grad_norm}", batches))
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.controls.after_step()
+            self.step += 1
+            if self.monitor is not None:
+                rate = self.optimizer.param_groups[0]["lr"]
+                self.monitor.after_step(loss=self.loss, step=self.step, grad_norm=grad_norm, rate=rate)
+            batches = following
+            self._after_step(start)
+
+    def finish(self) -> Result:
+        """Measure the final weights on both splits, and write them and the result."""
+        self.seconds += time.monotonic() - self.began
+        if self.monitor is not None:
+            self.monitor.detach()
+        report, accuracy, entropies = self.evaluation.report()
+        if not math.isfinite(report):  # the last step may have spoiled the weights
+            raise DivergedError(self._failure(self.step, f"the report loss is {report}", self._batches(self.step - 1)))
+        facts, target = self.data.facts, checkpoint.save(self.folder, "model", self.model)
+        bits_per_byte = None
+        if self.plan.task == "causal" and not facts.get("unknown", {}).get("report"):  # <unk> hides what it stands for
+            bits_per_byte = report * (facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2))
+        result = Result(
+            plan=self.plan,
+            train_loss=self.loss,
+            select_loss=self.evaluation.loss_and_accuracy("select")[0],
+            report_loss=report,
+            report_entropy=sum(entropies) / len(entropies) if entropies else None,
+            bits_per_byte=bits_per_byte,
+            accuracy=accuracy if self.plan.task in WITH_ACCURACY else None,
+            conversion=self.converted,
+            history=tuple(self.history),
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            tokens=self.step * self._tokens_per_step,
+            seconds=self.seconds,
+            measures=self.evaluation.measures(),
+            data=facts,
+            model=str(target),
+        )
+        result.save(self.folder / RESULT)
+        return result
+
+    def end(self) -> None:
+        """Detach controls and monitor, whatever happened."""
+        self.controls.detach()
+        if self.monitor is not None:
+            self.monitor.detach()
+
+    def _batches(self, step: int) -> list[Batch]:
+        count = self.plan.accumulate
+        return [self.data.batch(step * count + part) for part in range(count)] if step < self.plan.steps else []
+
+    def _backward(self, batches: list[Batch]) -> Tensor:
+        """The mean loss of the step, without the penalty of controls; gradients include it."""
+        total = torch.zeros((), device=self.device)
+        for inputs, targets in batches:
+            with self.evaluation.autocast():
+                loss = self.forward(inputs, targets)
+            ((loss + self.controls.loss()) / len(batches)).backward()
+            total += loss.detach() / len(batches)
+        return total
+
+    def _after_step(self, start: int) -> None:
+        """Evaluate, write a checkpoint and report progress, where this step is due for it."""
+        plan, last = self.plan, self.step == self.plan.steps
+        if self.conversion is not None and self.step == plan.conversion_step:
+            self._convert(self.conversion)
+        if plan.evaluate and self.step % plan.evaluate == 0:
+            self.history.append((self.step, self.evaluation.loss_and_accuracy("select", WINDOWS)[0]))
+        due = plan.checkpoint and self.step % plan.checkpoint == 0
+        if (due or last) and not all(bool(p.isfinite().all()) for p in self.trainable):
+            raise DivergedError(self._failure(self.step, "the weights are not finite", self._batches(self.step - 1)))
+        if due or (last and plan.checkpoint):
+            checkpoint.save(self.folder, checkpoint.name_of(self.step), self.model, self._state())
+            checkpoint.thin_out(self.folder, plan.keep)
+        if self.step % plan.log == 0 or last or self.step == start + 1:
+            self._report_progress()
+
+    def _convert(self, conversion: Conversion) -> None:
+        """Put another mechanism in, the report split measured right before and right after."""
+        before = self._measured_now()
+        conversion.apply()
+        if self.plan.compile:
+            torch._dynamo.reset()
+            self.forward = compiled(self.plan, self.model, self.device)
+        self.converted = {"step": self.step, "before": before, "after": self._measured_now()}
+
+    def _measured_now(self) -> dict[str, float | None]:
+        loss, accuracy = self.evaluation.loss_and_accuracy("report")
+        return {"loss": loss, "accuracy": accuracy if self.plan.task in WITH_ACCURACY else None}
+
+    def _report_progress(self) -> None:
+        step, since = self.last_progress
+        self.last_progress = self.step, time.monotonic()
+        # of the steps since the last report, so that the time of compiling does not count for long
+        pace = (self.last_progress[1] - since) / (self.step - step)
+        self.on_progress(
+            {
+                "step": self.step,
+                "steps": self.plan.steps,
+                "loss": self.loss,
+                "perplexity": None if self.plan.task in NO_PERPLEXITY else math.exp(min(self.loss, 700.0)),
+                "select_loss": self.history[-1][1] if self.history else None,
+                "entropy": self.last_entropy.value,
+                "tokens_per_second": self._tokens_per_step / pace,
+                "seconds_left": (self.plan.steps - self.step) * pace,
+            }
+        )
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.plan.batch * self.plan.accumulate * self.model.shape.length
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "history": self.history,
+            "converted": self.converted,
+            "seconds": self.seconds + time.monotonic() - self.began,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "controls": self.controls.state_dict(),
+            "random": random_state(),
+            "sha256": self.data.facts["sha256"],
+        }
+
+    def _resume(self) -> None:
+        path = checkpoint.latest(self.folder)
+        if path is None:
+            return
+        state = checkpoint.read_state(path, self.device)
+        if state["sha256"] != self.data.facts["sha256"]:
+            raise LocaterError(
+                f"{self.folder}: began on other data than there is now (sha256 {state['sha256'][:12]}...): "
+                "give another --out"
+            )
+        self.converted = state.get("converted")  # checkpoints of earlier versions have none
+        if self.conversion is not None and self.converted is not None:
+            self.conversion.apply()
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        restore(self.controls, state["controls"])
+        restore_random(state["random"])
+        self.step, self.loss, self.seconds = state["step"], state["loss"], state["seconds"]
+        self.history = [(step, loss) for step, loss in state["history"]]
+
+    def _failure(self, step: int, reason: str, batches: list[Batch]) -> str:
+        last = checkpoint.latest(self.folder)
+        good = f"the last good checkpoint is {last}" if last else "no checkpoint was written before"
+        layer = culprit(self.model, batches)
+        return f"{self.folder}: step {step}: {reason}; {layer}; {good}. Lower --rate, or add a --control"
+
+
+def _monitor(
+    plan: Plan, folder: Path, model: Transformer, entropy: LastEntropy, conversion: Conversion | None
+) -> Monitor | LossLog:
+    """A monitor of every head; where heads cannot be measured, or will not be after a conversion, a log of losses
+    alone, and a warning that says why.
+    """
+    why = why_unread(model) or (None if conversion is None else conversion.why_unread)
+    if why is None:
+        return Monitor(folder / LOG, entropy, every=plan.observe)
+    logger.warning("%s: the run goes on, its heads not observed: %s", folder, why)
+    return LossLog(folder / LOG, plan.observe)

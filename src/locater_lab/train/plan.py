@@ -1,0 +1,260 @@
+"""A training run as data: `Plan` has every setting that decides it, and goes to JSON and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self, get_type_hints
+
+from locater.errors import LocaterError
+from locater.inputs.tokenizer import BYTES
+from locater_lab.mechanisms import mechanisms
+from locater_lab.mechanisms.text import Named, parse_attention
+from locater_lab.train.plan_checks import GENERATED, check_plan_attention, check_plan_data, check_plan_sizes
+
+ATTENTION = ", ".join(m.name for m in mechanisms())
+PACE = ("out", "keep", "log")  # fields that do not affect the weights: the folder, what stays in it, progress
+
+
+def option(default: Any, help: str, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field of the plan, with its help text on the command line and the values that it takes."""
+    return field(default=default, metadata={"help": help, "least": least, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every setting of a run. The command line offers the same fields: `--rate 1e-3` is `Plan(rate=1e-3)`.
+
+    >>> Plan(steps=10) == Plan.from_json(Plan(steps=10).to_json())
+    True
+    """
+
+    out: str = option("run", "Folder of the run.")
+    task: str = option(
+        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", "diffusion", *GENERATED)
+    )
+    corpus: tuple[str, ...] = option(
+        (),
+        "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation. "
+        "With --task classify, each is one class.",
+    )
+    select: tuple[str, ...] = option(
+        (), "Text to choose settings by, in place of a share of the corpus: a file or folder, may be repeated."
+    )
+    report: tuple[str, ...] = option(
+        (), "Text to publish numbers of, in place of a share of the corpus. With --select: give both or neither."
+    )
+    images: str | None = option(None, "Pictures with labels (.npz), for --task image and diffusion.")
+    vocabulary: int = option(
+        None,  # 256, or with words 0
+        "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
+        "fewer for --task copy, ngram or sort. Default 256. With --words: how many of the most frequent words to keep. "
+        "Default 0, which is all.",
+        least=0,
+    )
+    words: bool = option(False, "Tokens are words, split at white space, in place of bytes; <unk> is all others.")
+    bos: bool = option(False, "A start token in front of every sequence of text; it is one of the --length tokens.")
+    parents: str = option("1", "Distances to the tokens that decide the next one, such as 1,2; for --task ngram.")
+    concentration: float = option(
+        1.0, "Of the Dirichlet prior of tables, for --task ngram: small is nearly deterministic.", least=0.01
+    )
+    layers: int = option(4, "Blocks.", least=1)
+    width: int = option(128, "Channels of the residual stream.", least=2)
+    heads: int = option(4, "Query heads in a layer.", least=1)
+    kv_heads: int | None = option(None, "Key heads in a block. Default: as many as query heads.", least=1)
+    hidden: int | None = option(
+        None, "Channels of the MLP. Default: 8/3 of the width (swiglu) or 4 times the width (gelu).", least=1
+    )
+    length: int = option(128, "Tokens in a sequence.", least=2)
+    patch: int = option(4, "Side of an image patch in pixels.", least=1)
+    positions: str | None = option(
+        None,
+        "rotary (the default for text), learned (for images), or sinusoidal: sines and cosines added to embeddings.",
+        choices=("rotary", "learned", "sinusoidal"),
+    )
+    qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
+    attention: str = option(
+        "softmax",
+        f"The mechanism, such as 'gated(per=element)' or 'hybrid(layout=3:1)': {ATTENTION}, hybrid of several.",
+    )
+    convert: str | None = option(
+        None, "A mechanism that takes the place of --attention after step --convert-at; the weights stay as they are."
+    )
+    convert_at: int | None = option(
+        None,
+        "Step of --convert; later steps train on. Default: the last step, so that nothing is trained after it.",
+        least=1,
+    )
+    mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
+    norm: str = option(
+        "pre",
+        "Norms of a block: before attention and MLP (pre), before and after each (sandwich), or after the sums (post).",
+        choices=("pre", "sandwich", "post"),
+    )
+    fusion: str | None = option(
+        None, "Fuse the outputs of all layers into the last.", choices=("concat", "max", "gate")
+    )
+    scale: float = option(0.02, "Standard deviation of the initial weights.", least=0)
+    dropout: float = option(0.0, "Share of channels set to zero after embeddings, attention and MLP.", least=0)
+    masked: float = option(0.15, "Share of tokens to mask, for --task masked.", least=0)
+    steps: int = option(1000, "Optimizer steps.", least=1)
+    batch: int = option(16, "Sequences in a forward pass.", least=1)
+    accumulate: int = option(1, "Forward passes in a step.", least=1)
+    rate: float = option(3e-3, "Peak learning rate.", least=0)
+    warmup: float = option(0.05, "Linear warm-up: up to 1, a share of the steps; above, their number.", least=0)
+    schedule: str = option(
+        "cosine",
+        "How the rate falls after the warm-up: as a cosine to the floor, or with the inverse square root of the step.",
+        choices=("cosine", "inverse_sqrt"),
+    )
+    floor: float = option(0.1, "Final learning rate of the cosine, as a share of the peak.", least=0)
+    optimizer: str = option(
+        "adamw",
+        "AdamW; Muon for matrices inside blocks and AdamW for the rest; or SGD with momentum 0.9.",
+        choices=("adamw", "muon", "sgd"),
+    )
+    beta2: float = option(0.95, "Decay of AdamW's average of squared gradients.", least=0)
+    decay: float = option(0.1, "Weight decay, on matrices only.", least=0)
+    clip: float = option(1.0, "Clip gradients to this norm; 0 for no limit.", least=0)
+    control: tuple[str, ...] = option((), "Attach a control, such as 'locater(target=2)'; may be repeated.")
+    seed: int = option(0, "Seed of the initial weights and of the order of the data.", least=0)
+    observe: int = option(50, "Measure every head once in this many steps; 0 for never.", least=0)
+    evaluate: int = option(200, "Evaluate the select split once in this many steps; 0 for only at the end.", least=0)
+    checkpoint: int = option(200, "Write a checkpoint once in this many steps; 0 for none.", least=0)
+    keep: int = option(2, "Keep this many of the last checkpoints; 0 for all of them.", least=0)
+    log: int = option(10, "Report progress once in this many steps.", least=1)
+    device: str = option("auto", "cpu, cuda, cuda:1, mps; auto is cuda where there is a GPU.")
+    precision: str = option(
+        "auto", "auto is bfloat16 on CUDA, float32 elsewhere.", choices=("auto", "float32", "bfloat16")
+    )
+    compile: bool = option(False, "Compile the model with torch.compile.")
+    deterministic: bool = option(True, "On a GPU, use algorithms that give equal weights for equal plans.")
+
+    def __post_init__(self) -> None:
+        if self.vocabulary is None:
+            object.__setattr__(self, "vocabulary", 0 if self.words else BYTES)
+        for item in fields(self):
+            _check(item.name, getattr(self, item.name), item.metadata)
+        check_plan_sizes(self)
+        check_plan_data(self)
+        check_plan_attention(self)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token attends only to itself and earlier ones."""
+        return self.task in ("causal", "copy", "ngram")
+
+    @property
+    def attention_after(self) -> tuple[Named, ...]:
+        """The mechanism of each layer at the end of the run."""
+        return parse_attention(self.convert or self.attention, self.layers)
+
+    @property
+    def conversion_step(self) -> int:
+        """The step after which `convert` takes the place of `attention`."""
+        return self.convert_at or self.steps
+
+    @property
+    def reads_images(self) -> bool:
+        return self.task in ("image", "diffusion")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the model learns from text."""
+        return self.task in ("causal", "masked", "classify")
+
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """The parents of --task ngram as numbers, nearest first."""
+        words = self.parents.split(",")
+        if not all(word.strip().isdecimal() and int(word) for word in words) or len({*map(int, words)}) < len(words):
+            raise LocaterError(f"parents={self.parents!r}: give distances from 1 on, each once, such as 1 or 1,2")
+        return tuple(sorted(map(int, words)))
+
+    @property
+    def where(self) -> str:
+        """Kind of positions: those of the plan, or the default of the task."""
+        return self.positions or ("learned" if self.reads_images else "rotary")
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Options that have no effect in this run, each with the choice that makes it so. Setting one of them is a
+        mistake.
+        """
+        ignored = dict.fromkeys(("vocabulary", "length") if self.reads_images else ("patch",), f"--task {self.task}")
+        if self.task != "masked":
+            ignored["masked"] = f"--task {self.task}"
+        if self.task != "ngram":
+            ignored |= dict.fromkeys(("parents", "concentration"), f"--task {self.task}")
+        if self.schedule == "inverse_sqrt":
+            ignored["floor"] = "--schedule inverse_sqrt"
+        if self.optimizer == "sgd":
+            ignored["beta2"] = "--optimizer sgd"
+        return ignored | ({"hidden": "--mlp none"} if self.mlp == "none" else {})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """Refuses names that are no field of a plan, and values of the wrong type."""
+        hints = {name: hint for name, hint in get_type_hints(cls).items() if name in {f.name for f in fields(cls)}}
+        unknown = [name for name in options if name not in hints]
+        if unknown:
+            raise LocaterError(f"a plan has no {unknown[0]!r}; it has {', '.join(hints)}")
+        return cls(**{name: _typed(name, value, hints[name]) for name, value in options.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        try:
+            options = json.loads(text)
+        except ValueError as error:
+            raise LocaterError(f"not a plan in JSON ({error})") from None
+        if not isinstance(options, dict):
+            raise LocaterError(f"a plan is a JSON object of options, not a {type(options).__name__}")
+        return cls.from_dict(options)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (LocaterError, UnicodeDecodeError) as error:
+            raise LocaterError(f"{path}: {error}") from None
+
+    def difference(self, other: Plan) -> str | None:
+        """The first option that makes the two plans different runs, in words; None where they are the same run."""
+        ours, theirs = self.to_dict(), other.to_dict()
+        return next(
+            (f"{n}={theirs[n]!r}, here {ours[n]!r}" for n in ours if n not in PACE and ours[n] != theirs[n]), None
+        )
+
+
+def _check(name: str, value: Any, allowed: Mapping[str, Any]) -> None:
+    """Refuse a value that the metadata of its field does not allow."""
+    choices, least = allowed["choices"], allowed["least"]
+    if name == "out" and not value:
+        raise LocaterError("out='': give the run a folder")
+    if choices and value is not None and value not in choices:
+        raise LocaterError(f"{name}={value!r}: choose {' or '.join(choices)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise LocaterError(f"{name}={value}: give a finite number")
+    if least is not None and value is not None and value < least:
+        raise LocaterError(f"{name}={value}: must be at least {least}")
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """The value in the type of its field: JSON has lists for tuples, and may write 1 for 1.0."""
+    if hint == tuple[str, ...]:
+        if isinstance(value, list | tuple) and all(isinstance(x, str) for x in value):
+            return tuple(value)
+    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+        return value
+    raise LocaterError(f"{name}={value!r}: must be of type {getattr(hint, '__name__', hint)}")

@@ -1,0 +1,106 @@
+"""The folder of a run, which belongs to one plan and to one process at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from locater.errors import LocaterError
+from locater.files import write_whole
+from locater.inputs.tokenizer import FILE
+from locater.runs.run_log import LOG, read_run
+from locater_lab.train.plan import Plan
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PLAN, RESULT, LOCK = "plan.json", "result.json", ".lock"
+
+
+def run_folder(plan: Plan) -> Path:
+    """The folder of a plan's run, which need not exist yet. Refused where it holds another run or cannot be written.
+    Nothing is written.
+    """
+    folder = Path(plan.out)
+    if (folder / PLAN).is_file():
+        other = plan.difference(Plan.load(folder / PLAN))
+        if other is not None and not _took_no_step(folder):
+            raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
+    elif any(folder.glob("step-*")) or (folder / RESULT).is_file():
+        raise LocaterError(f"{folder}: holds checkpoints but no {PLAN}: give another --out")
+    if not (folder / RESULT).is_file():
+        _check_free(folder)
+    return folder
+
+
+def _check_free(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, or that another process trains in: now, rather than after the text is
+    read.
+    """
+    existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "cannot be written to" if existing.is_dir() else "is no folder"
+        raise LocaterError(f"{folder}: cannot be made ({existing} {why}): give another --out")
+    if (folder / LOCK).is_file():
+        with locked(folder):
+            pass
+
+
+@contextmanager
+def claimed(plan: Plan) -> Iterator[None]:
+    """Create the run's folder and reserve it for this plan. Leftovers of another plan that took no step are removed."""
+    folder = Path(plan.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocaterError(f"{folder}: cannot be made ({error.strerror}): give another --out") from None
+    with locked(folder):
+        path = folder / PLAN
+        other = plan.difference(Plan.load(path)) if path.is_file() else None
+        if other is not None and not _took_no_step(folder):  # another process has begun since `run_folder`
+            raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
+        if other is not None:
+            for name in (LOG, FILE):
+                (folder / name).unlink(missing_ok=True)
+        if other is not None or not path.is_file():
+            write_whole(path, plan.to_json() + "\n")
+        yield
+
+
+def _took_no_step(folder: Path) -> bool:
+    """Whether a run was started here and left no checkpoint, no weights, no result and no step in the log."""
+    if (
+        not (folder / LOCK).is_file()
+        or any(folder.glob("step-*"))
+        or any((folder / name).exists() for name in (RESULT, "model"))
+    ):
+        return False
+    try:
+        return not (folder / LOG).is_file() or not read_run(folder / LOG).losses
+    except LocaterError:  # not a log of ours: leave the folder alone
+        return False
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a run's folder for this process, and remove temporary folders that a crash left in it."""
+    try:
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise LocaterError(f"{folder}: cannot be written to ({error.strerror}): give another --out") from None
+    with lock as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
+            except BlockingIOError:
+                raise LocaterError(
+                    f"{folder}: another process is training in it: wait for it, or give another --out"
+                ) from None
+        for leftover in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield

@@ -1,0 +1,222 @@
+"""Text as training data: tokens of three splits, for causal and masked models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.errors import LocaterError
+from locater.files import write_whole
+from locater.inputs.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
+from locater.inputs.start_token import WithStart
+from locater.inputs.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater_lab.data.word_tokenizer import WordTokenizer
+from locater_lab.train.batches import IGNORED, Batch, draw, next_token_pair
+from locater_lab.train.plan import Plan
+from locater_lab.train.token_files import made_once
+
+
+@dataclass
+class TextData:
+    """Token streams of the three splits."""
+
+    plan: Plan
+    tokenizer: Tokenizer
+    splits: dict[str, Tensor]
+    facts: dict[str, Any]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def mask(self) -> int:
+        """The token that masks another."""
+        return self.tokenizer.size
+
+    @property
+    def start(self) -> int | None:
+        """The token in front of every sequence."""
+        return self.tokenizer.start if isinstance(self.tokenizer, WithStart) else None
+
+    def keep_tokenizer(self, folder: Path) -> None:
+        """Save it in the run's folder, for checkpoints and for a run that resumes."""
+        write_whole(folder / FILE, self.tokenizer.to_json())
+
+    def batch(self, index: int) -> Batch:
+        """Sequences that start anywhere in the training text."""
+        tokens, rng = self.splits["train"], draw(self.plan.seed, index)
+        starts = torch.randint(len(tokens) - self._row + 1, (self.plan.batch, 1), generator=rng)
+        return self._pair(tokens, starts, rng)
+
+    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
+        """A split from its beginning, window by window, so that each token is a target once. An incomplete last window
+        is left out.
+        """
+        tokens, stride = self.splits[name], self.plan.length
+        if self.plan.task == "masked" and self.start is not None:
+            stride -= 1  # the start token is one of the inputs, and no target
+        count = (len(tokens) - self._row) // stride + 1
+        starts = torch.arange(count if most is None else min(count, most))[:, None] * stride
+        for index, part in enumerate(starts.split(self.plan.batch)):
+            yield self._pair(tokens, part, draw(0, index))  # the same tokens are masked for every seed
+
+    @property
+    def _row(self) -> int:
+        """Tokens of text in a row: inputs and one more target, less the start token."""
+        return self.plan.length + (self.start is None)
+
+    def _pair(self, tokens: Tensor, starts: Tensor, rng: torch.Generator) -> Batch:
+        """Inputs and targets of rows that begin at these places of the text, the start token in front."""
+        if self.device.type == "cuda":
+            starts = starts.pin_memory()  # memory that is not pinned is copied after the work that is queued before it
+        places = starts.to(self.device, non_blocking=True) + torch.arange(self._row, device=self.device)
+        rows, first = tokens[places].long(), 0
+        if self.start is not None:
+            rows, first = nn.functional.pad(rows, (1, 0), value=self.start), 1
+        if self.plan.task == "causal":
+            return next_token_pair(rows)
+        rows = rows[:, :-1]
+        masked = (torch.rand(rows.shape, generator=rng) < self.plan.masked).to(rows.device)
+        masked[:, :first] = False
+        masked[:, first] |= ~masked.any(1)  # at least one, or there would be no loss
+        return rows.masked_fill(masked, self.mask), rows.masked_fill(~masked, IGNORED)
+
+
+def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
+    """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
+    text = _text(plan)
+    tokenizer = tokenizer_of_plan(plan, folder, (text,))
+    (tokens_of,) = encoded(tokenizer, (text,))
+    splits = {name: tokens.to(device) for name, tokens in tokens_of.items()}
+    for name, tokens in splits.items():
+        if len(tokens) <= plan.length:
+            source = {"select": plan.select, "report": plan.report}.get(name) or plan.corpus or ("the text",)
+            raise LocaterError(
+                f"{', '.join(source)}: its {name} split has {len(tokens)} tokens, too few for sequences of "
+                f"{plan.length}: give more text, or a smaller --length"
+            )
+    facts: dict[str, Any] = {
+        "text": list(plan.corpus) or "locater.inputs.corpus.embedded_text",
+        "sha256": text.sha256,
+        "documents": text.count,
+        "characters": {name: len(x) for name, x in text.joined.items()},
+        "bytes": {name: len(x.encode()) for name, x in text.joined.items()},
+        "tokens": {name: len(x) for name, x in splits.items()},
+        "vocabulary": tokenizer.size + plan.bos,
+    }
+    if plan.select:
+        facts["held_out"] = {"select": list(plan.select), "report": list(plan.report)}
+    if isinstance(tokenizer, WordTokenizer):
+        facts["unknown"] = {name: tokenizer.unknown(x) for name, x in text.joined.items()}
+    return TextData(plan, WithStart(tokenizer) if plan.bos else tokenizer, splits, facts, device)
+
+
+def _text(plan: Plan) -> Text:
+    """The text of a plan; that of the run before, in this process, where its files have not changed since."""
+    files = [Path(name) for part in (plan.corpus, plan.select, plan.report) for name in part]
+    if not all(path.is_file() for path in files):  # a folder, or the embedded text
+        return _read(plan)
+    key = (
+        plan.corpus,
+        plan.select,
+        plan.report,
+        *((x.st_mtime_ns, x.st_size) for x in (path.stat() for path in files)),
+    )
+    if key not in _kept:
+        text = _read(plan)
+        _kept.clear()
+        _kept[key] = text
+    return _kept[key]
+
+
+_kept: dict[Any, Text] = {}  # at most one
+
+
+def _read(plan: Plan) -> Text:
+    documents = read_documents(plan.corpus) if plan.corpus else _embedded()
+    return Text(documents, _held_out(plan, documents) if plan.select else None)
+
+
+def _held_out(plan: Plan, documents: Sequence[str]) -> dict[str, list[str]]:
+    """Documents of the plan's own texts for select and report. Refused where one of them is in another split too."""
+    texts = {"select": read_documents(plan.select), "report": read_documents(plan.report)}
+    seen = dict.fromkeys(documents, "--corpus")
+    for name, part in texts.items():
+        option = "--report-text" if name == "report" else f"--{name}"
+        double = next((seen[document] for document in part if document in seen), None)
+        if double is not None:
+            raise LocaterError(
+                f"{option} {', '.join(getattr(plan, name))}: a document in it is in {double} too: "
+                "give each split a text of its own"
+            )
+        seen |= dict.fromkeys(part, option)
+    return texts
+
+
+class Text:
+    """Documents by split. Equal where the text is the same, so that the runs of a sweep train one tokenizer and encode
+    once. `held_out` has the documents of select and report; without it they get shares of `documents`.
+    """
+
+    def __init__(self, documents: Sequence[str], held_out: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.parts = split(documents) if held_out is None else {"train": documents, **held_out}
+        self.joined = {name: JOINT.join(self.parts[name]) for name in ("train", "select", "report")}
+        if held_out is None:
+            self.count, self.sha256 = len(documents), fingerprint(JOINT.join(documents))
+        else:
+            self.count = sum(map(len, self.parts.values()))
+            self.sha256 = fingerprint(" ".join(fingerprint(joined) for joined in self.joined.values()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Text) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+
+def tokenizer_of_plan(plan: Plan, folder: Path, texts: tuple[Text, ...]) -> Tokenizer:
+    """The tokenizer of a plan: that of the run in `folder`, if there is one, or a new one. Words are counted again in
+    every part of a run: the same text, which is checked, has the same.
+    """
+    if plan.words:
+        return _counted(plan.vocabulary, texts)
+    return tokenizer_of_run(folder, plan.vocabulary, partial(_trained, plan.vocabulary, texts))
+
+
+@lru_cache(maxsize=1)
+def _counted(most: int, texts: tuple[Text, ...]) -> Tokenizer:
+    """Cached, as are the byte pairs and the tokens below, for the next run of a sweep."""
+    return WordTokenizer.from_texts((document for text in texts for document in text.parts["train"]), most)
+
+
+@lru_cache(maxsize=1)
+def _trained(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
+    documents = [document for text in texts for document in text.parts["train"]]
+    if vocabulary == BYTES:
+        return make_tokenizer(vocabulary, documents)
+    key = f"tokenizer {vocabulary} {_names(texts)}"
+    return PairTokenizer.from_json(made_once(key, lambda: make_tokenizer(vocabulary, documents).to_json()))
+
+
+@lru_cache(maxsize=1)
+def encoded(tokenizer: Tokenizer, texts: tuple[Text, ...]) -> list[dict[str, Tensor]]:
+    """Tokens of each text, by split."""
+    tokens: list[dict[str, Tensor]] = made_once(
+        f"tokens {tokenizer.to_json()} {_names(texts)}",
+        lambda: [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts],
+    )
+    return tokens
+
+
+def _names(texts: tuple[Text, ...]) -> str:
+    return " ".join(text.sha256 for text in texts)
+
+
+@lru_cache(maxsize=1)
+def _embedded() -> list[str]:
+    """Cached for the next run of a sweep, since it takes a few seconds."""
+    return embedded_documents()

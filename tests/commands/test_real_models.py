@@ -1,0 +1,119 @@
+"""Verdicts of a scan on real trained models, held against a probe: no false alarm, no planted head missed.
+
+The folder LOCATER_MODELS (default: ../shared/models) has all-minilm-l6-v2, antiberty, gemma3-270m and
+smollm2-135m-instruct; stories260K is looked for there and in ../shared/models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from locater import probe, scan
+from locater.commands.load import load_model
+from locater.discovery import attention_layers
+from locater.findings import RETIRED
+from locater.results.scan import SCAN_FLAGS
+from tests import ROOT
+
+sys.path[:0] = [str(ROOT / "scripts")]
+
+import flags  # noqa: E402 - scripts/ is no package
+from flags_inputs import inputs  # noqa: E402
+
+SHARED = ROOT.parent / "shared"
+FOLDER = Path(os.environ.get("LOCATER_MODELS", SHARED / "models"))
+PROSE = SHARED / "data" / "wikitext-2" / "test.txt.xz"
+
+
+def folder_of(name: str) -> Path:
+    found = [path / flags.FOLDERS[name] for path in (FOLDER, SHARED / "models")]
+    here = [path for path in found if (path / "model.safetensors").is_file()]
+    if not here:
+        pytest.skip(f"{name}: no {flags.FOLDERS[name]} in {FOLDER} (LOCATER_MODELS names the folder)")
+    return here[0]
+
+
+def sharp(found: Any) -> set[tuple[int, int]]:
+    return {(row.layer, row.head) for row in found.rows if "sharp" in row.flags}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", flags.FOLDERS)
+def test_no_sound_head_is_called_sharp(name: str) -> None:
+    """Unless a probe finds it below an entropy ratio of 0.15 on what the model was made for."""
+    folder = folder_of(name)
+    called = sharp(scan(str(folder)))
+    data = inputs(name, PROSE if PROSE.is_file() else None)
+    measured = {(row.layer, row.head): row.entropy_ratio for row in probe(str(folder), data, tokens=1024).rows}
+    assert len(measured) == len(scan(str(folder)).rows)
+    assert [place for place in sorted(called) if not (measured[place] or 1) < flags.SHARP] == []
+    assert not any("nonfinite" in row.flags or "uniform" in row.flags for row in scan(str(folder)).rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", flags.FOLDERS)
+def test_every_planted_head_is_called_sharp_and_no_other(name: str) -> None:
+    """Queries of one head times 50, one head after the other, at every depth; in Gemma 3 the gain of the norm of a
+    layer's queries.
+    """
+    module = load_model(str(folder_of(name)))
+    kept = {key: value.clone() for key, value in module.state_dict().items()}
+    layers = attention_layers(module)
+    normed = layers[0].query_norm is not None
+    for layer in range(0, len(layers), max(1, len(layers) // 8)):
+        for head in [0] if normed else range(layers[layer].heads)[:: max(1, layers[layer].heads // 3)]:
+            planted = flags.plant(module, "sharp", layer, head)
+            assert sharp(scan(module)) == set(planted), (layer, head)
+            module.load_state_dict(kept)
+
+
+@pytest.mark.slow
+def test_a_factor_on_queries_that_are_normalised_raises_nothing() -> None:
+    module = load_model(str(folder_of("Gemma-3-270M")))
+    before = scan(module)
+    for one in attention_layers(module):
+        with torch.no_grad():
+            one.query.weight()[: one.head_dim] *= 50
+    after = scan(module)
+    assert [row.flags for row in after.rows] == [row.flags for row in before.rows]
+    for row, other in zip(after.rows, before.rows, strict=True):
+        assert row.F == pytest.approx(other.F, rel=1e-3)
+
+
+# ---- the page of how often flags are right ----
+
+
+def test_the_page_is_that_of_the_record() -> None:
+    data = json.loads(flags.RESULTS.read_text())
+    assert flags.page(data) == flags.PAGE.read_text(), "python scripts/flags.py --page"
+    assert set(data["models"]) == set(flags.FOLDERS)
+
+
+def test_every_flag_of_a_scan_is_right_where_it_was_tried() -> None:
+    """One that is right at fewer than 0.8 of its heads has to be a column."""
+    data = json.loads(flags.RESULTS.read_text())
+    sound = [x for model in data["models"].values() for x in model["heads"]]
+    for name in SCAN_FLAGS:
+        planted = [x for model in data["models"].values() for x in model["planted"][name]]
+        raised, right, _ = flags.counts(sound, name)
+        assert raised - right == 0, f"{name}: a false alarm on a sound model"
+        raised, right, true = flags.counts(planted, name)
+        assert right >= 0.8 * raised > 0
+        assert right >= 0.8 * true > 0
+    for name in RETIRED:
+        raised, right, _ = flags.counts(sound, name)
+        assert right < 0.8 * raised
+
+
+def test_intervals_are_those_of_scipy() -> None:
+    for hits, of in ((0, 5), (4, 35), (35, 35), (1, 1)):
+        low, high = stats.binomtest(hits, of).proportion_ci(method="wilson")
+        assert flags.wilson(hits, of) == pytest.approx((low, high), abs=1e-6)

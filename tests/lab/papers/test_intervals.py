@@ -1,0 +1,93 @@
+"""The rule by which seeds decide claims: it holds its level where nothing is true, alone and for a whole page."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from locater_lab.engine.claims import Claim, by_seed, judged_together, verdict_of
+from locater_lab.engine.intervals import LEVEL, decided_together, interval, p_value, quantile, within
+
+SAMPLES, PAGES, CLAIMS = 100_000, 2_000, 20
+BETTER = Claim("x", "it is better", "change of loss", "at most", 0.0)
+
+
+def error(count: int, share: float = LEVEL) -> float:
+    """Three standard errors of a share that was counted."""
+    return 3 * math.sqrt(share * (1 - share) / count)
+
+
+def decided(samples: np.ndarray) -> np.ndarray:
+    """Which rows (samples, seeds) the interval decides against 0."""
+    seeds = samples.shape[1]
+    return np.abs(samples.mean(1)) > quantile(seeds - 1) * samples.std(1, ddof=1) / math.sqrt(seeds)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 11, 30])
+def test_quantiles_are_those_of_students_t(freedom: int) -> None:
+    for level in (0.05, 0.01, 0.05 / 40):
+        assert quantile(freedom, level) == pytest.approx(stats.t.isf(level / 2, freedom), rel=1e-9)
+    for t in (0.0, 0.3, 2.0, 40.0):
+        assert within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-12)
+
+
+def test_intervals_and_p_values_are_those_of_a_t_test() -> None:
+    values = [-0.011, 0.002, -0.007, -0.004, -0.009]
+    mean, half = interval(values)
+    expected = stats.t.interval(0.95, 4, loc=np.mean(values), scale=stats.sem(values))
+    assert (mean - half, mean + half) == pytest.approx(expected)
+    assert p_value(values, 0.003) == pytest.approx(stats.ttest_1samp(values, 0.003).pvalue)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 8])
+def test_normal_noise_around_nothing_is_decided_in_five_of_a_hundred_samples(seeds: int) -> None:
+    samples = np.random.default_rng(0).standard_normal((SAMPLES, seeds))
+    assert decided(samples).mean() == pytest.approx(LEVEL, abs=error(SAMPLES))
+    verdicts = [verdict_of(BETTER, by_seed(row), "").decided for row in samples[:200].tolist()]
+    assert verdicts == decided(samples[:200]).tolist(), "claims are judged by this interval"
+
+
+@pytest.mark.parametrize(("noise", "most"), [("uniform", 0.056), ("laplace", 0.05)])
+def test_other_noise_hardly_changes_the_level(noise: str, most: float) -> None:
+    """Eight seeds. Noise without tails is decided a little more often than in 5 %, noise with long ones less often."""
+    generator = np.random.default_rng(0)
+    draw = generator.laplace if noise == "laplace" else lambda size: generator.uniform(-1, 1, size)
+    assert decided(draw(size=(SAMPLES, 8))).mean() <= most + error(SAMPLES)
+
+
+@pytest.mark.parametrize(("seeds", "share"), [(2, 0.5), (3, 0.25)])
+def test_seeds_that_all_agree_are_no_rule(seeds: int, share: float) -> None:
+    """What decided claims before: half of all samples of two seeds, and a quarter of those of three."""
+    samples = np.random.default_rng(0).standard_normal((SAMPLES, seeds))
+    agree = (samples > 0).all(1) | (samples < 0).all(1)
+    assert agree.mean() == pytest.approx(share, abs=error(SAMPLES, share))
+
+
+@pytest.mark.parametrize("common", [0.0, 1.0])
+def test_a_page_of_true_nulls_is_wrong_somewhere_in_five_of_a_hundred(common: float) -> None:
+    """Twenty claims, independent or all against the same plain runs; each by itself would be wrong somewhere far more
+    often.
+    """
+    generator = np.random.default_rng(0)
+    samples = generator.standard_normal((PAGES, CLAIMS, 8)) + common * generator.standard_normal((PAGES, 1, 8))
+    pages = stats.ttest_1samp(samples, 0.0, axis=2).pvalue
+    wrong = [bool(decided_together({str(n): float(p) for n, p in enumerate(page)})) for page in pages]
+    assert np.mean(wrong) <= LEVEL + error(PAGES)
+    assert (pages <= LEVEL).any(1).mean() > 0.3
+
+
+def test_one_clear_claim_among_nulls_is_still_decided() -> None:
+    clear = [-0.025, -0.029, -0.023, -0.026, -0.021, -0.027, -0.024, -0.026]
+    noise = np.random.default_rng(1).standard_normal((CLAIMS, 8)).tolist()
+    claims = [Claim(f"x{n}", "", "", "at most", 0.0) for n in range(CLAIMS + 1)]
+    verdicts = judged_together([verdict_of(c, by_seed(v), "") for c, v in zip(claims, [clear, *noise], strict=True)])
+    assert [v.claim.id for v in verdicts if v.decided] == ["x0"]
+    assert verdicts[0].verdict == "holds"
+
+
+def test_equal_values_are_judged_by_signs() -> None:
+    assert [verdict_of(BETTER, by_seed([-1.0] * n), "").verdict for n in (5, 6)] == ["undecided", "holds"]
+    assert p_value([0.0] * 8, 0.0) == 1.0

@@ -1,0 +1,188 @@
+"""The early-warning record: its plan, its rule for a run that went wrong, and what counts as a warning in time."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+sys.path[:0] = [str(Path(__file__).parents[3] / "scripts")]
+
+import early_warning_claims as claims  # noqa: E402
+import early_warning_judge as judge  # noqa: E402 - scripts/ is no package
+import early_warning_models as models  # noqa: E402
+import early_warning_page as page  # noqa: E402
+import early_warning_plan as plan  # noqa: E402
+import early_warning_train as training  # noqa: E402
+
+from locater.runs import Monitor  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "docs/results"
+
+
+def test_the_page_and_what_is_quoted_from_it_are_those_of_the_record() -> None:
+    data = json.loads((RESULTS / "early-warning-unseen.json").read_text())
+    assert page.text(data) == (RESULTS / "early-warning-unseen.md").read_text(), "python scripts/early_warning.py judge"
+    quoted = (ROOT / "docs/monitor.md").read_text()
+    for alarm, shown in (
+        ("Monitor()", "`Monitor()`"),
+        ("Monitor(every=10)", "`Monitor(every=10)`"),
+        *((name, name) for name in ("rate 3 times the usual or more", "rate of 1e-2 or more")),
+        *((name, name) for name in ("loss 0.2 above its best", "gradient norm 3 times its median")),
+    ):
+        m = data["inside"][alarm]
+        caught = claims.share_text(m["caught"], m["failed"], m["recall"])
+        false = claims.share_text(m["false"], m["ordinary"], m["false_share"])
+        assert f"| {shown} | {caught} | {claims.lead_text(m)} | {false} |" in quoted
+    m = data["inside"]["Monitor()"]
+    for text in (quoted, " ".join((Monitor.__doc__ or "").split())):
+        assert f"{m['caught']} of {m['failed']}" in text
+    by_cause = data["groups"]["cause"]
+    for cause, words in (
+        ("hot rate", "hot rate {}"),
+        ("negative decay", "negative weight decay {}"),
+        ("float16 overflow", "float16 overflow {}"),
+        ("large start", "large initial weights {}"),
+        ("sudden rate", "a rate that jumps ({})"),
+        ("bad data", "bad data ({})"),
+        ("SGD too hot", "SGD too hot {}"),
+        ("optimizer constants", "optimizer constants {}"),
+    ):
+        assert words.format(f"{by_cause[cause]['caught']} of {by_cause[cause]['failed']}") in quoted
+    assert f"Of the {data['missed']['failures']} failures missed, {data['missed']['not observed']} had" in quoted
+
+
+def test_the_record_is_that_of_its_lines() -> None:
+    lines = [json.loads(line) for line in (RESULTS / "early-warning-unseen.jsonl").read_text().splitlines()]
+    record = json.loads((RESULTS / "early-warning-unseen.json").read_text())
+    assert {line["name"] for line in lines} == {run.name for run in plan.all_runs()}
+    assert all(row["step"] % 50 == 1 for line in lines for row in line["warnings"])
+    outcomes = {run["name"]: run for run in record["runs"]}
+    for line in lines[::10]:  # every tenth: judging all takes seconds
+        wrong = judge.wrong_from(line["losses"], judge.usual_losses(lines, line["run"]["kind"], without=line["name"]))
+        assert outcomes[line["name"]]["wrong"] == wrong
+        assert outcomes[line["name"]]["warned"] == min((row["step"] for row in line["warnings"]), default=None)
+
+
+def test_the_plan_has_the_runs_that_its_page_states() -> None:
+    runs = plan.all_runs()
+    text = (RESULTS / "early-warning-plan.md").read_text()
+    assert len({run.name for run in runs}) == len({run.seed for run in plan.forced_runs()}) + len(plan.healthy_runs())
+    causes = Counter(run.cause for run in runs)
+    ordinary = causes.pop("")
+    assert f"{len(runs)} runs of at most {plan.STEPS} steps" in text
+    assert f"{ordinary} ordinary and {causes.total()} forced" in text
+    for cause, count in causes.items():
+        assert f"| {cause} | {count} |" in text
+    for kind in plan.KINDS:
+        assert (
+            f"| {kind.optimizer} {kind.rate:g}{', cosine' if kind.cosine else ''} | {kind.dtype} | {kind.model} |"
+            in text
+        )
+    for run in runs:  # a fault that begins later leaves room for a lead and for the rule
+        assert run.onset is None or 100 <= run.onset <= 400
+
+
+def test_wrong_is_a_rise_a_stall_or_no_number_and_a_short_spike_is_none_of_them() -> None:
+    usual = [3.0 - 0.01 * i for i in range(100)]
+    assert judge.wrong_from(usual, usual) is None
+    assert judge.wrong_from([2.9] * 100, usual) == 62  # 2.9 exceeds 3 - 0.01 (step - 1) + 0.5 from step 62 on
+    assert judge.wrong_from([2.0] * 50 + [9.0] * 20 + [2.0] * 30, [2.0] * 100) is None
+    assert judge.wrong_from([2.0] * 50 + [None], [2.0] * 100) == 51
+    assert judge.wrong_from([2.0] * 50 + [9.0] * 10 + [None], [2.0] * 100) == 51  # the first step of what led to it
+
+
+def test_a_warning_counts_between_the_fault_and_the_loss() -> None:
+    run = {"onset": 200, "wrong": 300}
+    assert judge.lead(run, [101, 251, 301]) == 49
+    assert judge.lead(run, [101]) is None
+    assert judge.lead(run, [291, 300, 351]) is None
+    assert judge.lead(run, [290]) == 10
+    assert judge.lead(run, [200]) == 100
+
+
+@pytest.mark.parametrize(("count", "total"), [(0, 14), (12, 12), (31, 57), (1, 110)])
+def test_the_interval_of_a_share_is_clopper_and_pearson_s(count: int, total: int) -> None:
+    low = stats.beta.ppf(0.025, count, total - count + 1) if count else 0.0
+    high = stats.beta.ppf(0.975, count + 1, total - count) if count < total else 1.0
+    assert judge.share_interval(count, total) == pytest.approx((low, high), abs=1e-9)
+
+
+def test_jumps_are_over_the_median_of_the_last_50_steps() -> None:
+    values = [1.0] * 60 + [3.5, 1.0, None]
+    assert judge.jumps(values, lambda m: 3 * m) == [61, 63]
+    assert judge.jumps([1.0] * 5 + [9.0], lambda m: 3 * m) == []  # too few before
+
+
+def test_false_alarms_are_those_of_healthy_stretches() -> None:
+    def run(cause: str, wrong: int | None, onset: int, steps: list[int]) -> dict[str, object]:
+        return {"cause": cause, "wrong": wrong, "onset": onset, "steps": 500, "raised": {"x": steps}}
+
+    runs = [
+        run("", None, 1, [1, 51, 301]),  # steps 1 and 51 are one alarm
+        run("", None, 1, []),
+        run("jump", 400, 201, [101, 351]),  # one before the fault, one in time
+        run("heat", 300, 1, [301]),  # too late
+        run("heat", None, 1, [51]),  # forced, and survived
+    ]
+    m = judge.measured(runs, "x")
+    assert (m["caught"], m["failed"], m["lead"]) == (1, 2, 49)
+    assert (m["false"], m["ordinary"], m["false_survived"], m["survived"]) == (1, 2, 1, 1)
+    assert m["false_per_1000"] == pytest.approx(1000 * 3 / (500 + 500 + 200))
+    assert claims.score(runs, "x") == pytest.approx(0.5 - 0.5)
+
+
+def test_rates_jump_and_grow_at_the_step_that_is_planned() -> None:
+    kind = replace(plan.BY_NAME["gpt2-a"], rate=1.0)
+    sudden = plan.Run("gpt2-a", "x", 0, onset=200, jump=30.0, until=300)
+    assert [training.rate_at(kind, sudden, step) for step in (25, 50, 199, 200, 299, 300)] == [0.5, 1, 1, 30, 30, 1]
+    rising = plan.Run("gpt2-a", "x", 0, onset=100, growth=1.03)
+    assert training.rate_at(kind, rising, 109) == pytest.approx(1.03**10)
+
+
+@pytest.mark.parametrize("how", ["shuffled", "random", "relabelled", "creeping"])
+def test_data_are_spoilt_from_the_fault_on_and_not_before(how: str) -> None:
+    ids = torch.arange(1000) % 251
+    run = plan.Run("gpt2-a", "x", 7, onset=3, data=how)
+    both = [
+        list(zip(range(5), training.batches(r, ids, 256, (4, 16)), strict=False)) for r in (run, replace(run, data=""))
+    ]
+    equal = [all(torch.equal(a, b) for a, b in zip(x, y, strict=True)) for (_, x), (_, y) in zip(*both, strict=True)]
+    assert equal[:2] == [True, True]
+    if how == "creeping":
+        assert equal[2:] == [True] * 3  # 2 of 150 steps of 4 sequences: none yet
+    else:
+        assert equal[2:] == [False] * 3
+
+
+def test_a_hot_run_is_warned_of_by_the_released_monitor_and_the_same_is_read_from_its_numbers(tmp_path: Path) -> None:
+    np.save(tmp_path / "docs.npy", np.tile(np.arange(97, dtype=np.uint8), 20))
+    run = plan.Run("softcap", "x", 3, cause="hot rate", rate=100.0)
+    line = training.train(run, tmp_path, "cpu", (2, 16), steps=52)
+    warned = sorted({w["step"] for w in line["warnings"]})
+    assert warned == [51]  # steps 1 and 51 are observed
+    assert judge.bounds_crossed(line, 200, 5) == warned
+    assert judge.bounds_crossed(line, math.inf, math.inf) == []
+    assert line["troubles"] == []
+    assert len(line["losses"]) == len(line["norms"]) == 52
+    assert [row[0] for row in line["observed"]] == [1, 11, 21, 31, 41, 51]
+    assert judge.rates(line) == [pytest.approx(100 * min(1, step / 50)) for step in range(1, 53)]
+
+
+def test_negative_decay_and_muon_reach_the_parameters() -> None:
+    kind = plan.BY_NAME["sandwich"]
+    run = plan.Run("sandwich", "x", 0, decay=-20)
+    made = models.optimizers(kind, run, model := models.build(kind, run))
+    assert [type(x).__name__ for x in made] == ["Muon", "AdamW"]
+    assert all(group["weight_decay"] == -20 for x in made for group in x.param_groups)
+    numbers = sum(p.numel() for x in made for group in x.param_groups for p in group["params"])
+    assert numbers == sum(p.numel() for p in model.parameters())

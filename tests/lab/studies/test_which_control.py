@@ -1,0 +1,120 @@
+"""The page on which control to try: its numbers are those of the kept runs, results and benchmarks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from locater_lab.engine.runs import Row
+from locater_lab.papers.bao2024 import acting
+from locater_lab.papers.bao2024.arms import BASE, SHORT
+from tests import ROOT
+
+sys.path[:0] = [str(ROOT / "scripts")]
+
+import which_control as script  # noqa: E402 - scripts/ is no package
+
+RUNS = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return json.loads(script.RESULTS.read_text())
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[str, dict[str, Any]]:
+    return {json.dumps(x["options"], sort_keys=True): x for x in map(json.loads, RUNS.read_text().splitlines())}
+
+
+def interval(values: list[float], digits: int, sign: str = "") -> str:
+    """Student's t by scipy, straight from the runs."""
+    mean, half = fmean(values), float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+    return " ".join((f"{mean:{sign}.{digits}f}", f"({mean - half:{sign}.{digits}f} to {mean + half:{sign}.{digits}f})"))
+
+
+def row_of(name: str) -> str:
+    (row,) = (line for line in script.PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
+    return row
+
+
+def test_the_page_is_that_of_the_files() -> None:
+    text = script.PAGE.read_text()
+    assert script.made(text) == text, "python scripts/which_control.py"
+
+
+def test_its_numbers_are_those_of_the_runs(lines: dict[str, dict[str, Any]]) -> None:
+    def of(seed: int, what: str, **options: Any) -> float:
+        return lines[Row("", "", replace(BASE, seed=seed, **options)).key][what]
+
+    for name, options in (
+        ("weight decay 0.3", {"decay": 0.3, "rate": 2.5e-3}),
+        ("sigma-reparam", {"control": ("sigmareparam",), "rate": 6e-3}),
+        ("LocAteR, measured", {"control": ("locater(form=measured, shrink=0.001, hold=0.001)",), "rate": 2.5e-3}),
+    ):
+        for what, digits in (("report_loss", 4), ("entropy", 2)):
+            changes = [of(seed, what, **options) - of(seed, what, rate=2.5e-3) for seed in range(8)]
+            assert interval(changes, digits, "+") in row_of(name)
+    hot = {"control": ("sigmareparam",), "steps": SHORT, "evaluate": 0}
+    for rate in script.HOT:
+        ends = [[of(seed, what, rate=rate, **hot) for seed in range(1, 9)] for what in ("report_loss", "entropy")]
+        assert f"| {interval(ends[0], 2)}, {interval(ends[1], 2)} |" in row_of("sigma-reparam"), "without seed 0"
+    learned = {"positions": "learned", "rate": 2.5e-3}
+    heat = ("temperature(init=8, learn=False)",)
+    changes = [of(s, "report_loss", control=heat, **learned) - of(s, "report_loss", **learned) for s in range(8)]
+    assert interval(changes, 4, "+") in row_of("temperature, fixed at 8")
+
+
+def test_what_is_said_of_the_model_is_its_plan(document: dict[str, Any]) -> None:
+    text = " ".join(script.PAGE.read_text().split())
+    assert f"{BASE.layers} layers of width {BASE.width} with {BASE.heads} heads" in text
+    assert f"{BASE.vocabulary:,} tokens" in text
+    assert f"{BASE.steps:,} steps, each control at its best" in text
+    assert f"At hot rates: {SHORT} steps" in text
+    assert f"A decay of 0.3, in place of {BASE.decay:g}" in text
+    assert len(acting.MEASURED) == 9
+    tried = Counter(name.split(" ")[0] for name in acting.HOT_RIVALS)
+    assert tried == {"sigma-reparam": 1, "QK-norm": 1, "QK-clip": 2, "soft-cap": 1, "weight": 2}
+    settings = {claim["id"]: claim["numbers"].get("setting") for claim in document["claims"]}
+    assert (settings["l1"], settings["l2"]) == ("floor 0.3", "temperature 8"), "in the names of two rows"
+    (tuned,) = (row for row in script.Results(document).tables["arms_rivals"] if row["arm"] == "sigma-reparam")
+    assert tuned["select_loss"] == sorted(tuned["select_loss"], reverse=True), "its loss falls with the rate"
+
+
+def test_words_are_refused_when_a_verdict_changes(document: dict[str, Any]) -> None:
+    for id in ("k4", "c1", "d15", "k7", "k12", "l3"):
+        changed = copy.deepcopy(document)
+        next(claim for claim in changed["claims"] if claim["id"] == id)["verdict"] = "other"
+        with pytest.raises(SystemExit, match=f"{id} is other now"):
+            (script.advice(script.Results(changed)), script.table(script.Results(changed), dict.fromkeys(script.COSTS)))
+    changed = copy.deepcopy(document)
+    next(claim for claim in changed["claims"] if claim["id"] == "k4")["numbers"]["against"] = "QK-norm"
+    with pytest.raises(SystemExit, match="the rival of study k is QK-norm now"):
+        script.advice(script.Results(changed))
+
+
+def test_costs_are_those_of_the_benchmark(document: dict[str, Any], tmp_path: Path) -> None:
+    benchmark = ROOT / "benchmarks" / "controls.py"
+    for control in script.CONTROLS:
+        assert control.cost.startswith("nothing") or f'"{control.cost}"' in benchmark.read_text(), control.cost
+    ratios = {
+        control.cost: {"median": 1.5 + n, "least": 1.25 + n, "largest": 2.0 + n}
+        for n, control in enumerate(script.CONTROLS)
+    }
+    shape = {"layers": 4, "width": 256, "length": 256}
+    held = {"machine": "a processor", "torch": "2", "shape": shape, "sequences": 4, "ratios": ratios}
+    table = script.table(script.Results(document), {"cpu": held, "gpu": None})
+    assert table[3].startswith("| LocAteR, effective | 1.50 (1.25 to 2.00) | not measured |")
+    assert table[4].startswith("| LocAteR, measured | 2.50 (2.25 to 3.00) | not measured |")
+    assert len({row.count("|") for row in table if row.startswith("|")}) == 1, "columns"
+    assert any(line.startswith("- CPU: a processor") for line in table)
+    assert any(line.startswith("- GPU: not measured yet") for line in table)
