@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
+import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from locater_lab.engine import runs as runs_module
 from locater_lab.engine.arms import known
 from locater_lab.engine.one_run import placed
 from locater_lab.engine.pages import page
-from locater_lab.engine.runs import Arm, Row, Runs, _begin, _processes, complete
+from locater_lab.engine.runs import Arm, Row, Runs, complete
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.bao2024 import arms, judged
 from locater_lab.train.controls import parse_control
 from locater_lab.train.plan import Plan
-from locater_lab.train.token_files import FOLDER
 from tests import ROOT
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
@@ -112,13 +110,25 @@ def test_a_run_that_breaks_stops_no_other_and_is_told(tmp_path: Path) -> None:
     assert [json.loads(text)["arm"] for text in path.read_text().splitlines()] == ["good"]
 
 
+PROCESSES = """
+import os
+from concurrent.futures import ProcessPoolExecutor
+from locater_lab.engine.runs import _begin, _processes
+from locater_lab.train.token_files import FOLDER
+for folder in ("first", "second"):
+    with ProcessPoolExecutor(1, _processes(), _begin, (folder,)) as pool:
+        assert pool.submit(os.getenv, FOLDER).result() == folder
+        assert pool.submit(eval, "'torch._dynamo' in __import__('sys').modules").result()
+        assert not pool.submit(eval, "__import__('torch').cuda.is_initialized()").result(), "it could not be forked"
+"""
+
+
 def test_processes_begin_with_what_a_run_imports_and_with_the_tokens_of_their_plan() -> None:
-    """The server that they are forked from lives on, and its environment is that of the first plan."""
-    for folder in ("first", "second"):
-        with ProcessPoolExecutor(1, _processes(), _begin, (folder,)) as pool:
-            assert pool.submit(os.getenv, FOLDER).result() == folder
-            assert pool.submit(eval, "'torch._dynamo' in __import__('sys').modules").result()
-            assert not pool.submit(eval, "__import__('torch').cuda.is_initialized()").result(), "it could not be forked"
+    """The server that they are forked from lives on, and its environment is that of the first plan. A process of its own:
+    in this one the workers of a fleet may have started the server, with other imports.
+    """
+    done = subprocess.run([sys.executable, "-c", PROCESSES], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_data_is_told_before_anything_is_trained(tmp_path: Path) -> None:
