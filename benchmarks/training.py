@@ -28,9 +28,12 @@ import torch  # noqa: E402
 
 from locater_lab.engine.mechanism_runs import BASE  # noqa: E402
 from locater_lab.engine.one_run import moments  # noqa: E402
-from locater_lab.train.loop import Training  # noqa: E402
+from locater_lab.train.loop import (  # noqa: E402
+    Training,
+    deterministic,
+    own_randomness,
+)
 from locater_lab.train.plan import Plan  # noqa: E402
-from locater_lab.train.randomness import deterministic, own_randomness  # noqa: E402
 
 IMPORTED = time.perf_counter() - BEGAN
 

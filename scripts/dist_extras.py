@@ -101,7 +101,7 @@ rows, local = locater.scan("hf://demo/model").rows, locater.scan(DEMO).rows
 assert [row.M for row in rows] == [row.M for row in local]
 from locater.sources.remote import Traffic
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.object_file import ObjectFile
+from locater.sources.remote.folders import ObjectFile
 bucket, part = ObjectFile(remote_address("s3://demo/model/main/model.safetensors"), Traffic()), bytearray(64)
 assert bucket.fill(8, memoryview(part)) == 64 and bytes(part) == open(DEMO + "/model.safetensors", "rb").read()[8:72]
 print(len(rows), "heads read from a hub by ranges, and a range of an object in a bucket")

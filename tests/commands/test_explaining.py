@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from locater.commands import explain_parts
+from locater.commands import explaining as explain_parts
 from locater.commands.explain_input import token_texts
 from locater.commands.explain_target import Entries
 from locater.commands.explaining import explanations
 from locater.errors import LocaterError
 from locater.inputs.tokenizer import CONFIG, FILE, make_tokenizer
-from locater.report.quantised import pack_table, unpack_table
+from locater.report.explain import pack_table, unpack_table
 from locater.results.explanations import TokenStream
-from locater_lab.engine.sentence_model import sentence_model, why_absent
+from locater_lab.engine.trained_heads import sentence_model, why_absent
 from locater_lab.train import Shape, Transformer
 from tests.conftest import Result
 

@@ -18,9 +18,10 @@ import pytest
 from safetensors.torch import load_file
 
 import locater
-from locater.commands.fleet import parts, planning, running
+from locater.commands.fleet import parts, running
+from locater.commands.fleet import running as planning
 from locater.commands.fleet.jobs import READING, Settings
-from locater.commands.fleet.planning import jobs_of, tasks_of
+from locater.commands.fleet.running import jobs_of, tasks_of
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import perform
 from locater.errors import LocaterError

@@ -22,11 +22,10 @@ import locater
 from locater.commands.fleet import running
 from locater.commands.fleet.jobs import Job, Settings
 from locater.commands.fleet.parts import header
-from locater.commands.fleet.planning import jobs_of
+from locater.commands.fleet.running import _Supervisor, jobs_of, run_in_workers
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import Outcome
-from locater.commands.fleet.workers import _Supervisor, run_in_workers
 from locater.results.run_names import listing
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint, make_run, table

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import locater
-from locater.commands.fleet import planning, running
+from locater.commands.fleet import running
+from locater.commands.fleet import running as planning
 from locater.errors import LocaterError
 from tests.commands.fleet_folders import checkpoint, rewritten, table
 from tests.range_server import RangeServer

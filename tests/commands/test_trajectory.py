@@ -13,8 +13,7 @@ from torch import nn
 
 from locater import LocaterError, scan
 from locater.report.trajectory_words import first_faults, irregularities, overview
-from locater.results.step_order import gaps
-from locater.results.trajectory import trajectory
+from locater.results.trajectory import gaps, trajectory
 
 
 def row(run: str, step: int | None, head: int = 0, source: str | None = None, **more: Any) -> dict[str, Any]:

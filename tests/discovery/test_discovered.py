@@ -15,7 +15,7 @@ import locater
 from locater.discovery.errors import UnreadableError
 from locater.discovery.passes import Copy, Pass
 from locater.discovery.reading import read_layout
-from locater.discovery.verifying import verified
+from locater.discovery.searching import verified
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, effective
 from locater.layers.layout import AttentionLayout

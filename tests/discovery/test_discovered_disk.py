@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import locater
 from locater.discovery import disk as discovered_disk
-from locater.discovery import reading_models, small_models
+from locater.discovery import disk as small_models
+from locater.discovery import reading_models
 from locater.discovery.carried_layouts import DIFFERENT, UNCLEAR, Searched, carried
 from locater.discovery.layer_kinds import Kinds
 from locater.discovery.reading_models import layers_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import locater
 from locater.discovery.passes import Copy
 from locater.discovery.reading import read_layout
-from locater.discovery.verifying import verified
+from locater.discovery.searching import verified
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.layout import AttentionLayout, TableLayout

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from locater.discovery.copy import light_copy
-from locater.discovery.thin_weights import LARGE, ThinProducts, is_thin, redraw
+from locater.discovery.passes import LARGE, ThinProducts, is_thin, light_copy, redraw
 
 
 def large() -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from locater import LocaterError, explain
 from locater.explain import Explanation
-from locater.explain.embedded_inputs import EmbeddedInputs
+from locater.explain.input_gradients import EmbeddedInputs
 from locater.explain.targets import choose_target
 from tests.explain.test_attention_flow import DECODED, IDS, PIXELS, WORDS, bart, bert, clean, clip, gpt2, own
 

@@ -233,8 +233,7 @@ def edit_adapter(rng: Random, folder: Path) -> None:
 
 def read_gguf(folder: Path) -> tuple[Any, Tensors]:
     """Settings and tensors of every file (after a mutation there is one)."""
-    from locater.sources.gguf_file import _floats
-    from locater.sources.gguf_header import Array, read_header
+    from locater.sources.gguf_file import Array, _floats, read_header
 
     kept, found = {}, {}
     for path in sorted(folder.glob("*.gguf")):

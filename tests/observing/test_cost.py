@@ -18,7 +18,8 @@ import locater
 from locater.calls.call import Call
 from locater.families.registry import BY_TYPE
 from locater.kernels import Terms, dispatch
-from locater.observing import counted_rows, known_layers, observation, observe, tally
+from locater.observing import counted_rows, known_layers, observation, observe
+from locater.observing import site as tally
 from locater.observing.counted_rows import next_sample
 from tests.kernels.test_head_sums import judge, summed
 from tests.kernels.test_statistics import inputs, masks

@@ -24,7 +24,7 @@ from locater.calls.call import Call, from_interface
 from locater.calls.interface import eager_function
 from locater.errors import LocaterError
 from locater.kernels import Terms
-from locater.observing import tally as tallying
+from locater.observing import site as tallying
 from locater.runs.loggers import JsonlSink, read_run
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,8 @@ from locater import LocaterError
 from locater.calls.call import Call
 from locater.calls.listeners import Switch
 from locater.kernels import Terms
-from locater.observing import observe, placement, tally
+from locater.observing import observe, placement
+from locater.observing import site as tally
 from locater.observing.accumulators import StatisticsOptions
 from locater.observing.placement import Placement, traced_placement
 from tests.kernels.test_statistics import NAMES, inputs, masks

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import locater
 from locater.calls.coverage import NUMBER
-from locater.discovery.cache import VARIABLE
-from locater.discovery.disk import discovered_on_disk
+from locater.discovery.disk import VARIABLE, discovered_on_disk
 from locater.discovery.searching import Discovered
 from locater.layers.layer import AttentionLayer, Projection
 from locater.sources.sources import open_source

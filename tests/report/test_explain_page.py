@@ -12,8 +12,7 @@ import torch
 
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
-from locater.report.explain import explain_page
-from locater.report.quantised import unpack_table
+from locater.report.explain import explain_page, unpack_table
 from locater.results.explanations import (
     DeletionCurve,
     Explanations,

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from locater.report.planes import pack_numbers, unpack_numbers
-from locater.report.trajectory import VALUES, trajectory_page
+from locater.report.trajectory import VALUES, pack_numbers, trajectory_page, unpack_numbers
 from locater.report.trajectory_terminal import print_trajectory
 from locater.results.scan import NUMERIC_COLUMNS
 from locater.results.trajectory import trajectory

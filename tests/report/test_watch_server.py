@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from locater import LocaterError
-from locater.runs.follower import Follower
 from locater.runs.run_log import read_run
 from locater.runs.run_reader import RunReader
-from locater.runs.watch_page import THREADS, Server, watch_page
+from locater.runs.watch_page import THREADS, Follower, Server, watch_page
 from tests.conftest import Result
 from tests.report.test_watch_page import ask, header, step, warning, write
 

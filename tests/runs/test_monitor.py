@@ -23,10 +23,11 @@ from locater.discovery import attention_layers, fold_graph, stacked_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
-from locater.observing import observe, tally
+from locater.observing import observe
+from locater.observing import site as tally
 from locater.runs import Monitor, head_table
-from locater.runs.advice import controls_that_fit, warning_line
 from locater.runs.loggers import read_run
+from locater.runs.run_monitor import controls_that_fit, warning_line
 from tests.control.test_distributed import batch, shard
 from tests.control.test_distributed import model_of as gemma
 from tests.families import CASES

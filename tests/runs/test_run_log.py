@@ -273,7 +273,7 @@ def test_a_header_that_a_crash_tore_does_not_close_the_log(tmp_path: Path) -> No
 
 def test_a_log_of_losses_that_is_refused_stays_as_it_was(tmp_path: Path) -> None:
     from locater_lab.train import Shape, Transformer
-    from locater_lab.train.loss_log import LossLog
+    from locater_lab.train.loop import LossLog
 
     attached(encoder(1), tmp_path, tmp_path / "run.jsonl")
     before, losses = (tmp_path / "run.jsonl").read_bytes(), LossLog(tmp_path / "run.jsonl", 1)
@@ -288,7 +288,7 @@ def test_a_log_of_losses_that_is_refused_stays_as_it_was(tmp_path: Path) -> None
 
 def under_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Monitor:
     """A monitor with losses that have not arrived from the device."""
-    monkeypatch.setattr("locater.runs.pending._arrived", lambda *held: False)
+    monkeypatch.setattr("locater.runs.run_monitor._arrived", lambda *held: False)
     monitor = Monitor(folder / "run.jsonl", every=100, spectrum=False).attach(model := encoder().train())
     for step in range(4):
         model(torch.randn(1, 3, 16))
@@ -309,14 +309,14 @@ def test_a_device_that_is_lost_does_not_keep_the_monitor_attached(
         raise RuntimeError("device lost")
 
     monitor = under_way(tmp_path, monkeypatch)
-    monkeypatch.setattr("locater.runs.pending.Pending.take", lost)
+    monkeypatch.setattr("locater.runs.run_monitor.Pending.take", lost)
     with pytest.raises(RuntimeError, match="device lost"):
         monitor.detach()
     assert not monitor.attached
     monkeypatch.undo()
     (tmp_path / "other").mkdir()
     monitor = under_way(tmp_path / "other", monkeypatch)
-    monkeypatch.setattr("locater.runs.pending.Pending.take", lost)
+    monkeypatch.setattr("locater.runs.run_monitor.Pending.take", lost)
     monitor.on_exception(SimpleNamespace(), nn.Module(), RuntimeError())  # the exception on its way is not replaced
     assert not monitor.attached
 

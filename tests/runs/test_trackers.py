@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 
 from locater import LocaterError
-from locater.runs.entropy_pictures import BOTTOM, COLOURS, LEFT, TOP, UNKNOWN, WIDTH, EntropyPictures
-from locater.runs.loggers import TensorBoardSink, flat, open_sink
+from locater.runs.loggers import (
+    BOTTOM,
+    COLOURS,
+    LEFT,
+    TOP,
+    UNKNOWN,
+    WIDTH,
+    EntropyPictures,
+    TensorBoardSink,
+    flat,
+    open_sink,
+)
 
 RATIOS = [[0.0, 1.0], [0.35, None]]
 

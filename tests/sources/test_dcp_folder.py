@@ -296,7 +296,7 @@ def test_pieces_that_are_the_same_bytes(folder: Path, refused: Callable[[Path], 
 
 def test_attributes_of_functions_and_classes_are_not_set(tmp_path: Path) -> None:
     """They would stay, and count when the next file is read."""
-    import locater.sources.dcp_metadata as module
+    import locater.sources.dcp_folder as module
 
     (tmp_path / "__0_0.distcp").touch()
     for name, state in ((b"ctorch.serialization\n_get_layout\n", b"}K\x01K\x02s"), (b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"N}\x8c\x01xK\x02s\x86")):  # fmt: skip

@@ -333,7 +333,7 @@ def test_many_gguf_keys_and_long_arrays_are_read_in_little_time(small: bytes, tm
 
 def test_the_header_is_read_as_the_gguf_package_reads_it(pair: tuple[nn.Module, Path]) -> None:
     """Every tensor's bytes, shape and type, and every setting."""
-    from locater.sources.gguf_header import read_header
+    from locater.sources.gguf_file import read_header
 
     _, path = pair
     header, reader = read_header(path), gguf.GGUFReader(path)

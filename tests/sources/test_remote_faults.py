@@ -376,7 +376,7 @@ def object_of(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """An object that obstore reads from the server with faults, as S3 would send it."""
     pytest.importorskip("obstore")
     from locater.sources.remote import objects
-    from locater.sources.remote.object_file import ObjectFile
+    from locater.sources.remote.folders import ObjectFile
 
     (server.root / "bucket").mkdir()
     (server.root / "bucket" / "x").write_bytes(bytes(range(250)) * 100)

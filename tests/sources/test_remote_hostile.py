@@ -15,8 +15,8 @@ import pytest
 from locater.errors import LocaterError
 from locater.sources.remote import Traffic, http_client, http_file, objects, retrying
 from locater.sources.remote.address import remote_address
+from locater.sources.remote.folders import ObjectFile
 from locater.sources.remote.http_file import _redirected
-from locater.sources.remote.object_file import ObjectFile
 from locater.sources.remote.ranged import read
 from tests.conftest import Result
 from tests.range_server import Fault, RangeServer

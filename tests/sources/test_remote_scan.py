@@ -26,7 +26,7 @@ from locater.families.registry import BY_TYPE
 from locater.sources.remote import Traffic, identity
 from locater.sources.remote.address import remote_address
 from locater.sources.remote.ahead import blocks_of
-from locater.sources.remote.remote_weights import FIRST
+from locater.sources.remote.opening import FIRST
 from locater.sources.sources import open_source
 from tests.range_server import RangeServer
 

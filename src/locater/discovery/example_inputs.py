@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +14,155 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.discovery.example_marks import PICTURE, SOUND, more_placeholders, put_placeholders
-from locater.discovery.example_repairs import repaired
 from locater.discovery.example_settings import BATCH, TOKENS, WIDTH, Make, Request, Settings
 from locater.discovery.example_tensors import group_of, ids, makers
 from locater.errors import LocaterError, first_line
 from locater.sources.sources import config_of
+
+# Placeholders in a text: tokens whose embeddings a model replaces by features of a picture or a sound.
+
+
+# names of the token, of the method that computes the features, of its inputs
+SOUND = (
+    "input_features input_features_mask feature_attention_mask input_values input_features_attention_mask padding_mask"
+).split()
+PICTURE = (
+    "pixel_values image_grid_thw image_sizes image_grid_hw grid_thw image_position_ids pixel_position_ids"
+    " pixel_attention_mask target_sizes spatial_shapes image_merge_sizes high_res_pixel_values"
+).split()
+KINDS = (
+    (("image_token_id", "image_token_index", "im_patch_id", "image_patch_id"), "get_image_features", PICTURE),
+    (("audio_token_id", "audio_token_index"), "get_audio_features", SOUND),
+)
+MISMATCH = re.compile(r"tokens: (?P<tokens>\d+),? features:? (?P<features>\d+)")
+BEFORE = 3  # tokens of text before the first placeholder
+
+
+def put_placeholders(model: nn.Module, guess: dict[str, Tensor], quietly: Callable[..., Any]) -> None:
+    """Put one placeholder into the text for each feature vector of a picture or a sound; the text gets longer.
+
+    `quietly(call, **arguments)` calls a method of the model and gives None where that fails.
+    """
+    _make_room(model, guess)
+    for tokens, method, inputs in KINDS:
+        given = {name: guess[name] for name in inputs if name in guess}
+        token = Settings(config_of(model)).number(tokens, -1)
+        compute = next((getattr(part, method) for part in model.modules() if hasattr(part, method)), None)
+        if token < 0 or not given or guess.get("input_ids", torch.zeros(())).ndim != 2:
+            continue
+        if compute is None:  # the model makes room itself: one placeholder for a picture or a sound
+            _put(model, guess, token, 1)
+            continue
+        known, config = inspect.signature(compute).parameters, config_of(model)
+        settings = {name: config[name] for name, p in known.items() if p.default is p.empty and name in config}
+        features = quietly(compute, **settings, **{name: x for name, x in given.items() if name in known})
+        if features is not None:
+            _put(model, guess, token, _count(features) // BATCH)
+
+
+def more_placeholders(model: nn.Module, guess: dict[str, Tensor], message: str) -> dict[str, Tensor] | None:
+    """A guess with as many placeholders as a model's error says that it has features; None for other errors."""
+    match = MISMATCH.search(message)
+    if match is None or guess.get("input_ids", torch.zeros(())).ndim != 2:
+        return None
+    missing = (int(match["features"]) - int(match["tokens"])) // BATCH
+    for tokens, method, inputs in KINDS:
+        token = Settings(config_of(model)).number(tokens, -1)
+        known = any(name in guess for name in inputs) and method.split("_")[1] in message.lower()
+        if token >= 0 and known and missing > 0:
+            changed = dict(guess)
+            _put(model, changed, token, missing)
+            return changed
+    return None
+
+
+def _make_room(model: nn.Module, guess: dict[str, Tensor]) -> None:
+    """A longer text where a mask says which tokens the features of a picture replace, and they are many."""
+    count = Settings(config_of(model)).number(("latent_query_num",), 0)
+    if count and "image_embeds_position_mask" in guess and guess["input_ids"].shape[1] < count + BEFORE:
+        _put(model, guess, int(guess["input_ids"][0, 0]), count)
+        mask = torch.zeros_like(guess["input_ids"])
+        mask[:, BEFORE : BEFORE + count] = 1
+        guess["image_embeds_position_mask"] = mask
+
+
+def _put(model: nn.Module, guess: dict[str, Tensor], token: int, count: int) -> None:
+    ids = guess["input_ids"]
+    ids = torch.where(ids == token, max(token - 1, 0), ids)  # none by chance
+    marks = torch.full((len(ids), count), token, device=ids.device)
+    guess["input_ids"] = ids = torch.cat([ids[:, :BEFORE], marks, ids[:, BEFORE:]], 1)
+    if "attention_mask" in guess:
+        guess["attention_mask"] = torch.ones_like(ids)
+    arguments = inspect.signature(model.forward).parameters
+    for name in ("mm_token_type_ids", "token_type_ids"):  # 1 where a picture stands, 0 for text
+        if name in arguments and (name == "mm_token_type_ids" or name in guess):
+            guess[name] = (ids == token).long()
+
+
+def _count(features: Any) -> int:
+    """How many feature vectors a method returned."""
+    pooled = getattr(features, "pooler_output", None)
+    return _vectors(getattr(features, "last_hidden_state", features) if pooled is None else pooled)
+
+
+def _vectors(features: Any) -> int:
+    if isinstance(features, Tensor):
+        return features.shape[:-1].numel()
+    return sum(_vectors(part) for part in features) if isinstance(features, (list, tuple)) else 0
+
+
+# A guess that a model refuses, changed where PyTorch's error says that a size does not fit.
+
+
+# messages of PyTorch -> (the size that a tensor had, the size that fits); "either" where it may be the other way round
+MISFITS = {
+    r"size of tensor a \((?P<given>\d+)\) must match the size of tensor b \((?P<fits>\d+)\)": "either",
+    r"shapes cannot be multiplied \(\d+x(?P<given>\d+) and (?P<fits>\d+)x\d+\)": "",
+    r"normalized_shape=\[(?P<fits>\d+)\], expected .* got input of size ?\[.*?(?P<given>\d+)\]": "",
+    r"to have (?P<fits>\d+) channels, but got (?P<given>\d+) channels": "",
+    r"contract \w+ dimension.* (?P<given>\d+) but got (?P<fits>\d+)": "either",
+}
+LARGEST = 4096  # channels that a repaired tensor may get
+
+
+def repaired(guess: Mapping[str, Tensor], message: str) -> Iterator[dict[str, Tensor]]:
+    """The guess with one axis of one tensor resized, for each axis that the message may be about.
+
+    An axis of the size that did not fit comes first. Then the last axis of a tensor of real numbers is scaled by the
+    same factor: features may be stacked or halved before they meet a map.
+
+    >>> x = torch.zeros(2, 9, 80)
+    >>> error = "mat1 and mat2 shapes cannot be multiplied (18x80 and 128x32)"
+    >>> [tuple(changed["x"].shape) for changed in repaired({"x": x}, error)]
+    [(2, 9, 128)]
+    """
+    for given, fits in _misfits(message):
+        for name, x in guess.items():
+            for axis in range(x.ndim - 1, 0, -1):
+                if x.shape[axis] == given:
+                    yield {**guess, name: _resized(x, axis, fits)}
+        for name, x in guess.items():
+            size, rest = divmod(x.shape[-1] * fits, given) if x.ndim > 1 and given else (0, 1)
+            if x.is_floating_point() and not rest and size != x.shape[-1] and x.shape[-1] != given and size <= LARGEST:
+                yield {**guess, name: _resized(x, -1, size)}
+
+
+def _misfits(message: str) -> Iterator[tuple[int, int]]:
+    for pattern, order in MISFITS.items():
+        if match := re.search(pattern, message):
+            given, fits = int(match["given"]), int(match["fits"])
+            yield given, fits
+            if order == "either":
+                yield fits, given
+
+
+def _resized(x: Tensor, axis: int, size: int) -> Tensor:
+    """A tensor with another size of an axis: the same numbers again and again, or new ones where they are real."""
+    repeated = x.index_select(axis, torch.arange(size, device=x.device) % x.shape[axis])
+    if not x.is_floating_point():
+        return repeated
+    return torch.randn(repeated.shape, generator=torch.Generator().manual_seed(size)).to(x)
+
 
 # arguments that have a default and are given all the same: they make more of a model run
 OPTIONAL = (

@@ -3,25 +3,329 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import itertools
+import math
 import random
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from locater.calls.direct import at_each_place
 from locater.discovery.calls import FUSED, SOFTMAX, Call, attention_calls
-from locater.discovery.copy import light_copy, parameter_versions
 from locater.discovery.example_inputs import example_inputs
-from locater.discovery.flex import flex_attention_written_out
 from locater.discovery.memory import changed, facts_of
 from locater.discovery.tape import Tape
-from locater.discovery.thin_weights import ThinProducts, redraw
 from locater.errors import LocaterError, first_line
+from locater.sources.live_tensors import copy_in_use, is_a
+
+# Random parameters of any size in little memory: the rows of a large one are overlapping parts of one line of
+# numbers.
+
+
+LARGE = 1 << 18  # numbers: tensors with more are thin
+STRIDE = 17
+AT_ONCE = 1 << 21  # numbers of a thin matrix that are written out and multiplied at once
+
+
+def thin_strides(shape: Iterable[int]) -> list[int] | None:
+    """The strides of a thin tensor of this shape; None where it is stored in full: small ones, and those of short
+    rows.
+    """
+    shape = tuple(shape)
+    if len(shape) < 2 or math.prod(shape) <= LARGE or shape[-1] <= 2 * STRIDE:
+        return None
+    strides = [1, STRIDE]
+    for size in reversed(shape[1:-1]):
+        strides.append(strides[-1] * size)
+    return strides[::-1]
+
+
+def is_thin(x: Any) -> bool:
+    """Whether rows of a matrix overlap in memory."""
+    return isinstance(x, Tensor) and x.ndim == 2 and x.stride(1) == 1 and 0 < x.stride(0) < x.shape[1]
+
+
+def tables_of_sines(model: nn.Module) -> set[int]:
+    """Identities of parameters that are fixed tables of sines: positions that no training changes. Others in their
+    place would turn channels otherwise than by angles.
+    """
+    modules = [module for module in model.modules() if "sinus" in type(module).__name__.lower()]
+    return {id(p) for module in modules for p in module.parameters(recurse=False)}
+
+
+@torch.no_grad()
+def redraw(model: nn.Module, seed: int) -> None:
+    """Every parameter from a normal distribution: matrices by fan-in, embeddings of unit size, biases and gains wide.
+    At initialisation biases are 0 and gains 1, and a mistake can hide behind that. Large parameters become thin, and
+    those before them stay as they are for whoever kept them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    fixed = tables_of_sines(model)
+    for name, p in model.named_parameters():
+        if not p.is_floating_point() or not p.numel() or id(p) in fixed:
+            continue
+        spread, mean = _spread(name, p, id(p) in tables)
+        strides = thin_strides(p.shape)
+        if strides is None:
+            p.copy_(mean + spread * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+            continue
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, strides, strict=True))
+        line = mean + spread * torch.randn(reach, generator=generator, dtype=torch.float64)
+        p.data = line.to(p.dtype).as_strided(p.shape, strides)
+
+
+def _spread(name: str, p: Tensor, table: bool) -> tuple[float, float]:
+    """(standard deviation, mean) of what a parameter is drawn from."""
+    if p.ndim >= 2:
+        return (1.0 if table or min(p.shape) == 1 else min(p.shape[0], p[0].numel()) ** -0.5), 0.0
+    return 0.5, 0.0 if name.endswith("bias") else 1.0
+
+
+class ThinProducts(TorchFunctionMode):
+    """Multiplies thin matrices a few rows at a time, written out into memory that is used again and again: PyTorch
+    would write them out in full.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._space: dict[torch.dtype, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear and len(args) > 1 and is_thin(args[1]) and args[1].dtype == args[0].dtype:
+            return torch.cat(list(self._parts(*args, **kwargs)), -1)
+        return func(*args, **kwargs)
+
+    def _parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Tensor]:
+        step = max(1, AT_ONCE // weight.shape[1])
+        space = self._space.get(weight.dtype)
+        if space is None or space.numel() < step * weight.shape[1]:
+            space = self._space[weight.dtype] = torch.empty(max(AT_ONCE, weight.shape[1]), dtype=weight.dtype)
+        for start in range(0, len(weight), step):
+            part = weight[start : start + step]
+            written = space[: part.numel()].view(part.shape).copy_(part)
+            yield torch.nn.functional.linear(x, written, None if bias is None else bias[start : start + step])
+
+
+# A copy of a model that can be run and changed: on the CPU, in eval mode, with parameters of its own in little
+# memory.
+
+
+HOOKS = (
+    "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _state_dict_hooks _state_dict_pre_hooks"
+    " _load_state_dict_pre_hooks _load_state_dict_post_hooks"
+).split()
+Memo = dict[int, Any]  # id of an object -> what stands for it in the copy, as `copy.deepcopy` takes it
+
+
+def light_copy(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
+    """A copy whose parameters are still to be drawn (`redraw`)."""
+    _refuse_empty(model, where)
+    try:
+        memo = _parameters(model, dtype)
+        for part in model.modules():
+            memo |= _without_hooks(part) | _own_tensors(part)
+        for part in reversed(list(model.modules())):  # inner ones first
+            _put_stand_in(part, memo)
+        copied = copy.deepcopy(model, memo)
+    except LocaterError:
+        raise
+    except Exception as error:
+        raise LocaterError(
+            f"{where}: it cannot be copied ({type(error).__name__}: {first_line(error):.120})"
+        ) from error
+    for part in copied.modules():  # transformers puts hooks of its own, once: they are gone, so it has to do it again
+        vars(part).pop("_output_capturing_hooks_installed", None)
+    copied = _cast(copied, dtype).eval().requires_grad_(False)
+    choose: Any = getattr(copied, "set_experts_implementation", None)
+    if choose is not None:  # fused products of experts do not run in float64
+        with contextlib.suppress(Exception):
+            choose("eager")
+    return copied
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model on the CPU in this dtype, complex tensors in the complex one: `Module.to` would drop their imaginary
+    parts.
+    """
+    kinds = {True: dtype.to_complex(), False: dtype}
+    return model._apply(
+        lambda t: t.to("cpu", kinds[t.is_complex()] if t.is_floating_point() or t.is_complex() else t.dtype)
+    )
+
+
+def _refuse_empty(model: nn.Module, where: str) -> None:
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise LocaterError(f"{where}: {name} has no shape yet (a lazy module): run the model once first")
+        if tensor.device.type == "meta":
+            raise LocaterError(f"{where}: {name} has no data (meta device): load the weights first")
+        stored_so = isinstance(tensor, nn.Parameter) or name.endswith("weight")
+        if stored_so and tensor.ndim > 1 and not _has_real_numbers(tensor):
+            raise LocaterError(f"{where}: {name} is stored as {tensor.dtype} (quantised): dequantise the model first")
+
+
+def _has_real_numbers(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _parameters(model: nn.Module, dtype: torch.dtype) -> Memo:
+    """A parameter on the CPU for each of the model's, of its full shape also where it is sharded; large ones hold one
+    number until they are drawn.
+    """
+    memo: Memo = {}
+    fixed = tables_of_sines(model)
+    for p in model.parameters():
+        if not p.is_floating_point() or id(p) in fixed:
+            numbers = p.detach().cpu().clone()
+        elif thin_strides(p.shape) is None:
+            numbers = torch.zeros(p.shape, dtype=dtype)
+        else:
+            numbers = torch.zeros(1, dtype=dtype).expand(p.shape)
+        memo[id(p)] = nn.Parameter(numbers, requires_grad=False)
+    return memo
+
+
+def _without_hooks(part: nn.Module) -> Memo:
+    """No hooks of others, and no state of shards: an observer must not see the passes of a copy. Two kinds are part of
+    the model and stay: those that compute a weight (weight_norm), and those by which models of transformers collect
+    hidden states.
+    """
+    hooks = (those for name, those in vars(part).items() if name in HOOKS or name.startswith("__composable_api"))
+    return {
+        id(those): type(those)((key, hook) for key, hook in those.items() if _is_of_model(hook))
+        for those in hooks
+        if those is not None
+    }
+
+
+def _is_of_model(hook: object) -> bool:
+    return hasattr(hook, "compute_weight") or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def _own_tensors(part: nn.Module) -> Memo:
+    """Buffers, and tensors that a module keeps as plain attributes without their gradients; copied to the CPU at once,
+    so that the device of the model needs no memory for it.
+    """
+    kept = [x for x in (*vars(part).values(), *part._buffers.values()) if isinstance(x, Tensor)]
+    return {id(x): x.detach().to("cpu", copy=True) for x in kept}
+
+
+class Around(nn.Module):
+    """In place of a wrapper of a whole model: only passes calls on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _put_stand_in(part: Any, memo: Memo) -> None:
+    """Into `memo`, what the copy has in place of a wrapper."""
+    if is_a(part, "torch._dynamo.eval_frame", "OptimizedModule"):
+        memo[id(part)] = copy.deepcopy(part._orig_mod, memo)
+    elif is_a(part, "torch.nn.parallel.distributed", "DistributedDataParallel"):
+        memo[id(part)] = type(type(part).__name__, (Around,), {})(copy.deepcopy(part.module, memo))
+    elif is_a(part, "torch.distributed.fsdp", "FSDPModule"):  # a class made of this one and of the model's own
+        kind = next(base for base in type(part).__bases__ if issubclass(base, nn.Module))
+        memo[id(part)] = whole = kind.__new__(kind)
+        vars(whole).update(copy.deepcopy(vars(part), memo))
+        vars(whole).pop("_compiled_call_impl", None)  # of block.compile(): the copy runs as it is written
+    elif is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer") and hasattr(part, "base_layer"):
+        memo[id(part)] = copy.deepcopy(part.base_layer, memo)
+    elif is_a(part, "peft.utils.other", "ModulesToSaveWrapper"):
+        memo[id(part)] = copy.deepcopy(copy_in_use(part), memo)
+
+
+def parameter_versions(model: nn.Module) -> Iterator[tuple[str, int, int, int]]:
+    """(name, identity, place in memory, version) of each parameter. A pass that changes its own weights changes one of
+    these.
+    """
+    for name, p in model.named_parameters():
+        yield name, id(p), p.data_ptr(), p._version
+
+
+# Direct calls of FlexAttention while a model runs on tape: it compiles itself, which no tape records.
+
+
+HOME = "torch.nn.attention.flex_attention"
+
+
+@contextlib.contextmanager
+def flex_attention_written_out() -> Iterator[None]:
+    """Inside, calls of FlexAttention are fused attention with their block mask written out: the same numbers. Block
+    masks are made unrecorded.
+
+    What transformers calls stays: its models are read under another attention function.
+    """
+    home: Any = sys.modules.get(HOME)
+    replaced: list[tuple[Any, str, Any, Any]] = []
+    if home is not None:
+        ours = {"flex_attention": _written_out, "create_block_mask": partial(_unrecorded, home.create_block_mask)}
+        modules: list[tuple[str, Any]] = [
+            (n, m) for n, m in list(sys.modules.items()) if not n.startswith("transformers.")
+        ]
+        replaced = [
+            (module, name, getattr(home, name), mine)
+            for _, module in modules
+            for name, mine in ours.items()
+            if getattr(module, "__dict__", {}).get(name) is getattr(home, name)
+        ]
+    for module, name, _, mine in replaced:
+        setattr(module, name, mine)
+    try:
+        yield
+    finally:
+        for module, name, original, mine in replaced:
+            if getattr(module, name) is mine:
+                setattr(module, name, original)
+
+
+def _unrecorded(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a mask is made of is no part of what the model computes."""
+    with torch._C.DisableTorchFunction():
+        return function(*args, **kwargs)
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Tensor:
+    if score_mod is not None:
+        raise LocaterError(
+            "it calls FlexAttention with a score_mod, a function of single logits, which is not read from a pass"
+        )
+    if return_lse or return_aux is not None:
+        raise LocaterError("it asks FlexAttention for the log-sum-exp of its rows, which is not read from a pass")
+    mask = None
+    if block_mask is not None:
+        B, H, T, S = *query.shape[:3], key.shape[2]
+        mask = _unrecorded(at_each_place, block_mask.mask_mod, B, H, T, S, query.device)
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 
 class NoInputsError(LocaterError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,14 +14,263 @@ from locater.discovery.calls import Call, mixed_values
 from locater.discovery.errors import UnreadableError
 from locater.discovery.logits import read_logits
 from locater.discovery.masks import read_mask
-from locater.discovery.norms import plain
+from locater.discovery.norms import fitted, plain
 from locater.discovery.outputs import Output, output_of
-from locater.discovery.place import Place, captured_logits, place_of, side
-from locater.discovery.sides import Heads, heads_of, stored_map
-from locater.discovery.tape import Tape
-from locater.discovery.turning import Turning, frequencies
+from locater.discovery.place import Latent, Place, Side, captured_logits, place_of, side
+from locater.discovery.probing import Passage, Wiring, token_rows, wired
+from locater.discovery.tape import Node, Tape
+from locater.discovery.tape.walking import LinearMap
+from locater.discovery.turning import Reading, Turning, frequencies, reading
+from locater.layers.gate import FUNCTIONS
 from locater.layers.layout import AttentionLayout, LogitsLayout
-from locater.layers.map_layouts import AnyMap, MapLayout
+from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout
+from locater.layers.vector_layouts import VectorLayout
+
+# From a place on the tape to a layout: rows of the stored maps, norms of queries and keys, rotation.
+
+
+LEARNED = ("identity", "softplus", "sigmoid")  # functions of stored numbers that are factors of channels
+LARGEST_VECTOR = 16_384  # numbers of a stored tensor that may be a learned vector
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys or values of one layer. Rows are in the order of the model."""
+
+    map: AnyMap
+    count: int  # heads that differ
+    size: int
+    factor: float
+    norm: NormLayout | None = None
+    turn: Turning | None = None
+    norm_last: bool = False
+
+
+def heads_of(tape: Tape, part: Side, order: Tensor, tokens: Tensor) -> Heads:
+    """What is between the maps and queries, keys or values; `order` (B, H) and `tokens` (B, T) as in `wired`."""
+    wiring = wired(part.passage, order, tokens)
+    if not part.norms:
+        return _plain(tape, part, wiring)
+    if len(part.norms) > 1:
+        raise UnreadableError("more than one norm is between its map and its queries or keys")
+    node = part.norms[0]
+    made = tape.made[node]
+    layout = fitted(made, made.source.value, node.value, node)
+    if layout is None:
+        raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
+    width, size = node.value.shape[-1], wiring.sources.shape[1]
+    after = Passage(part.node, (node,), (width,), (), part.passage.transposed)
+    if width == len(part.maps[0].weight) != size:
+        return _normed_together(tape, part, wiring, layout, reading(wired(after, order, tokens)))
+    if width != size:
+        raise UnreadableError(f"the norm {made.path} acts on {width} channels of heads of {size}")
+    return _normed_apart(tape, part, wiring, layout, after)
+
+
+def _plain(tape: Tape, part: Side, wiring: Wiring) -> Heads:
+    """Heads without a norm."""
+    whole = reading(wiring)
+    stored = _stored(tape, part, whole, wiring)
+    return Heads(stored, _groups(wiring.heads), whole.rows.shape[1], whole.factor, turn=whole.turn)
+
+
+def _normed_together(tape: Tape, part: Side, wiring: Wiring, layout: NormLayout, late: Reading) -> Heads:
+    """Heads with one norm over all of them; `late` is what is behind it."""
+    heads, whole, where = _plain(tape, part, wiring), reading(wiring), f"the norm {tape.made[part.norms[0]].path}"
+    if len(part.maps) > 1 or not torch.equal(late.rows, whole.rows) or not isinstance(heads.map, MapLayout):
+        raise UnreadableError(f"{where} reads its channels in another order than the heads")
+    if late.factors is not None or whole.factors is not None:
+        raise UnreadableError(f"behind {where}, channels have factors of their own")
+    channels = late.rows.flatten().tolist()
+    if sorted(channels) != list(range(len(channels))) or len(channels) != len(part.maps[0].weight):
+        raise UnreadableError(f"{where} reads channels that its heads do not")
+    _same_turn(whole, late, where)
+    inner = replace(layout, channels=tuple(channels))
+    return replace(heads, map=replace(heads.map, inner=inner), factor=late.factor)
+
+
+def _normed_apart(tape: Tape, part: Side, wiring: Wiring, layout: NormLayout, after: Passage) -> Heads:
+    """Heads with a norm of each; `after` leads from the norm on."""
+    where = f"the norm {tape.made[part.norms[0]].path}"
+    rows = token_rows(after)
+    late = reading(wired(after, torch.arange(len(rows))[:, None], rows))
+    behind = late.factor if late.factors is None else late.factors[0]  # (h,)
+    if late.turn is None:
+        wiring = replace(
+            wiring,
+            coefficients=wiring.coefficients / torch.as_tensor(behind)[..., None],
+            shift=wiring.shift / torch.as_tensor(behind),
+        )
+        heads = _plain(tape, part, wiring)
+        if heads.turn is not None and abs(heads.turn.amplitude - 1) > 1e-6:
+            raise UnreadableError(f"{where} reads channels that a rotation made larger")
+        if abs(heads.factor - 1) > 1e-6 or (isinstance(heads.map, MapLayout) and heads.map.factors is not None):
+            raise UnreadableError(f"{where} reads a multiple of its map")
+    else:
+        heads = _plain(tape, part, wiring)
+        _same_turn(reading(wiring), late, where)
+        if abs(heads.factor / late.factor - 1) > 1e-6:
+            raise UnreadableError(f"{where} reads a multiple of its map")
+    norm_last = late.turn is None and heads.turn is not None
+    channels = late.rows[0].tolist()
+    norm = layout if channels == sorted(channels) else replace(layout, channels=tuple(channels))
+    if late.factors is not None:
+        norm = replace(norm, factors=_learned(tape, after, late.factors[0]))
+    return replace(heads, factor=late.factor, norm=norm, norm_last=norm_last)
+
+
+def _same_turn(whole: Reading, late: Reading, where: str) -> None:
+    """Refuse a rotation of which a part is in front of the norm."""
+    if whole.turn is None and late.turn is None:
+        return
+    if (
+        whole.turn is None
+        or late.turn is None
+        or (whole.turn.first, whole.turn.second) != (late.turn.first, late.turn.second)
+    ):
+        raise UnreadableError(f"its channels turn before and after {where}")
+    if (torch.exp(1j * (whole.turn.angles - late.turn.angles)) - 1).abs().max() > 1e-6:
+        raise UnreadableError(f"its channels turn before and after {where}")
+
+
+def _groups(heads: list[int]) -> int:
+    """How many heads differ; neighbours are alike."""
+    count = len(set(heads))
+    group = len(heads) // count
+    if len(heads) % count or heads != [head // group * group for head in range(len(heads))]:
+        raise UnreadableError("its queries share keys otherwise than in groups of neighbours")
+    return count
+
+
+def _stored(tape: Tape, part: Side, whole: Reading, wiring: Wiring) -> AnyMap:
+    """The stored rows of all heads, one head after the other."""
+    channels = whole.rows.flatten()
+    shift = wiring.shift
+    if (shift - shift[:1, :1]).abs().max() > 1e-9 * max(1.0, float(shift.abs().max())):
+        raise UnreadableError("a vector that changes with position is added to its queries, keys or values")
+    added = shift[0, 0].flatten()
+    starts = torch.tensor([0, *torch.tensor(part.passage.widths).cumsum(0).tolist()])
+    owner = torch.bucketize(channels, starts[1:], right=True)
+    layouts, places = [], torch.zeros_like(channels)
+    offset = 0
+    for number, (linear, latent) in enumerate(zip(part.maps, part.latents, strict=True)):
+        own = (owner == number).nonzero().flatten()
+        if not own.numel():
+            continue
+        rows, inverse = _firsts((channels[own] - starts[number]).tolist())
+        layouts.append(stored_map(tape, linear, rows, latent))
+        places[own] = torch.tensor(inverse) + offset
+        offset += len(rows)
+    if len(layouts) == 1:
+        layout = layouts[0].picked(places.tolist())
+        if added.abs().max() > 0:
+            layout = replace(layout, shift=_vector(tape, part.passage, added / whole.factor))
+        return layout if whole.factors is None else replace(layout, factors=_learned(tape, part.passage, whole.factors))
+    if added.abs().max() > 0 or whole.factors is not None:
+        raise UnreadableError(
+            "a vector is added to what several maps give, or their channels have factors of their own"
+        )
+    return JoinedLayout(tuple(layouts), tuple(places.tolist()), len(whole.rows))
+
+
+def _firsts(rows: list[int]) -> tuple[list[int], list[int]]:
+    """(rows without repetition, the place of each row among these)."""
+    unique = list(dict.fromkeys(rows))
+    place = {row: at for at, row in enumerate(unique)}
+    return unique, [place[row] for row in rows]
+
+
+def _vectors(tape: Tape, passage: Passage) -> Iterator[tuple[Tensor, str]]:
+    """Stored tensors that take part between the cuts and the target, flattened, with their names."""
+    todo, seen, names = [passage.target], set(passage.cuts), set()
+    while todo:
+        for node in todo.pop().inputs:
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.moving:
+                todo.append(node)
+                continue
+            name = tape.parameter(node)
+            if name is not None and name not in names and 0 < tape.tensor(name).numel() <= LARGEST_VECTOR:
+                names.add(name)
+                yield tape.tensor(name).double().flatten(), name
+
+
+def _vector(tape: Tape, passage: Passage, values: Tensor) -> VectorLayout:
+    """The stored tensor that holds these numbers."""
+    for stored, name in _vectors(tape, passage):
+        nearest = (stored - values[:, None]).abs().min(-1)
+        if (nearest.values <= 1e-9 * values.abs().max()).all():
+            return VectorLayout(plain(name), tuple(nearest.indices.tolist()))
+    raise UnreadableError("a vector that is no parameter is added to its queries, keys or values")
+
+
+def _learned(tape: Tape, passage: Passage, factors: Tensor) -> VectorLayout:
+    """The stored tensor that these factors are a multiple of, or of a function of."""
+    values = factors.flatten()
+    for (stored, name), function in product(_vectors(tape, passage), LEARNED):
+        made = FUNCTIONS[function](stored)
+        for multiple in values[0] / made[made.abs() > 0]:
+            nearest = (made * multiple - values[:, None]).abs().min(-1)
+            if (nearest.values <= 1e-7 * values.abs().max()).all():
+                return VectorLayout(plain(name), tuple(nearest.indices.tolist()), float(multiple), function)
+    raise UnreadableError("channels of its queries, keys or values have factors of their own")
+
+
+def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Latent | None = None) -> MapLayout:
+    """The stored tensors of a map, with the stored row of each of `channels`."""
+    name = tape.parameter(linear.constant)
+    assert name is not None
+    rows, transposed, axes = _stored_rows(tape, name, linear.weight)
+    bias = None
+    if linear.bias is not None:
+        bias = _stored_bias(tape, linear.bias, rows)
+        if bias is None:
+            raise UnreadableError(f"the bias of {name} is computed")
+    kept = tuple(rows[channel] for channel in channels)
+    layout = MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed, axes=axes)
+    if latent is None:
+        return layout
+    down, norm = _behind(tape, latent)
+    return replace(layout, latent=down, latent_norm=norm)
+
+
+def _stored_bias(tape: Tape, bias: Node, rows: list[int]) -> str | None:
+    """The stored tensor that holds a bias in these rows; biases that a call puts together are told by their numbers."""
+    for name in tape.parameters(bias):
+        stored = tape.tensor(name)
+        if stored.ndim == 1 and len(stored) > max(rows) and torch.equal(stored[rows].to(bias.value), bias.value):
+            return name
+    return None
+
+
+def _behind(tape: Tape, latent: Latent) -> tuple[MapLayout, NormLayout | None]:
+    """The map of a latent and its norm."""
+    rows = token_rows(latent.passage)
+    wiring = wired(latent.passage, torch.arange(len(rows))[:, None], rows)
+    whole = reading(wiring)
+    if whole.turn is not None or whole.factors is not None or whole.factor != 1 or wiring.shift.abs().max() > 0:
+        raise UnreadableError("what is between its two maps is no norm")
+    norm = None if latent.norm.kind == "none" else latent.norm
+    return stored_map(tape, latent.map, whole.rows[0].tolist()), norm
+
+
+def _stored_rows(tape: Tape, name: str, weight: Tensor) -> tuple[list[int], bool, int]:
+    """(row of the stored tensor for each channel of the map, whether it is stored (in, out), how many of its axes are
+    flattened into the first of two).
+    """
+    stored = tape.tensor(name)
+    for transposed, axes in product((False, True), range(1, stored.ndim)):
+        whole = stored.flatten(0, axes - 1).flatten(1)
+        whole = whole.mT if transposed else whole
+        if whole.shape[1] != weight.shape[1]:
+            continue
+        first = (whole == weight[0]).all(-1).nonzero().flatten().tolist()
+        for start in first:
+            if start + len(weight) <= len(whole) and torch.equal(whole[start : start + len(weight)], weight):
+                return list(range(start, start + len(weight))), transposed, axes
+    raise UnreadableError(f"its map is computed from {name}, and not a part of it")
 
 
 def read_layout(tape: Tape, call: Call) -> AttentionLayout:

@@ -2,26 +2,190 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from locater.calls.coverage import folded_paths, unread
-from locater.discovery.by_name import layers_by_name
+from locater.calls.coverage import CROSS, attention_like, folded_paths, unread
 from locater.discovery.disk import discovered_on_disk, searched_once
-from locater.discovery.refusal import contradiction, only_a_part, undiscovered, unknown_architecture
 from locater.discovery.searching import Discovered, discovered_in
 from locater.errors import LocaterError, first_line
 from locater.families import timm, torch_mha
 from locater.families.record import Reader
 from locater.families.registry import BUILT_IN, BY_TYPE
-from locater.layers.build import check_layer, integer
+from locater.layers.build import check_layer, integer, matrix, optional
 from locater.layers.layer import AttentionLayer
 from locater.sources.remote import session
 from locater.sources.settings import CheckedConfig, remedy
-from locater.sources.sources import Config, Source, open_source
-from locater.sources.weights import ModuleWeights, Weights, quantised_modules
+from locater.sources.sources import Config, Source, config_of, open_source
+from locater.sources.weights import ModuleWeights, Weights, natural, quantised_modules
+
+# Heads of an unknown architecture: the user names the query and key tensors. Gains are not folded.
+
+
+def layers_by_name(
+    weights: Weights, query: str, key: str, heads: int, kv_heads: int | None = None
+) -> Iterator[AttentionLayer]:
+    """Layers from patterns such as `blocks.*.attn.wq.weight`; `*` stands for the same text in both.
+
+    Weights are taken as (heads x head_dim, width), the layout of nn.Linear. Key heads are counted from the rows.
+    """
+    queries, keys = _matches(weights, query, "--query"), _matches(weights, key, "--key")
+    for index, (where, q_name) in enumerate(sorted(queries.items(), key=lambda item: natural(item[0]))):
+        if where not in keys:
+            raise LocaterError(f"{weights.where}: {q_name} has no partner that matches --key {key!r}")
+        k_name = keys[where]
+        q, k = (
+            matrix(weights, name, optional(weights, f"{name.removesuffix('.weight')}.bias"))
+            for name in (q_name, k_name)
+        )
+        if q.shape[0] % heads:
+            raise LocaterError(
+                f"{weights.where}: {q_name} has {q.shape[0]} rows, which {heads} heads do not divide: change --heads"
+            )
+        head_dim = q.shape[0] // heads
+        groups = kv_heads or k.shape[0] // head_dim
+        if groups == 0 or groups * head_dim != k.shape[0] or heads % groups or q.shape[1] != k.shape[1]:
+            raise LocaterError(
+                f"{weights.where}: {k_name} has shape {list(k.shape)}, "
+                f"which does not fit {heads} query heads of size {head_dim} on width {q.shape[1]}: change --heads"
+            )
+        yield AttentionLayer(
+            name=q_name.removesuffix(".weight"),
+            index=index,
+            heads=heads,
+            kv_heads=groups,
+            head_dim=head_dim,
+            query=q,
+            key=k,
+            scale=head_dim**-0.5,
+            kind="cross" if CROSS.search(q_name) else "self",
+        )
+
+
+def _matches(weights: Weights, pattern: str, option: str) -> dict[tuple[str, ...], str]:
+    expression = "(.+?)".join(re.escape(part) for part in pattern.split("*"))
+    names = {m.groups(): name for name in weights.names() if (m := re.fullmatch(expression, name))}
+    if not names:
+        raise LocaterError(f"{weights.where}: no tensor matches {option} {pattern!r}; there are {examples(weights)}")
+    return names
+
+
+def examples(weights: Weights, most: int = 6) -> str:
+    """Some matrices of the source, the likeliest first, layer numbers folded: for error messages."""
+    folded = {re.sub(r"\.\d+\.", ".*.", n): weights.shape(n) for n in weights.names() if len(weights.shape(n)) == 2}
+    likely = sorted(
+        folded,
+        key=lambda n: (not re.search(r"(^|[._])(q|k|w[qk]|query|key|qkv|q_proj|k_proj|attn|attention)([._]|$)", n), n),
+    )
+    shown = [f"{name} {list(folded[name])}" for name in likely[:most]]
+    return (
+        ", ".join(shown) + (f" and {len(folded) - most} more" if len(folded) > most else "") if shown else "no matrices"
+    )
+
+
+# Messages for sources that cannot be read, or only in part: what was recognised, what was not, and what to do.
+
+
+ATTENTION_WORDS = re.compile(r"attn|attention|q_proj|k_proj|qkv|query|to_[qk](\.|$)|(^|\.)w?[qk](\.|$)", re.IGNORECASE)
+
+
+def contradiction(weights: Weights, option: str, in_model: str) -> str:
+    """Of an option that the model contradicts."""
+    return f"{weights.where}: {option} was given, but the model says {in_model}: leave the option out"
+
+
+class UnknownArchitectureError(LocaterError):
+    """No record and no known attention: a reason, and what to do about it."""
+
+    def __init__(self, where: str, reason: str, ways: str, typed: bool = False) -> None:
+        self.reason, self.ways, self.typed = reason, ways, typed  # typed: the reason is about its model_type
+        super().__init__(f"{where}: {reason}. {ways}" if ways else f"{where}: {reason}")
+
+
+def unknown_architecture(
+    weights: Weights, model_type: str | None, read: list[str], left: list[str]
+) -> UnknownArchitectureError:
+    """Of a source without a known type; `read` and `left` are paths of attention that can and cannot be read."""
+    if not left and not any(ATTENTION_WORDS.search(name) for name in weights.names()):
+        return UnknownArchitectureError(weights.where, f"no attention found; it holds {examples(weights)}", "")
+    live = isinstance(weights, ModuleWeights)
+    reason = "no config.json with a model_type tells its architecture"
+    if model_type:
+        reason = f"model_type {model_type!r} is not a known architecture"
+    elif live:
+        reason = "it is of no known architecture"
+    reason += f" (docs/families.md lists {len(BUILT_IN)})"
+    if read:
+        return UnknownArchitectureError(weights.where, reason, only_a_part(weights, read, left), bool(model_type))
+    wrapped = any(".base_layer." in name or ".parametrizations." in name for name in weights.names())
+    hint = "Adapters or parametrizations wrap its maps: merge them first. " if wrapped else ""
+    first = "" if model_type or live else "Put its config.json beside it. Or: "
+    ways = f"{hint}{first}{_ways_out(weights, read, left)}. It holds {examples(weights)}"
+    return UnknownArchitectureError(weights.where, reason, ways, bool(model_type))
+
+
+def undiscovered(weights: Weights, unknown: LocaterError, reason: str) -> LocaterError:
+    """Of a source that discovery could not read either: first why, then what to do, last what is not read."""
+    said = str(unknown)
+    if isinstance(unknown, UnknownArchitectureError) and unknown.ways:
+        said = f"{unknown.reason}. {unknown.ways}" if unknown.typed else unknown.ways
+    line = f"{reason.removeprefix(f'{weights.where}: ')}. {said.removeprefix(f'{weights.where}: ')}"
+    left = [] if re.search(r"[Nn]ot read[:,] ", line) else attention_like(weights)
+    listed = f"; not read: {folded_paths(left, most=None)}" if left else ""
+    return LocaterError(f"{weights.where}: {line}{listed}")
+
+
+def only_a_part(weights: Weights, read: list[str], left: list[str]) -> str:
+    """Of a model of which only a part can be read."""
+    return (
+        f"Only a part of its attention can be read ({folded_paths(read, 2)}), and a part is never given as the whole. "
+        f"Not read: {folded_paths(left, most=None)}. {_ways_out(weights, read, left)}"
+    )
+
+
+def _ways_out(weights: Weights, read: list[str], left: list[str]) -> str:
+    """What to do about attention that is not read; of a live model, a part that can be scanned on its own."""
+    live = isinstance(weights, ModuleWeights)
+    named = "--query 'PATTERN' --key 'PATTERN' --heads N"
+    if live:
+        named = "locater.scan(model, query='PATTERN', key='PATTERN', heads=N)"
+    others = f"Name its tensors with {named} (* for the layer number), or describe it with locater.register()"
+    parts = _readable_parts(weights, read, left) if isinstance(weights, ModuleWeights) else []
+    if not parts:
+        return others
+    also = f" (likewise {', '.join(parts[1:3])})" if parts[1:] else ""
+    return f"Scan such a part on its own: locater.scan(model.{parts[0]}){also}. {others}"
+
+
+def _readable_parts(weights: ModuleWeights, read: list[str], left: list[str]) -> list[str]:
+    """Paths of the outermost modules that carry a configuration of a known architecture and would not be refused again,
+    or, where the model is of none, a path that holds only attention that could be read.
+    """
+    parts: list[str] = []
+    tried = config_of(weights.module).get("model_type")  # a part of this type is read as the whole was
+    for path, module in weights.modules().items():
+        kind = getattr(getattr(module, "config", None), "model_type", None)
+        whole = (
+            path not in read
+            and all(_within(name, path) for name in read)
+            and not any(_within(name, path) for name in left)
+        )
+        if path and kind in BY_TYPE and (kind != tried or whole) and not any(_within(path, outer) for outer in parts):
+            parts.append(path)
+    if parts or tried in BY_TYPE or not read:
+        return parts
+    steps = read[0].split(".")
+    above = (".".join(steps[:count]) for count in range(1, len(steps) + 1))
+    return [next(path for path in above if path == read[0] or not any(_within(other, path) for other in left))]
+
+
+def _within(path: str, outer: str) -> bool:
+    """Whether a module is another one or a part of it."""
+    return not outer or f"{path}.".startswith(f"{outer}.")
+
 
 NOT_MET = "its attention was not met when a copy of the model ran"
 GIVE = "give inputs of the model as example={...}"

@@ -9,7 +9,9 @@ query-key map of such a layer is not known; whatever needs it is None.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -17,25 +19,82 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.overrides import _get_current_function_mode
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
+from locater.calls import interface
 from locater.calls.call import Call
 from locater.calls.coverage import attention_like, folded_paths
 from locater.calls.direct_calls import Caller, DirectCalls, Heard, Kept
 from locater.calls.flex_calls import flex_calls
 from locater.calls.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
-from locater.calls.listeners import Switch, is_measured
+from locater.calls.listeners import Switch, begins_pass, is_measured, is_on, run_pass
 from locater.calls.patching import Undo, instead
 from locater.errors import LocaterError, first_line
 from locater.families.taps import is_tapped, refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice, ChoiceError, chosen_heads
-from locater.observing.following import paused, place_in_code, running
 from locater.observing.listen import compiled_parts
 from locater.observing.repeated_calls import Layer, layers_of
 from locater.observing.site import Site, clear
 from locater.sources.weights import ModuleWeights
+
+# Following which module of a model runs: its forward is replaced while an observation finds layers by their calls.
+
+
+def running(
+    layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces the forward of a module: notes that it runs, and counts its calls at the end."""
+    if begins_pass(layers.switch):
+        return run_pass(layers.switch, module, partial(running, layers, name, module, forward), *args, **kwargs)
+    if not is_on(layers.switch):
+        return forward(*args, **kwargs)
+    frame = Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
+    with ExitStack() as stack:
+        if not layers.frames:
+            layers.switch.missed.clear()  # of other runs
+            if layers.follows:
+                stack.enter_context(DirectCalls(layers.report, layers.fail))
+        layers.ran.add(name)
+        layers.frames.append(frame)
+        stack.callback(layers.frames.pop)
+        out = forward(*args, **kwargs)
+        with ExitStack() as counting:
+            if isinstance(_get_current_function_mode(), DirectCalls):
+                counting.enter_context(_pop_mode_temporarily())
+            layers.leave(frame)
+    return out
+
+
+def paused(
+    layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces the forward of a module of PyTorch, which is heard by its tap: it computes as without a mode."""
+    if begins_pass(layers.switch):
+        return run_pass(layers.switch, module, partial(paused, layers, name, module, forward), *args, **kwargs)
+    if is_on(layers.switch):
+        layers.ran.add(name)
+    with ExitStack() as stack:
+        if isinstance(_get_current_function_mode(), DirectCalls):
+            stack.enter_context(_pop_mode_temporarily())
+        return forward(*args, **kwargs)
+
+
+def place_in_code() -> Place | None:
+    """Where in the code of the innermost module a call is made; None where the attention interface makes it, which
+    announces the call itself.
+    """
+    frame, place = sys._getframe(1), []
+    while frame is not None and frame.f_code is not running.__code__:
+        module = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code.co_name == "attend" and module == interface.__name__:
+            return None
+        if module.partition(".")[0] not in ("locater", "torch"):
+            place.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(place)
+
 
 # these choose another way of computing while a function mode is active, whose last digits differ
 TORCH_MODULES = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)

@@ -20,22 +20,59 @@ from locater.calls.coverage import folded_paths
 from locater.calls.listeners import Switch, is_here, run_pass
 from locater.calls.patching import instead
 from locater.errors import LocaterError
+from locater.families.taps import refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulators import StatisticsOptions, owners
 from locater.observing.by_calls import CalledLayers
-from locater.observing.choosing import Choice
+from locater.observing.choosing import Choice, chosen, chosen_heads
 from locater.observing.counted_rows import forget_masks
-from locater.observing.known_layers import known_layers
-from locater.observing.layer_sites import sites_of
+from locater.observing.known_layers import KnownLayers, known_layers
 from locater.observing.listen import heard
 from locater.observing.map_of_heads import pattern_sites
 from locater.observing.ranks import combine, refuse_split_tokens
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
-from locater.observing.site import clear
+from locater.observing.site import Site, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
 
 if TYPE_CHECKING:
     import pandas
+
+
+# The layers of a model that a family reads, as places where attention is listened to.
+
+
+def sites_of(
+    model: nn.Module,
+    known: KnownLayers,
+    parts: Sequence[nn.Module],
+    options: StatisticsOptions,
+    layers: Choice,
+    heads: Choice,
+    switch: Switch,
+) -> list[Site]:
+    """A site for each of the chosen layers, which knows the heads that this rank computes."""
+    split = SplitHeads(model)
+    sites = []
+    for number, layer in chosen(list(enumerate(known.layers)), layers, "layers"):
+        module = parts[layer.part]
+        refuse_unobservable(module, known.family, layer.name)
+        site = Site(
+            name=layer.name,
+            number=number,
+            kind=layer.kind,
+            module=module,
+            group=layer.group,
+            count=layer.heads,
+            heads=chosen_heads(layer.heads, heads),
+            switch=switch,
+            options=options,
+            layer=layer,
+            output_size=layer.output_size,
+            split=split.of(layer.name, layer.heads),
+        )
+        sites.append(site)
+    clear(sites)
+    return sites
 
 
 def observe(

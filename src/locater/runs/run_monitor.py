@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 
 from locater.discovery.stacked_maps import Spectra
 from locater.errors import LocaterError, first_line
-from locater.findings import FLAGS, Condition, parse_conditions, remedy_for
+from locater.findings import FLAGS, Condition, Remedy, parse_conditions, reasons, remedy_for
 from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice
 from locater.observing.observation import Observation
 from locater.observing.ranks import ranks_agree
 from locater.observing.rows import accumulators, fetched
 from locater.observing.site import Site
-from locater.runs.advice import controls_that_fit, warning_line
+from locater.options import parse_call
 from locater.runs.first_batch import discover_layers
 from locater.runs.head_table import (
     COLUMNS,
@@ -40,10 +41,89 @@ from locater.runs.head_table import (
     head_table,
 )
 from locater.runs.loggers import Sink
-from locater.runs.pending import Pending
 from locater.runs.record_sinks import RecordSinks
 from locater.runs.run_records import Record, end_record, header, loss_record, step_record, warning_record
 from locater.runs.trainer_events import TrainerEvents
+
+# Losses on their way from the device to the log: copied without waiting, and read once they have arrived.
+
+
+SLOTS = 256  # most losses under way at a time
+
+
+class Pending:
+    """A queue of losses in the order of their steps.
+
+    On the CPU each is a number at once. On CUDA a copy to pinned memory runs behind the step, so that a killed run
+    loses only what the device had not computed. On other devices a loss stays in the queue until `take(wait=True)`.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, Any, torch.cuda.Event | None]] = deque()
+        self._slots: Tensor | None = None  # pinned once, since pinning waits for the device
+        self._count = 0
+
+    def add(self, step: int, loss: Tensor | float) -> None:
+        if not isinstance(loss, Tensor):
+            self._queue.append((step, float(loss), None))
+            return
+        loss = loss.detach()
+        if loss.device.type == "cpu":
+            self._queue.append((step, float(loss), None))
+        elif loss.device.type == "cuda" and type(loss) in (Tensor, nn.Parameter) and len(self._queue) < SLOTS:
+            if self._slots is None:
+                self._slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True)
+            copy = self._slots[self._count % SLOTS].copy_(loss.reshape(()), non_blocking=True)
+            self._count += 1
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(loss.device))
+            self._queue.append((step, copy, arrived))
+        else:  # a copy: the loop may write over the tensor before it is read
+            self._queue.append((step, loss.clone(), None))
+
+    def take(self, wait: bool = False) -> Iterator[tuple[int, float]]:
+        """Steps and losses that have arrived, the earliest first; with `wait` all of them."""
+        while self._queue and (wait or _arrived(*self._queue[0][1:])):
+            step, loss, arrived = self._queue.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            yield step, float(loss)
+
+    def clear(self) -> None:
+        self._queue.clear()
+
+
+def _arrived(loss: Any, copied: torch.cuda.Event | None) -> bool:
+    return isinstance(loss, float) if copied is None else copied.query()
+
+
+# What a monitor says of failing heads: for each step and reason a line that names them, and what helps this model.
+
+
+NAMED = 12  # heads in a line
+
+
+def controls_that_fit(model: nn.Module, remedy: Remedy) -> list[str]:
+    """Those of its controls that could be attached to the model as it is. They are looked up in `locater`, where a user
+    would find them, so that what is advised exists.
+    """
+    import locater
+
+    fitting = []
+    for call in remedy.controls:
+        name, options = parse_call(call, "remedy")
+        if getattr(locater, name)(**options).can_attach(model):
+            fitting.append(call)
+    return fitting
+
+
+def warning_line(step: int, condition: Condition, records: Sequence[Record]) -> str:
+    """One line for the heads that meet a condition at a step."""
+    crossed, meaning = reasons(condition, [record["value"] for record in records])
+    heads = [f"{record['layer']}.{record['head']}" for record in records]
+    more = f" and {len(heads) - NAMED} more" if len(heads) > NAMED else ""
+    return f"step {step}: {crossed} at {', '.join(heads[:NAMED])}{more}: {meaning}"
+
 
 # chosen on the runs of docs/results/early-warning.md; docs/results/early-warning-unseen.md has its worth on others
 WARN_ON = "nonfinite, exploding, spread>5"

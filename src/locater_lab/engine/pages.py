@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
@@ -22,11 +24,160 @@ from jinja2.bccache import Bucket
 from locater.files import write_whole
 from locater.report.prose import prose_page
 from locater_lab.engine import verdict_words
-from locater_lab.engine.figures import Cells, Contour, Field, Panel, Series, draw
+from locater_lab.engine.figures import COLOURS, Cells, Contour, Field, Panel, Series, draw
 from locater_lab.engine.papers import Paper
 from locater_lab.engine.pictures import picture_rows
-from locater_lab.engine.strips import strips
-from locater_lab.engine.tables import arms_table, cell, failed, failed_words, markdown_table, means_table, renamed
+
+# Tables of Markdown, those of arms of training runs among them, and which arms failed.
+
+
+FAR = 1.0  # nats above the plain arm: a run that failed
+ARM = {"arm": "arm", "rate": ("rate", "g")}  # the first columns of arms
+
+
+def markdown_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Sequence[str] | str]) -> str:
+    """A table: `columns` gives each key its heading, and a format where it is a number.
+
+    >>> print(markdown_table([{"model": "demo", "loss": 1.234}], {"model": "model", "loss": ("loss", ".2f")}))
+    | model | loss |
+    |---|---|
+    | demo | 1.23 |
+    """
+    named = {key: (column, "") if isinstance(column, str) else tuple(column) for key, column in columns.items()}
+    lines = ["| " + " | ".join(heading for heading, _ in named.values()) + " |", "|---" * len(named) + "|"]
+    for row in rows:
+        cells = ("-" if row.get(key) is None else cell(format(row[key], form)) for key, (_, form) in named.items())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    """Text without bars of its own."""
+    return text.replace("|", "\\|")
+
+
+def arms_table(arms: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A row per arm: its rate, and each column's numbers by seed. `columns` says what the keys of an end are called.
+
+    >>> arm = {"arm": "softmax", "rate": 0.001, "ends": [{"loss": 3.21}, {"loss": None}]}
+    >>> arms_table([arm], {"loss": "report loss"}).splitlines()[-1]
+    '| softmax | 0.001 | 3.210, - |'
+    """
+    rows = ({**arm, **{key: _by_seed(arm["ends"], key, 3) for key in columns}} for arm in arms)
+    return markdown_table(rows, {**ARM, **columns})
+
+
+def means_table(
+    arms: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, int]], names: Mapping[str, str] | None = None
+) -> str:
+    """A row per arm: its rate, its losses by seed, and means over seeds. `columns` says what keys of an end are called,
+    and their digits; `names` what arms are called.
+
+    >>> arm = {"arm": "softmax", "rate": 0.001, "ends": [{"loss": 3.2, "gap": 0.4}, {"loss": 3.3, "gap": 0.5}]}
+    >>> means_table([arm], {"gap": ("gap", 2)}).splitlines()[-1]
+    '| softmax | 0.001 | 3.2000, 3.3000 | 0.45 |'
+    """
+    rows = (
+        {**arm, "losses": _by_seed(arm["ends"], "loss", 4), **{key: _mean(arm["ends"], key) for key in columns}}
+        for arm in renamed(arms, names or {})
+    )
+    means = {key: (heading, f".{digits}f") for key, (heading, digits) in columns.items()}
+    return markdown_table(rows, {**ARM, "losses": "report loss, by seed", **means})
+
+
+def renamed(arms: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Arms of training runs under the names that a page has for them.
+
+    >>> renamed([{"arm": "gated"}, {"arm": "softmax"}], {"gated": "gate per head"})
+    [{'arm': 'gate per head'}, {'arm': 'softmax'}]
+    """
+    return [{**arm, "arm": names.get(arm["arm"], arm["arm"])} for arm in arms]
+
+
+def failed(arms: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], far: float = FAR) -> dict[str, str]:
+    """Arms with a seed that ended more than `far` nats above the plain arm's, and how many of their seeds did.
+
+    >>> plain = {"arm": "softmax", "ends": [{"loss": 3.0}, {"loss": 3.1}]}
+    >>> failed([plain, {"arm": "other", "ends": [{"loss": 3.0}, {"loss": 6.0}]}], plain)
+    {'other': '1 of 2'}
+    """
+    counts = {}
+    for arm in arms:
+        above = [end["loss"] - base["loss"] > far for end, base in zip(arm["ends"], plain["ends"], strict=False)]
+        if any(above):
+            counts[arm["arm"]] = f"{sum(above)} of {len(above)}"
+    return counts
+
+
+def failed_words(lost: Mapping[str, str], far: float = FAR) -> str:
+    """One sentence, or nothing.
+
+    >>> failed_words({"other": "1 of 2"}), failed_words({})
+    ('Seeds that failed, more than 1 nat above the plain arm: other (1 of 2).', '')
+    """
+    named = ", ".join(f"{name} ({count})" for name, count in lost.items())
+    return f"Seeds that failed, more than {far:g} nat above the plain arm: {named}." if named else ""
+
+
+def _by_seed(ends: Sequence[Mapping[str, Any]], key: str, digits: int) -> str:
+    return ", ".join("-" if end.get(key) is None else f"{end[key]:.{digits}f}" for end in ends)
+
+
+def _mean(ends: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [end[key] for end in ends if end.get(key) is not None]
+    return fmean(values) if values else None
+
+
+# A figure for many arms: a row for each, a dot for each seed, a bar at their mean. Plain SVG, as in `figures.py`.
+
+
+ROW, LABELS, PLOT, TOP, BOTTOM, RIGHT = 22, 190, 420, 34, 40, 20
+
+
+def strips(title: str, x: str, rows: Mapping[str, Sequence[float]]) -> str:
+    """Rows in the order given; a line marks zero.
+
+    >>> strips("gain", "nats", {"a": [-0.1, 0.2]}).count("<circle")
+    2
+    """
+    values = [value for held in rows.values() for value in held]
+    step = _step((max(*values, 0.0) - min(*values, 0.0)) or 1.0)
+    low, high = math.floor(min(*values, 0.0) / step) * step, math.ceil(max(*values, 0.0) / step) * step
+    high += step * (high == low)  # all of them zero
+    width, bottom = LABELS + PLOT + RIGHT, TOP + ROW * len(rows)
+
+    def at(value: float) -> float:
+        return LABELS + PLOT * (value - low) / (high - low)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + BOTTOM}" width="{width}" height="{bottom + BOTTOM}" '
+        'font-family="system-ui, sans-serif" font-size="11" fill="#222">',
+        f'<rect width="{width}" height="{bottom + BOTTOM}" fill="#fff"/>',
+        f'<text x="{LABELS}" y="18" font-weight="600">{escape(title)}</text>',
+        f'<text x="{LABELS + PLOT / 2}" y="{bottom + BOTTOM - 6}" text-anchor="middle">{escape(x)}</text>',
+    ]
+    for number in range(round((high - low) / step) + 1):
+        tick = low + number * step
+        stroke = "#555" if abs(tick) < step / 2 else "#e2e2e2"
+        parts.append(f'<line x1="{at(tick):.1f}" y1="{TOP}" x2="{at(tick):.1f}" y2="{bottom}" stroke="{stroke}"/>')
+        parts.append(f'<text x="{at(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{round(tick, 10):g}</text>')
+    for number, (name, held) in enumerate(rows.items()):
+        y, mean = TOP + ROW * (number + 0.5), sum(held) / len(held)
+        parts.append(f'<text x="{LABELS - 8}" y="{y + 4}" text-anchor="end">{escape(name)}</text>')
+        parts.append(
+            f'<line x1="{at(mean):.1f}" y1="{y - 7}" x2="{at(mean):.1f}" y2="{y + 7}" stroke="{COLOURS[1]}" stroke-width="2"/>'
+        )
+        parts += [
+            f'<circle cx="{at(value):.1f}" cy="{y}" r="3.5" fill="{COLOURS[0]}" fill-opacity="0.75"/>' for value in held
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _step(span: float) -> float:
+    """Between ticks: 1, 2 or 5 of a power of ten, for five of them or a few more."""
+    power = 10.0 ** math.floor(math.log10(span / 5))
+    return next(power * digit for digit in (1, 2, 5, 10) if span / (power * digit) <= 7)
+
 
 HERE = Path(__file__).parent
 

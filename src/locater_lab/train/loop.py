@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import random
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,25 +19,200 @@ from torch import Tensor, nn
 
 from locater.control.base import Controls
 from locater.errors import LocaterError
+from locater.observing import observe
 from locater.runs import Monitor
+from locater.runs.head_table import COLUMNS
+from locater.runs.loggers import JsonlSink
 from locater.runs.run_log import LOG
+from locater.runs.run_records import end_record, header, loss_record
 from locater_lab.mechanisms.text import parse_attention
-from locater_lab.models.transformer import Transformer
+from locater_lab.models.transformer import Attention, Transformer
 from locater_lab.train import checkpoint
 from locater_lab.train.batches import Batch, Data
 from locater_lab.train.controls import attach, check_controls, restore
 from locater_lab.train.conversion import Conversion, check_conversion, conversion_of
 from locater_lab.train.data import open_data
-from locater_lab.train.evaluation import Evaluation
 from locater_lab.train.health import culprit, why_unread
-from locater_lab.train.loss_log import LastEntropy, LossLog
+from locater_lab.train.measured import SEQUENCES, measure
 from locater_lab.train.plan import Plan
-from locater_lab.train.randomness import deterministic, own_randomness, random_state, restore_random
 from locater_lab.train.recipe import compiled, device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
 from locater_lab.train.result import Result
 from locater_lab.train.run_folder import RESULT, claimed, run_folder
 from locater_lab.train.text_classes import ClassData
 from locater_lab.train.text_data import TextData
+
+# A model measured on a split of its data: loss, accuracy, and the entropy of its heads.
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`half` computes in bfloat16 autocast, as training does then."""
+
+    model: Transformer
+    data: Data
+    device: torch.device
+    half: bool
+
+    def autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
+
+    @torch.no_grad()
+    def loss_and_accuracy(self, split: str, most: int | None = None) -> tuple[float, float | None]:
+        """Mean loss over the targets of a split, and the share of them that the model ranks first; of the first `most`
+        sequences, or of all. Targets that are no classes, of a model that denoises, have a squared error and no rank.
+        """
+        sums: list[tuple[Tensor, ...]] = []  # of each window: loss, targets, and how many are ranked first
+        with _evaluating(self.model):
+            for inputs, targets in self.data.windows(split, most):
+                with self.autocast():
+                    logits = self.model(inputs).float().flatten(0, -2)
+                if self.model.shape.denoises:
+                    error = nn.functional.mse_loss(logits, targets.flatten(0, -2), reduction="sum")
+                    sums.append((error, torch.tensor(targets.numel())))
+                    continue
+                flat = targets.flatten()
+                loss = nn.functional.cross_entropy(logits, flat, reduction="sum")
+                sums.append((loss, (flat >= 0).sum(), (logits.argmax(-1) == flat).sum()))
+        # the device is waited for once, and not after each window
+        total, count, *right = (sum(torch.stack(column).tolist()) for column in zip(*sums, strict=True))
+        return total / count, right[0] / count if right else None
+
+    def report(self) -> tuple[float, float | None, list[float]]:
+        """Loss and accuracy on the report split, and the entropy of each head; none where attention has none."""
+        if why_unread(self.model) is not None:
+            return *self.loss_and_accuracy("report"), []
+        with observe(self.model) as seen:
+            loss, accuracy = self.loss_and_accuracy("report")
+        return loss, accuracy, [row.entropy for row in seen.rows if row.entropy is not None]
+
+    def measures(self) -> dict[str, Any]:
+        """Attention maps and residual stream on the first sequences of the report split."""
+        inputs, _ = next(iter(self.data.windows("report", SEQUENCES)))
+        with _evaluating(self.model):
+            return measure(self.model, inputs)
+
+
+@contextmanager
+def _evaluating(model: Transformer) -> Iterator[None]:
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+# What the trainer logs of a run beside `Monitor`: the entropy for the live line, and losses where heads have no
+# numbers.
+
+
+class LastEntropy:
+    """A sink that remembers the mean entropy of the last observed step."""
+
+    value: float | None = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "step":
+            known = [x for row in record["heads"]["entropy"] for x in row if x is not None]
+            self.value = sum(known) / len(known) if known else None
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class LossLog:
+    """Takes the place of a `Monitor` where heads cannot be measured: the same log, with losses alone."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self.path, self.every, self.step = path, every, 0
+        self.sink: JsonlSink | None = None
+        self.warned = False
+
+    def attach(self, model: Transformer) -> None:
+        names = [name for name, module in model.named_modules() if isinstance(module, Attention)]
+        heads = model.shape.heads
+        layers = [{"layer": i, "name": name, "heads": heads, "kind": "self"} for i, name in enumerate(names)]
+        sink, begin = JsonlSink(self.path), header(type(model).__name__, self.every, layers, COLUMNS)
+        try:
+            sink.check(begin)  # a log of another model is refused, and stays as it is
+        except BaseException:
+            sink.close()
+            raise
+        self.sink = sink
+        self._write(begin)
+
+    def after_step(self, loss: float, step: int, **scalars: Any) -> None:
+        self.step = step
+        self._write(loss_record(step, loss))
+
+    def detach(self) -> None:
+        """May be called twice."""
+        self._write(end_record(self.step))
+        if self.sink is not None:
+            self.sink.close()
+            self.sink = None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """A full disk costs the record; the user is warned once."""
+        try:
+            if self.sink is not None:
+                self.sink.write(record)
+        except LocaterError as error:
+            if not self.warned:
+                logging.getLogger("locater").warning("the run goes on without records: %s", error)
+            self.warned = True
+
+
+# The random numbers of a run: apart from the caller's, saved with each checkpoint and restored from it.
+
+
+@contextmanager
+def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the random numbers of a run; afterwards those of the caller go on as if it had not taken place."""
+    before = random.getstate()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if device.type == "cuda" else ()):
+        try:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            yield
+        finally:
+            random.setstate(before)
+
+
+@contextmanager
+def deterministic(device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """On a GPU, prefer algorithms whose sums have a fixed order: equal plans then give equal weights on one device.
+
+    Without it equal runs of a compiled model end up to 0.01 nats apart. An operation that has no such algorithm is used
+    as it is; PyTorch's warnings about it are left out.
+    """
+    if device.type != "cuda" or not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator that training or a control may use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([x.cpu() for x in state["cuda"]])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+
 
 logger = logging.getLogger("locater")
 WINDOWS = 256  # sequences of the select split that are evaluated during training; the end is measured on all

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from locater_lab.models.shape import Shape
-from locater_lab.models.transformer import Transformer
-from locater_lab.models.vocabulary import vocabulary_logits
+from locater_lab.models.transformer import Transformer, vocabulary_logits
 
 
 @pytest.mark.parametrize("words", [1, 63, 64, 65, 131])

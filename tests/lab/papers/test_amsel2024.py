@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from locater_lab.engine.draws import normal
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import Setting, reproduce
-from locater_lab.papers.amsel2024 import PAPER, encoder, nearest, plan, published, random_heads, small
+from locater_lab.papers.amsel2024 import PAPER, encoder, nearest, published, random_heads, small
+from locater_lab.papers.amsel2024 import published as plan
 from locater_lab.papers.amsel2024.encoder import Encoder, Encoders
 from locater_lab.train.sweep import append_line
 from tests import ROOT

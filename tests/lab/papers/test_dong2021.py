@@ -23,17 +23,8 @@ from locater_lab.engine.figures import Contour, Field, Panel, Series, contour, d
 from locater_lab.engine.pages import page, write_report
 from locater_lab.engine.papers import Study, joined, measure
 from locater_lab.papers import PAPERS, Setting, reproduce
-from locater_lab.papers.dong2021 import (
-    bounds,
-    circle,
-    contraction,
-    lengths,
-    phases,
-    planted,
-    separation,
-    slowing,
-    two_collapses,
-)
+from locater_lab.papers.dong2021 import bounds, circle, contraction, lengths, phases, planted, slowing, two_collapses
+from locater_lab.papers.dong2021 import two_collapses as separation
 from locater_lab.theory import Block, depth_residuals, layer_bound, path_counts
 from locater_lab.train import Transformer
 from tests import ROOT

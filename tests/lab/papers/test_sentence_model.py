@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from locater.errors import LocaterError
-from locater_lab.engine import sentence_model as found
+from locater_lab.engine import trained_heads as found
 from locater_lab.engine.trained_heads import sources
 from tests import ROOT
 

@@ -18,7 +18,8 @@ from locater_lab.engine.papers import Reproduction, Results
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.trained_heads import sources
 from locater_lab.papers import PAPERS, Setting, reproduce, verdict_of
-from locater_lab.papers.sun2026 import first, forms, growth, metrics, norms, spikes, training
+from locater_lab.papers.sun2026 import first, growth, metrics, norms, spikes, training
+from locater_lab.papers.sun2026 import spikes as forms
 from tests.lab.papers.made_runs import fill_text, made_line
 
 PAPER = PAPERS["sun2026"]

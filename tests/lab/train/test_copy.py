@@ -15,8 +15,7 @@ from locater import LocaterError
 from locater_lab.data.copying import TRIGGERS, CopySource, copy_source, entropies
 from locater_lab.mechanisms import mechanisms
 from locater_lab.train import Plan, load, run
-from locater_lab.train.data import open_data
-from locater_lab.train.generated_data import HELD_OUT, SourceData
+from locater_lab.train.data import HELD_OUT, SourceData, open_data
 from tests.conftest import Result as Ran
 
 TINY = Plan(

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
 from locater_lab.models.transformer import Transformer
-from locater_lab.train.evaluation import Evaluation
-from locater_lab.train.generated_data import make_numbers
+from locater_lab.train.data import make_numbers
+from locater_lab.train.loop import Evaluation
 from locater_lab.train.plan import Plan
 from locater_lab.train.recipe import shape_of
 

@@ -16,8 +16,7 @@ from locater import LocaterError
 from locater_lab.data.ngrams import NgramSource
 from locater_lab.train import Plan, load
 from locater_lab.train import run as train
-from locater_lab.train.data import open_data
-from locater_lab.train.generated_data import HELD_OUT
+from locater_lab.train.data import HELD_OUT, open_data
 from tests.conftest import Result as Ran
 
 TINY = Plan(

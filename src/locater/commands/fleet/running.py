@@ -3,23 +3,298 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import multiprocessing
 import os
+import queue
+import signal
+import sys
+import threading
+import types
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from locater.commands.fleet.jobs import Job, Settings, Task
+from locater.commands.fleet.jobs import Job, Settings, Task, reader_version
 from locater.commands.fleet.parts import DamagedPartError, header, pyarrow, relabelled
-from locater.commands.fleet.planning import is_small, jobs_of, tasks_of
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import NAME, Store, StoreError
-from locater.commands.fleet.tasks import Outcome, perform
-from locater.commands.fleet.workers import default_workers, run_in_workers
+from locater.commands.fleet.tasks import Outcome, perform, reason_of
 from locater.commands.scanning import Progress
+from locater.discovery import read_source
 from locater.errors import LocaterError
 from locater.report.tables import counted
-from locater.results.run_names import Listing, listing
+from locater.results.run_names import Listed, Listing, listing
+from locater.sources.anywhere import identity, size_of
+from locater.sources.remote import session
+from locater.sources.remote.address import remote_address
+from locater.sources.sources import open_source
+
+# Worker processes on this machine, under a supervisor that survives the death of any of them.
+
+
+MOST = 8  # workers, unless the user asks for more
+NEVER_READY = 5  # workers in a row that end before they begin; four times as many where someone kills them
+
+
+def default_workers() -> int:
+    return min(MOST, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: Connection
+    left: list[Job] = field(default_factory=list)  # of its task, the one it is at included
+    at: Job | None = None
+    ready: bool = False
+
+
+def run_in_workers(schedule: Schedule, folder: Path, workers: int) -> Iterator[Outcome]:
+    """Do all tasks in at most so many processes; yields what became of each job."""
+    supervisor = _Supervisor(schedule, folder, workers)
+    try:
+        yield from supervisor.outcomes()
+    finally:
+        supervisor.stop()
+
+
+class _Supervisor:
+    def __init__(self, schedule: Schedule, folder: Path, workers: int) -> None:
+        self.schedule, self.folder, self.most = schedule, folder, workers
+        self.store = Store(folder)
+        self.workers: list[_Worker] = []
+        self.never_ready = 0
+        methods = multiprocessing.get_all_start_methods()
+        self.context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        if "forkserver" in methods:
+            self.context.set_forkserver_preload([__name__])
+
+    def outcomes(self) -> Iterator[Outcome]:
+        self._deal()
+        while self.workers:
+            by_connection = {worker.connection: worker for worker in self.workers}
+            for connection in wait(list(by_connection)):
+                yield from self._hear(by_connection[connection])  # type: ignore[index]
+            self._deal()
+
+    def _deal(self) -> None:
+        """Give tasks to idle workers, start workers while there is work for them, and end idle ones at the end."""
+        while len(self.schedule):
+            busy = [worker for worker in self.workers if worker.left]
+            idle = next((worker for worker in self.workers if not worker.left), None)
+            if idle is None and len(self.workers) >= self.most:
+                return
+            task = self.schedule.next(len(busy))
+            if task is None:
+                break
+            self._give(idle or self._start(), task)
+        if not any(worker.left for worker in self.workers):
+            self.stop()
+
+    def _start(self) -> _Worker:
+        ours, theirs = self.context.Pipe()
+        threads = max(1, (os.cpu_count() or 1) // self.most)
+        process = self.context.Process(target=work, args=(theirs, self.folder, threads), daemon=True)
+        with _no_main():
+            process.start()
+        theirs.close()
+        worker = _Worker(process, ours)
+        self.workers.append(worker)
+        return worker
+
+    def _give(self, worker: _Worker, task: Task) -> None:
+        worker.left = list(task)
+        with contextlib.suppress(OSError):  # it has died; this is noticed when it is listened to
+            worker.connection.send(task)
+
+    def _hear(self, worker: _Worker) -> Iterator[Outcome]:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            yield from self._bury(worker)
+            return
+        if message == "ready":
+            worker.ready, self.never_ready = True, 0
+        elif isinstance(message, Job):
+            worker.at = message
+        else:
+            worker.at = None
+            worker.left = [job for job in worker.left if job.name != message.job.name]
+            yield message
+
+    def _bury(self, worker: _Worker) -> Iterator[Outcome]:
+        """A worker has died: its job is suspect, the rest of its task waits again."""
+        worker.connection.close()
+        worker.process.join(5)
+        code = worker.process.exitcode
+        self.workers.remove(worker)
+        if not worker.ready:
+            self.never_ready += 1
+            if self.never_ready >= (NEVER_READY if code is None or code >= 0 else 4 * NEVER_READY):
+                raise LocaterError(
+                    f"workers end before they begin (the last {ending(code)}): is there enough memory? Try "
+                    "--workers 1, or --workers 0 for none"
+                )
+        suspect = worker.at
+        rest = [job for job in worker.left if suspect is None or job.name != suspect.name]
+        self.schedule.again(rest)
+        if suspect is None:
+            return
+        if self.store.has(suspect.key):  # it died between writing the part and saying so
+            yield Outcome(suspect)
+            return
+        if deaths := self.schedule.died(suspect):
+            reason = (
+                f"{suspect.source}: its process {ending(code)} {deaths} times, the last ones with nothing "
+                "beside it: is there enough memory for it?"
+            )
+            self.store.write_error(suspect, reason, deaths)
+            yield Outcome(suspect, reason)
+
+    def stop(self) -> None:
+        """End all workers. What they have written is whole, so they can be killed."""
+        for worker in self.workers:
+            worker.connection.close()
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join(5)
+        self.workers = []
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Processes that start inside do not import the user's script, which may have no `if __name__ == "__main__"`."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before
+
+
+def ending(code: int | None) -> str:
+    """How a process ended, in words.
+
+    >>> ending(-9), ending(3)
+    ('was killed by SIGKILL', 'ended with status 3')
+    """
+    if code is not None and code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with status {code}"
+
+
+def work(connection: Connection, folder: Path, threads: int) -> None:
+    """The process of a worker: does tasks until the other end is closed."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    torch.set_num_threads(threads)
+    tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, tasks), daemon=True).start()
+    try:
+        connection.send("ready")
+        while True:
+            for job in tasks.get():
+                connection.send(job)
+                connection.send(perform(job, folder))
+    except OSError:  # the supervisor is gone
+        os._exit(1)
+
+
+def _listen(connection: Connection, tasks: queue.SimpleQueue[Task]) -> None:
+    """Take in tasks. When the supervisor is gone, end this process, whatever it is doing."""
+    try:
+        while True:
+            tasks.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+# From checkpoints to tasks: what each costs, which are split, which are done together, and in which order.
+
+
+LEAST = 5.0  # seconds of work in a task: a worker takes two seconds to start
+SERIAL = 10.0  # seconds of work up to which no worker is started
+LARGE = 2_000_000_000  # bytes of queries and keys above which the layers of a checkpoint are dealt out
+EACH, PER_BYTE = 0.07, 4e-9  # seconds for any checkpoint, and for a byte of its files (benchmarks/fleet.py)
+REMOTE = 2.0  # seconds for a checkpoint of unknown size
+FEW = 16  # remote checkpoints whose sizes are asked for
+ASKED_AT_ONCE = 8  # identities, which take a request each for remote checkpoints
+
+
+def jobs_of(
+    entries: Sequence[Listed], settings: Settings, shard: tuple[int, int] | None = None
+) -> tuple[list[Job], list[Outcome]]:
+    """The jobs of these checkpoints, and outcomes for those that cannot even be looked at.
+
+    `shard=(i, n)` takes every n-th checkpoint, beginning with the i-th; where there are fewer checkpoints than shards,
+    every n-th piece of them.
+    """
+    if shard is not None and len(entries) >= shard[1]:
+        entries, shard = entries[shard[0] - 1 :: shard[1]], None
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        few = len(entries) <= FEW
+        looked_at = list(pool.map(lambda entry: _looked_at(entry, settings, few), entries))
+    jobs = [job for found in looked_at if isinstance(found, list) for job in found]
+    failed = [found for found in looked_at if isinstance(found, Outcome)]
+    return (jobs, failed) if shard is None else (jobs[shard[0] - 1 :: shard[1]], failed)
+
+
+def _looked_at(entry: Listed, settings: Settings, few: bool) -> list[Job] | Outcome:
+    """The jobs of one checkpoint. Sizes of remote ones, another request each, are asked for where they are `few`: many
+    checkpoints keep all workers busy without being split.
+    """
+
+    def job(mark: str, piece: tuple[int, int] | None = None, seconds: float = 0.0) -> Job:
+        return Job(entry.source, entry.run, entry.step, mark, settings, reader_version(), piece, seconds)
+
+    try:
+        mark = identity(entry.source)
+        size = size_of(entry.source) if few or remote_address(entry.source) is None else None
+    except Exception as error:  # libraries of the hub and of buckets raise many kinds
+        return Outcome(job(""), reason_of(error))
+    seconds = REMOTE if size is None else EACH + PER_BYTE * size
+    count = 1 if size is None or size <= LARGE else _pieces(entry.source, size)
+    if count == 1:
+        return [job(mark, None, seconds)]
+    return [job(mark, (number, count), seconds / count) for number in range(1, count + 1)]
+
+
+def _pieces(source: str, size: int) -> int:
+    """How many pieces the layers of a checkpoint are read in; the same for everyone who looks at it."""
+    try:
+        with session():  # closes remote files
+            weights, config = open_source(source)
+            layers = read_source(weights, config).layers
+    except Exception:  # whoever scans it will say what is wrong
+        return 1
+    elements = sum(math.prod(weights.shape(name)) for name in weights.names())
+    wanted = sum(math.prod(layer.query.shape) + math.prod(layer.key.shape) for layer in layers)
+    return max(1, min(len(layers), math.ceil(wanted * size / max(elements, 1) / LARGE)))
+
+
+def tasks_of(jobs: Sequence[Job]) -> list[Task]:
+    """Jobs in tasks of at least `LEAST` seconds each, the longest first."""
+    tasks: list[Task] = []
+    batch: list[Job] = []
+    for job in sorted(jobs, key=lambda job: (-job.seconds, job.source, job.piece or ())):
+        batch.append(job)
+        if sum(other.seconds for other in batch) >= LEAST:
+            tasks.append(tuple(batch))
+            batch = []
+    return [*tasks, tuple(batch)] if batch else tasks
+
+
+def is_small(jobs: Sequence[Job]) -> bool:
+    """Whether the work is so little that starting workers would take longer."""
+    return sum(job.seconds for job in jobs) <= SERIAL
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,201 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import shutil
+import struct
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from locater.errors import LocaterError
-from locater.files import CONFIG_LIMIT
+from locater.files import CONFIG_LIMIT, read_json
 from locater.sources.adapter_folder import FILES, AdaptedWeights, OpenBase, checked_settings
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
 from locater.sources.index import refuse_lost, refuse_missing_shards, refuse_one_of_many, shards_of
 from locater.sources.remote.address import Address
-from locater.sources.remote.downloads import announce, checkpoint_files, downloaded, remove_with
 from locater.sources.remote.folders import HubFolder, folder_of
-from locater.sources.remote.hub_cache import cached
-from locater.sources.remote.ranged import RemoteFolder, has, remote_json
-from locater.sources.remote.remote_weights import RemoteWeights
-from locater.sources.remote.session import current_session
+from locater.sources.remote.hub import UnreachableError, asked
+from locater.sources.remote.ranged import RangedFile, RemoteFolder, has, read, remote_json
+from locater.sources.remote.session import current_session, recording
+from locater.sources.safetensors_file import HEADER_LIMIT, Entry, StoredTensors, parsed_header
 from locater.sources.settings import checked_config
-from locater.sources.weights import Weights
+from locater.sources.weights import Weights, joined
+
+# Whole files, for what cannot be read by ranges: pickles, GGUF, and servers without ranges.
+
+
+logger = logging.getLogger("locater")
+SETTINGS = ("config.json", "adapter_config.json")
+STEMS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+
+
+def announce(address: Address, what: str) -> None:
+    """One line before something is downloaded that a user may expect to be read by ranges."""
+    logger.warning("%s: %s, so all of it is downloaded", address, what)
+
+
+def downloaded(folder: RemoteFolder, names: Sequence[str]) -> Path:
+    """A local folder with these files: in the hub's cache, or a temporary one (`remove_with`)."""
+    if isinstance(folder, HubFolder):
+        return _from_hub(folder, names)
+    place = Path(tempfile.mkdtemp(prefix="locater-"))
+    try:
+        for name in names:
+            target = place / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.file(name).save(target)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    return place
+
+
+def remove_with(weights: Weights, place: Path) -> None:
+    """Remove a temporary folder when its weights are not used any more."""
+    if place.name.startswith("locater-") and place.parent == Path(tempfile.gettempdir()):
+        weakref.finalize(weights, shutil.rmtree, place, ignore_errors=True)
+
+
+def _from_hub(folder: HubFolder, names: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    address, commit = folder.address, folder.model.commit
+    paths = [address.inside(name).path for name in names]
+    return (
+        Path(asked(address, lambda: snapshot_download(address.root, revision=commit, allow_patterns=paths)))
+        / address.path
+    )
+
+
+def checkpoint_files(folder: RemoteFolder) -> list[str]:
+    """The files of a checkpoint that are read: settings, and weights in the form that comes first."""
+    listed = folder.names()
+    if listed is not None:
+        return [name for name in listed if name in SETTINGS] + _first_form(listed)
+    settings = [name for name in SETTINGS if has(folder, name)]
+    for stem in STEMS:
+        index = remote_json(folder, f"{stem}.index.json", unique=True)
+        if index is not None:
+            shards = shards_of(index, str(folder.address.inside(f"{stem}.index.json")))
+            return [*settings, f"{stem}.index.json", *sorted(set(shards.values()))]
+        if has(folder, stem):
+            return [*settings, stem]
+    return settings
+
+
+def _first_form(names: Iterable[str]) -> list[str]:
+    for end in (".safetensors", ".bin"):
+        weights = [name for name in names if name.endswith((end, f"{end}.index.json"))]
+        if any(name.endswith(end) for name in weights):
+            return weights
+    return []
+
+
+# Safetensors files that are elsewhere: the header first, then only the bytes that are asked for.
+
+
+FIRST = 1 << 16  # bytes of the first request: most headers are shorter
+
+
+class RemoteWeights(StoredTensors[RangedFile]):
+    """One or several safetensors files, read by ranges; `file_of` names the file of each tensor, as for local ones."""
+
+    def __init__(
+        self, files: Sequence[RangedFile], where: str, file_of: Mapping[str, RangedFile] | None = None
+    ) -> None:
+        self.where = where
+        self._session = current_session()
+        self._heads: dict[int, bytearray] = {}  # the first bytes of each file, which may hold small tensors
+        located = self._session.in_threads(self._located, files)
+        self._entries = joined(zip(files, located, strict=True), where, file_of)
+
+    def _located(self, file: RangedFile) -> dict[str, tuple[RangedFile, int, Entry]]:
+        """Every tensor of a file: where it begins, and its entry in the header."""
+        head = read(file, 0, FIRST)
+        size = len(head) if file.size is None else file.size
+        length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
+        if not 0 < length <= min(HEADER_LIMIT, size - 8):
+            raise LocaterError(f"{file.where}: not a safetensors file, or truncated in its header ({size:,} bytes)")
+        if 8 + length > len(head):
+            head += read(file, len(head), 8 + length)
+        if 8 + length > len(head):
+            raise LocaterError(f"{file.where}: ends inside its header: the file is truncated")
+        entries = parsed_header(file, bytes(head[8 : 8 + length]), size - 8 - length)
+        self._heads[id(file)] = head
+        return {name: (file, 8 + length, entry) for name, entry in entries.items()}
+
+    def _bytes(self, path: RangedFile, offset: int, size: int, dtype: torch.dtype) -> Tensor:
+        if not size:
+            return torch.empty(0, dtype=dtype)
+        record, head, stop = recording(), self._heads[id(path)], offset + size
+        if record is not None:
+            known = stop <= len(head)
+            return record.stand_in(size, dtype) if known else record.tensor(path, offset, stop, dtype)
+        data = memoryview(head)[offset:stop] if stop <= len(head) else self._session.bytes(path, offset, stop)
+        # a small part of a large block would keep all of it in memory, and a place that does not fit the dtype has no
+        # view
+        if isinstance(data, memoryview) and (2 * size < len(data.obj) or _misplaced(data, dtype)):  # type: ignore[arg-type]
+            data = bytearray(data)
+        return torch.frombuffer(data, dtype=dtype)
+
+
+def _misplaced(data: memoryview, dtype: torch.dtype) -> bool:
+    """Whether bytes begin at an address that is no multiple of the size of a number."""
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr() % dtype.itemsize != 0
+
+
+# Models that the hub's own client has downloaded before: read from there, if they are what the hub has now.
+
+
+def cached(folder: HubFolder, file: str | None = None) -> Path | None:
+    """The local folder of a model, or one of its files, where all that is read of it is in the hub's cache, at the
+    commit that the hub has now. Without a network that is the commit of the last download.
+    """
+    try:
+        commit: str | None = folder.model.commit
+    except UnreachableError:
+        place = _snapshot(folder, None)
+        if place is None or not (_complete(place) if file is None else (place / file).is_file()):
+            raise
+        return place if file is None else place / file
+    place = _snapshot(folder, commit)
+    wanted = checkpoint_files(folder) if file is None else [file]
+    if place is None or not wanted or not all((place / name).is_file() for name in wanted):
+        return None
+    return place if file is None else place / file
+
+
+def _snapshot(folder: HubFolder, commit: str | None) -> Path | None:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    address = folder.address
+    model = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=address.root, repo_type="model")
+    try:
+        name = commit or (model / "refs" / (address.revision or "main")).read_text().strip()
+    except OSError:
+        name = address.revision or "main"
+    place = model / "snapshots" / name / address.path
+    return place if place.is_dir() else None
+
+
+def _complete(place: Path) -> bool:
+    """Whether a folder holds all weights that its index names, or a single file of them."""
+    for stem in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"):
+        index = place / f"{stem}.index.json"
+        if index.is_file():
+            shards = set(shards_of(read_json(index), str(index)).values())
+            return all((place / shard).is_file() for shard in shards)
+        if (place / stem).is_file():
+            return True
+    return any(place.glob("*.safetensors"))
+
 
 Config = dict[str, Any]
 Opened = tuple[Weights, Config]
