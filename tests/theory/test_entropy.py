@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater.theory import (
     entropy_floor,
     entropy_floor_of_range,
     entropy_ratio,
     expected_entropy,
+    residual_kept,
     second_order_entropy,
     variance_at,
 )
@@ -206,6 +208,27 @@ def test_expected_entropy_has_its_limits_and_falls_between_them(length: int) -> 
 def test_expected_entropy_of_a_head_does_not_depend_on_its_batch() -> None:
     v = torch.tensor([0.0, 0.3, 4.0, 11.1, 224.0, 226.0, 7000.0], dtype=torch.float64)
     assert expected_entropy(v, 256).tolist() == [expected_entropy(x, 256).item() for x in v]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that an operation returns."""
+
+    size = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: dict | None = None
+    ):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.size = max(self.size, result.numel() * result.element_size())
+        return result
+
+
+@pytest.mark.parametrize("measure", [expected_entropy, lambda v, length: residual_kept(v, length, typical=True)])
+def test_rows_with_a_large_spread_take_little_memory(measure: Callable[[Tensor, int], Tensor]) -> None:
+    with LargestTensor() as largest:
+        measure(torch.tensor([1.0, 200.0, 1e4]), 4_321)
+    assert largest.size <= 4 * 2**20
 
 
 def test_expected_entropy_is_not_zero_where_its_second_order_is() -> None:

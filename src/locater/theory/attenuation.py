@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 STEP = 0.5  # of the sums that replace integrals, in logits: e^-e^y is so smooth that six digits are right
 TOGETHER = 2**17  # numbers of a grid of variances, log t and logits or keys that are computed at a time
 ON_GPU = 2**23  # the same on a GPU, 64 MiB: one large batch takes as long as a small one
+LARGEST_GRID = 2**18  # numbers, 2 MiB: a grid of more is gone through in pieces of log t
 GONE = 1e3  # e^-y is 0 long before
 LARGEST = 225.0  # variance of logits; above it rows are nearly one-hot, and their distance from it falls as 1 / sqrt v
 FAR = (15.0, 24.0, 40.0)  # spreads, the square roots of variances, that continue the entropy beyond the largest
@@ -178,8 +179,16 @@ def _over_variances(
     for some in batches(spreads, most, len(keys)):
         ends = min(spreads[i] for i in some), max(spreads[i] for i in some)
         at = torch.tensor(some, device=variance.device)
-        means[at] = integral(_grid(factor * variance[at].sqrt(), most, *ends), keys).mean(-1)
+        grid = _grid(factor * variance[at].sqrt(), most, *ends)
+        means[at] = torch.stack([integral(piece, keys) for piece in _pieces(grid)]).sum(0).mean(-1)
     return means
+
+
+def _pieces(grid: Grid) -> Iterator[Grid]:
+    """The grid as pieces of log t, over which the integrals are sums. One spread of 40 alone has 3 million numbers."""
+    t, logits, weight = grid
+    size = ON_GPU if t.device.type != "cpu" else LARGEST_GRID
+    return ((part, logits, weight) for part in t.split(max(1, size // logits.numel()), -1))
 
 
 def _batches_in_cache(spreads: Sequence[float], keys: float, rows: int) -> Iterator[list[int]]:
@@ -207,7 +216,7 @@ def _squares(grid: Grid, keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"
     """E sum p^2 for each number of keys: T E[y^2 e^-y] f^(T-1), y = t e^l, over log t."""
     t, logits, weight = grid
     y = _powers(t, logits)
-    rest = torch.expm1(-y)  # e^-y - 1, with the digits that a thousand million keys need
+    rest = y.neg().expm1_()  # e^-y - 1, with the digits that a thousand million keys need
     f = torch.log1p(_mean(rest, weight).clamp_min(-1))
     return STEP * keys * (_mean(rest.add_(1).mul_(y).mul_(y), weight)[:, None] * _power(f, keys - 1)).sum(-1)
 
@@ -216,7 +225,7 @@ def _participation(grid: Grid, keys: Float[Tensor, " rows"]) -> Float[Tensor, "n
     """E (sum e^l)^2 / sum e^2l for each number of keys, in the same way with y = t e^2l: a grid of twice the spread."""
     t, logits, weight = grid
     y = _powers(t, logits)
-    rest = torch.expm1(-y)
+    rest = y.neg().expm1_()
     f = torch.log1p(_mean(rest, weight).clamp_min(-1))
     one, two = _mean(rest.add_(1) * y**0.5, weight)[:, None], _mean(rest.mul_(y), weight)[:, None]
     pairs = (keys[:, None] - 1) * one.square() * _power(f, (keys - 2).clamp_min(0))
@@ -227,7 +236,7 @@ def _entropy(grid: Grid, keys: Float[Tensor, " rows"]) -> Float[Tensor, "n rows"
     """Entropy of rows with these numbers of keys: log of the sum minus the mean logit."""
     t, logits, weight = grid
     y = _powers(t, logits)
-    rest = torch.expm1(-y)
+    rest = y.neg().expm1_()
     f = torch.log1p(_mean(rest, weight).clamp_min(-1))
     total = ((-t).exp()[:, None] - _power(f, keys)).sum(-1)
     mean = _mean(rest.add_(1).mul_(y), logits * weight)
