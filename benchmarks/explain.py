@@ -47,7 +47,7 @@ def llama(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
 def cost(shape: dict[str, Any], device: str, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
     """Times of a forward pass and of backward passes through the frozen model, in turns, and peak memory."""
     from locater.explain import operator
-    from locater.explain.collapses import FrozenOperator
+    from locater.explain.linear_operator import FrozenOperator
     from locater.explain.readout import frozen_with_readout
 
     model = llama(shape, device, dtype)

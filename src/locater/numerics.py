@@ -1,12 +1,14 @@
-"""PyTorch threads, precision and rank correlation."""
+"""Threads of PyTorch, precision, rank correlation, and numbers that may be missing."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from statistics import median
 
 import torch
 from jaxtyping import Float
@@ -78,13 +80,32 @@ def spearman(a: Tensor, b: Tensor) -> float | None:
     >>> round(spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 15.0])), 6)
     0.5
     """
-    x, y = (_ranked(t) for t in (a, b))
+    x, y = (_mean_ranks(t) for t in (a, b))
     x, y = x - x.mean(), y - y.mean()
     size = float(x.norm() * y.norm())
     return float(x @ y) / size if size else None
 
 
-def _ranked(x: Tensor) -> Tensor:
+def _mean_ranks(x: Tensor) -> Tensor:
     _, inverse, counts = x.double().unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts - 1) / 2)[inverse]
+
+
+def finite_or_none(x: float | None) -> float | None:
+    """The number, or None where it is missing, infinite or NaN, which JSON does not have.
+
+    >>> finite_or_none(2.5), finite_or_none(math.inf), finite_or_none(None)
+    (2.5, None, None)
+    """
+    return x if x is not None and math.isfinite(x) else None
+
+
+def known_median(values: Iterable[float | None]) -> float | None:
+    """Median of the values that are not None; None where all are.
+
+    >>> known_median([3.0, None, 1.0])
+    2.0
+    """
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

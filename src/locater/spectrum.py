@@ -21,8 +21,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.markup import display, heat_map, range_table, range_words
-from locater.missing import finite_or_none
-from locater.numerics import spread_over_workers, upcast
+from locater.numerics import finite_or_none, spread_over_workers, upcast
 
 Batched = Float[Tensor, "*heads"]
 # Eigenvalues whose moduli differ by fewer than this many rounding errors of the largest count as equal; solvers make up

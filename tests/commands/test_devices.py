@@ -17,7 +17,7 @@ from locater.commands.layer_moments import LayerMoments, Work, layer_moments
 from locater.discovery import attention_layers
 from locater.results.scan import NUMERIC_COLUMNS, HeadRow
 from locater.spectrum import Moments
-from locater.theory import attenuation
+from locater.theory import entropy as attenuation
 
 
 def llama(**changes: Any) -> Any:

@@ -16,8 +16,8 @@ from locater import LocaterError, explain, register
 from locater.calls.changes import CHANGES
 from locater.calls.listeners import KEY
 from locater.explain import attention_record
+from locater.explain.attention_flow import RelevanceMatrices
 from locater.explain.attention_record import recorded_attention
-from locater.explain.relevance_rules import RelevanceMatrices
 from locater.explain.value_norms import carried_norms
 from locater.families import registry
 from locater_lab.train import Shape, Transformer

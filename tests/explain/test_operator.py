@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import locater
 from locater.discovery import attention_layers
 from locater.explain import operator
-from locater.explain.collapses import CONFIDENCE, FrozenOperator, quantile, with_input
 from locater.explain.decomposing import recorded_run
+from locater.explain.linear_operator import CONFIDENCE, FrozenOperator, quantile, with_input
 from locater.explain.readout import frozen_with_readout
 from locater.explain.targets import vectors
 from locater.families import registry

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.explain import Paths, decompose
-from locater.explain.branches import Heads
+from locater.explain.linear_steps import Heads
 from locater.families.registry import block_of, types_with_blocks
 from locater.sources.sources import config_of
 from locater_lab.train import Shape, Transformer

@@ -18,8 +18,7 @@ from locater.findings import flags_of, key_variance
 from locater.layers import AttentionLayer
 from locater.layers.bias import PairBias
 from locater.layers.pairs import PairTerms
-from locater.missing import finite_or_none
-from locater.numerics import lone_workers, one_thread
+from locater.numerics import finite_or_none, lone_workers, one_thread
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
 from locater.results.scan import LENGTH, HeadRow

@@ -21,8 +21,7 @@ from locater.errors import LocaterError
 from locater.findings import flags_of
 from locater.inputs.text import Batch, Text
 from locater.layers import AttentionLayer
-from locater.missing import finite_or_none
-from locater.numerics import spearman, upcast
+from locater.numerics import finite_or_none, spearman, upcast
 from locater.observing.circuits import Circuit, circuit_scores, period_of
 from locater.observing.collecting import Progress, collected
 from locater.observing.inputs import run

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locater.explain.targets import Target
 from locater.markup import display, heat_map, table
-from locater.missing import finite_or_none
+from locater.numerics import finite_or_none
 
 MOST_SHOWN = 256  # tokens in a notebook
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from locater.calls.call import Call
 from locater.errors import LocaterError
-from locater.explain.branches import Expert, Experts, FrozenLatent, FrozenNorm, Gates, Heads
-from locater.explain.frozen import Step
+from locater.explain.linear_steps import Expert, Experts, FrozenLatent, FrozenNorm, Gates, Heads, Step
 from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
 from locater.families.record import Part

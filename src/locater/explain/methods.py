@@ -7,8 +7,7 @@ from collections.abc import Callable
 from locater.explain.attention_flow import raw_attention, relevance, rollout
 from locater.explain.explanation import Explanation
 from locater.explain.input_gradients import gradient_input, integrated_gradients
-from locater.explain.linear_operator import operator
-from locater.explain.token_paths import paths
+from locater.explain.linear_operator import operator, paths
 from locater.explain.value_norms import attention_norms
 
 _STACKS = "one stack, encoder and decoder, two towers, two streams with cross-attention"

@@ -40,8 +40,7 @@ from torch import Tensor
 
 from locater.brief import brief
 from locater.errors import LocaterError
-from locater.explain.branches import normed
-from locater.explain.frozen import CONSTANTS, INPUT, MLP, Step
+from locater.explain.linear_steps import CONSTANTS, INPUT, MLP, Step, normed
 
 # one entry per step of `Paths.steps`: None is the skip, a number the head. An MLP is number 0 of its own step; in a
 # parallel block it comes after the last head.

@@ -7,11 +7,18 @@ near collapse the answer is a small difference of large numbers. A value that do
 an infinite entry among the real tokens) is NaN.
 """
 
-from locater.measures.channel_moments import ChannelMoments, excess_kurtosis, mean_share
-from locater.measures.directions import Directions, top_directions
-from locater.measures.massive import MASSIVE, MASSIVE_RATIO, Massive, massive_activations
-from locater.measures.normality import Normality, normality_distance
-from locater.measures.rank import Ranks, ranks, ranks_of_gram, singular_values
+from locater.measures.distribution import (
+    MASSIVE,
+    MASSIVE_RATIO,
+    ChannelMoments,
+    Massive,
+    Normality,
+    excess_kurtosis,
+    massive_activations,
+    mean_share,
+    normality_distance,
+)
+from locater.measures.rank import Directions, Ranks, ranks, ranks_of_gram, singular_values, top_directions
 from locater.measures.similarity import CENTRES, composite_norm, rank_residual, token_cosine, token_residual
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""How many directions the tokens of a sequence use."""
+"""How many directions the tokens of a sequence use, and how much of their energy the largest ones carry."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.brief import brief
-from locater.measures.sequences import Real, Sequences, centred_on_mean, filled, scaled
-from locater.measures.symmetric import eigenvalues
-from locater.numerics import upcast
+from locater.errors import LocaterError
+from locater.measures.sequences import Real, Sequences, centre_on_mean, fill_padding, scale_to_one
+from locater.numerics import one_thread, upcast
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def ranks(x: Sequences, real: Real | None = None, centred: bool = False, toleran
     (1.0, 1.0, 1.0)
     """
     eps = torch.finfo(upcast(x).dtype).eps
-    x, keep = filled(x, real)
+    x, keep = fill_padding(x, real)
     size = x.abs().amax((-2, -1)).unsqueeze(-1)
-    x = scaled(x, (-2, -1))
-    x = centred_on_mean(x, keep) if centred else x
+    x = scale_to_one(x, (-2, -1))
+    x = centre_on_mean(x, keep) if centred else x
     tokens, width = x.shape[-2:]
     s = singular_values(x @ x.mT if tokens <= width else x.mT @ x)
     n = keep.sum(-1)
@@ -94,3 +94,57 @@ def _ranks(values: Float[Tensor, "*n D"], floor: Tensor, tolerance: Tensor) -> R
     # 0 stays 0 and NaN stays NaN
     stable, effective, numerical = (x.where(top > 0, top) for x in (stable, effective, numerical))
     return Ranks(stable, effective, numerical, values)
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Shares of E|x|^2 = |mean|^2 + tr C. `mean` and all of `principal` sum to 1.
+
+    `along_mean` is the share of the variance of tokens along the axis of the mean.
+    """
+
+    mean: Float[Tensor, "*n"]
+    along_mean: Float[Tensor, "*n"]
+    principal: Float[Tensor, "*n k"]
+
+    __repr__ = brief
+
+
+def top_directions(mean: Float[Tensor, "*n d"], covariance: Float[Tensor, "*n d d"], k: int) -> Directions:
+    """Shares of the energy E of tokens with this mean m and covariance C: of the mean, and of the top k principal
+    directions of C.
+
+        mean = |m|^2 / E,   along_mean = m^T C m / (|m|^2 E),   principal_i = lambda_i(C) / E,   E = |m|^2 + tr C
+
+    The energy on the axis of the mean is mean + along_mean, whether or not that axis is principal.
+
+    >>> shares = top_directions(torch.tensor([2.0, 0.0, 0.0]), torch.diag(torch.tensor([1.0, 4.0, 1.0])), k=1)
+    >>> shares.mean.item(), shares.along_mean.item(), shares.principal.tolist()
+    (0.4, 0.1, [0.4])
+    """
+    if not 1 <= k <= mean.shape[-1]:
+        raise LocaterError(
+            f"k={k}: a width of {mean.shape[-1]} has between 1 and {mean.shape[-1]} principal directions"
+        )
+    m, C = mean.double(), covariance.double()
+    square = m.square().sum(-1)
+    energy = square + C.diagonal(dim1=-2, dim2=-1).sum(-1)
+    stretch = ((C @ m.unsqueeze(-1)).squeeze(-1) * m).sum(-1)
+    along = torch.where(square > 0, stretch / square, torch.zeros_like(square))
+    values = eigenvalues(C)[..., :k].clamp_min(0)
+    return Directions(square / energy, along / energy, values / energy.unsqueeze(-1))
+
+
+def eigenvalues(symmetric: Float[Tensor, "*n D D"]) -> Float[Tensor, "*n D"]:
+    """Eigenvalues in float64, largest first; NaN for a matrix that is not finite.
+
+    Without that check the solver would raise, and the other matrices of the batch would be lost with it. Runs in one
+    thread: on the CPU two threads took 1.1 to 6 times as long at every size from 32 to 1,024.
+
+    >>> eigenvalues(torch.tensor([[[0.0, 2.0], [2.0, 0.0]], [[math.inf, 0.0], [0.0, 1.0]]])).tolist()
+    [[2.0, -2.0], [nan, nan]]
+    """
+    finite = symmetric.isfinite().all(-1).all(-1).unsqueeze(-1)
+    with one_thread():
+        values = torch.linalg.eigvalsh(symmetric.double().masked_fill(~finite.unsqueeze(-1), 0)).flip(-1)
+    return values.masked_fill(~finite, math.nan)

@@ -15,40 +15,40 @@ Matrices = Float[Tensor, "*n tokens width"]
 Mask = Bool[Tensor, "*n tokens"]
 
 
-def scaled(x: Matrices, axes: tuple[int, ...]) -> Matrices:
+def scale_to_one(x: Matrices, axes: tuple[int, ...]) -> Matrices:
     """Divide by the largest |entry| along `axes`, so that no square leaves the range of float64; zeros stay zero.
 
-    >>> scaled(torch.tensor([[0.0, -4.0], [2.0, 1.0]]), (-2, -1)).tolist()
+    >>> scale_to_one(torch.tensor([[0.0, -4.0], [2.0, 1.0]]), (-2, -1)).tolist()
     [[0.0, -1.0], [0.5, 0.25]]
     """
     top = x.abs().amax(axes, keepdim=True)
     return x / torch.where(top == 0, 1, top)
 
 
-def filled(x: Matrices, real: Mask | None) -> tuple[Matrices, Mask]:
+def fill_padding(x: Matrices, real: Mask | None) -> tuple[Matrices, Mask]:
     """x in float64 with padding at zero, and the mask of real tokens (all of them where `real` is None).
 
-    >>> filled(torch.tensor([[1.0], [torch.nan]]), torch.tensor([True, False]))[0].tolist()
+    >>> fill_padding(torch.tensor([[1.0], [torch.nan]]), torch.tensor([True, False]))[0].tolist()
     [[1.0], [0.0]]
     """
     keep = torch.ones_like(x[..., 0], dtype=torch.bool) if real is None else real
-    return x.masked_fill(~keep.unsqueeze(-1), 0).double(), keep  # filled, not multiplied: padding may be NaN
+    return x.masked_fill(~keep.unsqueeze(-1), 0).double(), keep  # fill_padding, not multiplied: padding may be NaN
 
 
-def filled_and_scaled(x: Matrices, real: Mask | None) -> tuple[Matrices, Mask]:
-    """`filled`, with the largest entry of each sequence at 1.
+def fill_and_scale(x: Matrices, real: Mask | None) -> tuple[Matrices, Mask]:
+    """`fill_padding`, with the largest entry of each sequence at 1.
 
-    >>> filled_and_scaled(torch.tensor([[2.0], [9.0]]), torch.tensor([True, False]))[0].tolist()
+    >>> fill_and_scale(torch.tensor([[2.0], [9.0]]), torch.tensor([True, False]))[0].tolist()
     [[1.0], [0.0]]
     """
-    x, keep = filled(x, real)
-    return scaled(x, (-2, -1)), keep
+    x, keep = fill_padding(x, real)
+    return scale_to_one(x, (-2, -1)), keep
 
 
-def centred_on_mean(x: Matrices, keep: Mask) -> Matrices:
+def centre_on_mean(x: Matrices, keep: Mask) -> Matrices:
     """Real tokens minus their mean. Differences at the level of rounding become zero, so that noise has no direction.
 
-    >>> centred_on_mean(torch.tensor([[1.0], [3.0], [0.0]]), torch.tensor([True, True, False])).tolist()
+    >>> centre_on_mean(torch.tensor([[1.0], [3.0], [0.0]]), torch.tensor([True, True, False])).tolist()
     [[-1.0], [1.0], [0.0]]
     """
     mean = x.sum(-2, keepdim=True) / keep.sum(-1).clamp_min(1)[..., None, None]

@@ -15,10 +15,10 @@ from locater.measures.sequences import (
     PerSequence,
     Real,
     Sequences,
-    centred_on_mean,
-    filled,
-    filled_and_scaled,
-    scaled,
+    centre_on_mean,
+    fill_and_scale,
+    fill_padding,
+    scale_to_one,
 )
 from locater.numerics import one_thread
 
@@ -37,7 +37,7 @@ def composite_norm(x: Matrices) -> Float[Tensor, "*n"]:
     [2.0, 2.0, 9.0]
     """
     top = x.double().abs().amax((-2, -1))
-    return _composite(scaled(x.double(), (-2, -1))) * top
+    return _composite(scale_to_one(x.double(), (-2, -1))) * top
 
 
 def token_residual(x: Matrices, real: Mask | None = None, centre: str = "mean") -> Matrices:
@@ -57,8 +57,8 @@ def token_residual(x: Matrices, real: Mask | None = None, centre: str = "mean") 
     """
     if centre not in CENTRES:
         raise LocaterError(f"centre={centre!r} is not known: use one of {', '.join(CENTRES)}")
-    x, keep = filled(x, real)
-    without = {"mean": centred_on_mean, "midrange": _without_midrange, "svd": _without_rank_one}[centre]
+    x, keep = fill_padding(x, real)
+    without = {"mean": centre_on_mean, "midrange": _without_midrange, "svd": _without_rank_one}[centre]
     return without(x, keep)
 
 
@@ -78,7 +78,7 @@ def rank_residual(x: Sequences, real: Real | None = None, norm: str = "composite
     if norm not in ("composite", "frobenius"):
         raise LocaterError(f"norm={norm!r} is not known: use 'composite' or 'frobenius'")
     size = _composite if norm == "composite" else _frobenius
-    x, keep = filled_and_scaled(x, real)
+    x, keep = fill_and_scale(x, real)
     return size(token_residual(x, keep, centre)) / size(x)
 
 
@@ -92,8 +92,8 @@ def token_cosine(x: Sequences, real: Real | None = None, centred: bool = False) 
     >>> token_cosine(torch.tensor([[[1.0, 0.0], [5.0, 0.0], [0.0, 2.0]]])).item()          # cosines 1, 0, 0
     0.3333333333333333
     """
-    x, keep = filled_and_scaled(x, real)
-    x = scaled(centred_on_mean(x, keep) if centred else x, (-1,))
+    x, keep = fill_and_scale(x, real)
+    x = scale_to_one(centre_on_mean(x, keep) if centred else x, (-1,))
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # at least 1 after scaling, or 0
     total = (x / norm.clamp_min(1)).sum(-2).square().sum(-1)
     n = (norm > 0).sum((-2, -1))

@@ -14,7 +14,7 @@ from torch._utils import _flatten_dense_tensors
 from locater.brief import brief
 from locater.findings import FLAGS
 from locater.measures import Ranks, ranks_of_gram
-from locater.missing import finite_or_none
+from locater.numerics import finite_or_none
 from locater.observing.accumulators import AT, wide
 from locater.observing.site import Site
 

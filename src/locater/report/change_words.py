@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from locater.missing import known_median
+from locater.numerics import known_median
 from locater.report.scan_columns import Change, in_words, quantities
 from locater.report.tables import number
 

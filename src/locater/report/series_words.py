@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from locater.missing import known_median
+from locater.numerics import known_median
 from locater.report.change_words import NAMED_CHANGES, NAMED_COLUMNS, NOTABLE, UNREAD
 from locater.report.scan_columns import in_words, quantities
 from locater.report.tables import MOST_SHOWN, number

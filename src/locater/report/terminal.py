@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from locater.findings import FLAGS, Verdict
-from locater.missing import known_median
+from locater.numerics import known_median
 from locater.report.change_words import changes_sentences
 from locater.report.probe_columns import KINDS
 from locater.report.probe_words import agreement_sentence, collapse, data_sentence

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from locater.missing import known_median
+from locater.numerics import known_median
 from locater.report.tables import number
 from locater.report.terminal import empty_table, fitting
 from locater.report.trajectory_words import first_faults, irregularities, overview, run_labels

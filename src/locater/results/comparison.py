@@ -12,7 +12,7 @@ from typing import Any
 from locater.brief import brief
 from locater.errors import LocaterError
 from locater.files import write_whole
-from locater.missing import known_median
+from locater.numerics import known_median
 from locater.report.scan_columns import Change, by_column, by_head, changes
 from locater.results.scan import NUMERIC_COLUMNS, HeadRow, Scan, alike
 from locater.version import SCAN_SCHEMA, __version__

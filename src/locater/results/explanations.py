@@ -18,7 +18,7 @@ from locater.brief import brief
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
 from locater.files import write_whole
-from locater.missing import finite_or_none
+from locater.numerics import finite_or_none
 from locater.version import SCHEMA, __version__
 
 if TYPE_CHECKING:

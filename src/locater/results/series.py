@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.markup import quantile
-from locater.missing import known_median
+from locater.numerics import known_median
 from locater.report.scan_columns import changes, ranges
 from locater.results.comparison import MEDIANS, MOST_LISTED, Comparison, compare_scans, shape
 from locater.results.run_names import labelled

@@ -19,7 +19,7 @@ from locater.errors import LocaterError
 from locater.findings import key_variance
 from locater.layers import AttentionLayer, effective
 from locater.layers.effective import Effective
-from locater.missing import finite_or_none
+from locater.numerics import finite_or_none
 from locater.observing.known_layers import parts_of
 from locater.observing.rows import numbers_of, totals
 from locater.observing.site import Site

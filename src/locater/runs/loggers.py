@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from locater.errors import LocaterError
-from locater.missing import finite_or_none
+from locater.numerics import finite_or_none
 from locater.runs.logged_run import Run
 from locater.runs.records import Record, is_run, line_of, shape_of
 from locater.runs.run_log import first_run, read_run

@@ -1,7 +1,15 @@
 """Predictions about attention from moments and sizes. Pure functions: tensors in, tensors out. See docs/theory.md."""
 
-from locater.theory.attenuation import expected_entropy, kept_at_entropy, residual_kept, variance_at
-from locater.theory.entropy import entropy_floor, entropy_floor_of_range, entropy_ratio, second_order_entropy
+from locater.theory.entropy import (
+    entropy_floor,
+    entropy_floor_of_range,
+    entropy_ratio,
+    expected_entropy,
+    kept_at_entropy,
+    residual_kept,
+    second_order_entropy,
+    variance_at,
+)
 from locater.theory.propagation import (
     REGIMES,
     continuum,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from locater.numerics import as_float64, spread_over_workers
 from locater.spectrum import Moments
-from locater.theory.attenuation import variance_at
+from locater.theory.entropy import variance_at
 from locater.theory.surrogate import symmetric_root
 
 SKEW_LIMIT = 0.75  # |g1| above which the mixture is used: the closed form of a near-projector is off by 0.05 there
@@ -119,7 +119,7 @@ def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Flo
     [0.161, 0.566, 0.84, -0.566]
     """
     u, weight = (x.to(as_float64(M).device) for x in _quadrature())
-    return _explained(continuum(M, S, F, u), u, weight)
+    return _share_explained(continuum(M, S, F, u), u, weight)
 
 
 def mixture_localization(m: Moments, scale: float, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "*n"]:
@@ -130,7 +130,7 @@ def mixture_localization(m: Moments, scale: float, draws: int = DRAWS, seed: int
     0.3
     """
     u, weight = (x.to(m.query_gram.device) for x in _quadrature())
-    return _explained(mixture_continuum(m, scale, u, draws, seed), u, weight)
+    return _share_explained(mixture_continuum(m, scale, u, draws, seed), u, weight)
 
 
 def phase_diagram(means: Tensor, scales: Tensor, ratio: float = 1.0, length: int = 256) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def _between(mean: Tensor, variance: Tensor, lower: float, upper: float) -> Tens
     return torch.special.ndtr((upper - mean) / sd) - low if math.isfinite(upper) else 1 - low
 
 
-def _explained(rho: Tensor, u: Tensor, weight: Tensor) -> Tensor:
+def _share_explained(rho: Tensor, u: Tensor, weight: Tensor) -> Tensor:
     odd = (rho - rho.flip(-1)) / 2
     mean = (rho * weight).sum(-1)
     noise = mean * (1 - mean)

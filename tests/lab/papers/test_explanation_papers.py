@@ -11,7 +11,7 @@ import torch
 
 from locater.errors import LocaterError
 from locater.explain import Explanation, Target, decompose, rollout
-from locater.explain.collapses import FrozenOperator
+from locater.explain.linear_operator import FrozenOperator
 from locater_lab.engine import explained, explanation_tests
 from locater_lab.engine.explained import CLASSES, TOKENS, Explained, image_model, planted_model, planted_rows
 from locater_lab.engine.explanation_tests import areas, blocks_of, difference, hits, likeness, method, redraw

@@ -23,8 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.missing import finite_or_none
-from locater.numerics import one_thread
+from locater.numerics import finite_or_none, one_thread
 from locater.spectrum import moments
 from locater_lab.engine.captured import captured
 from locater_lab.papers.amsel2024.nearest import farthest

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from locater.commands.load import load_model
 from locater.errors import LocaterError
 from locater.explain import decompose
-from locater.explain.collapses import FrozenOperator
+from locater.explain.linear_operator import FrozenOperator
 from locater_lab.engine.claims import Claim, Measured
 from locater_lab.engine.papers import Results, Setting, Study
 from locater_lab.engine.trained_heads import read_each, sources

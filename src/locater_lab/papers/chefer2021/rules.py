@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from locater.explain import relevance, rollout
+from locater.explain.attention_flow import RelevanceMatrices
 from locater.explain.attention_record import recorded_attention
-from locater.explain.relevance_rules import RelevanceMatrices
 from locater_lab.engine.claims import Claim, Measured
 from locater_lab.engine.papers import Results, Setting, Study
 from locater_lab.train import Shape, Transformer
