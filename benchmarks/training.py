@@ -27,7 +27,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 
 from locater_lab.engine.mechanism_runs import BASE  # noqa: E402
-from locater_lab.engine.one_run import moments  # noqa: E402
+from locater_lab.engine.runs import mean_moments  # noqa: E402
 from locater_lab.train.loop import (  # noqa: E402
     Training,
     deterministic,
@@ -139,7 +139,7 @@ def ending(training: Training, folder: Path) -> None:
     training.evaluation.report()
     training.evaluation.loss_and_accuracy("select")
     training.evaluation.measures()
-    moments(str(checkpoint.save(folder, "model", training.model)))
+    mean_moments(str(checkpoint.save(folder, "model", training.model)))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import locater
-from locater_lab.papers.bao2024.gaussian import sources
+from locater_lab.engine.trained_models import model_folders
 
 ROOT = Path(__file__).parents[1]
 SEEDS = 3
@@ -68,7 +68,7 @@ def by_layer(scan: locater.Scan) -> list[float]:
 
 def measure(models: Path) -> list[dict[str, Any]]:
     entries = []
-    for name, folder in sources(models).items():
+    for name, folder in model_folders(models).items():
         trained = locater.scan(folder)
         starts = [initial(folder, seed) for seed in range(SEEDS)]
         pooled = locater.Scan("", {}, starts[0].layers, [row for start in starts for row in start.rows])

@@ -19,7 +19,7 @@ from early_warning_judge import (
     measured,
 )
 
-from locater_lab.engine.intervals import LEVEL, decided_together
+from locater_lab.engine.significance import LEVEL, decided_by_holm
 
 LEAST_RECALL, MOST_FALSE, LEAST_LEAD = 0.74, 0.23, 50
 OUTSIDE = "bad data"  # a cause that is not in the model before the loss shows it
@@ -129,7 +129,7 @@ def claims(runs: Runs) -> list[dict[str, Any]]:
         )
         text = f'Recall less false alarms is higher than that of the rival "{rival}"'
         rows.append((f"d{i}", text, difference > 0, _bootstrap_p(values, 0.0), f"{difference:+.2f}{ends}"))
-    decided = decided_together({name: p for name, _, _, p, _ in rows}, LEVEL)
+    decided = decided_by_holm({name: p for name, _, _, p, _ in rows}, LEVEL)
     return [
         {
             "claim": name,

@@ -9,7 +9,7 @@ from early_warning_claims import OUTSIDE, claims, lead_text, missed, share_text,
 from early_warning_judge import ALARMS, EARLY, RELEASED, judged, lead, measured
 from early_warning_plan import STEPS, all_runs
 
-from locater_lab.engine.intervals import LEVEL
+from locater_lab.engine.significance import LEVEL
 
 GROUPS = {"cause": "cause of failure", "model": "model", "optimizer": "optimizer", "dtype": "precision", "text": "text"}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater_lab.engine.trained_heads import sentence_model
+from locater_lab.engine.trained_models import sentence_model
 from locater_lab.train import Plan, run
 from locater_lab.train.data import open_data
 

@@ -11,8 +11,7 @@ from html import escape
 import torch
 from torch import Tensor
 
-from locater_lab.engine.figures import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Panel, Series, draw
-from locater_lab.engine.pictures import strip_of
+from locater_lab.engine.figures import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Panel, Series, draw, png_strip
 
 FRAME = (
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -49,7 +48,7 @@ def pattern(weights: Tensor, title: str) -> str:
     """
     shade = weights.clamp(0, 1).sqrt()[..., None]
     pixels = 255 + (torch.tensor(INK) - 255) * shade
-    png = strip_of(pixels.round().to(torch.uint8)[None])
+    png = png_strip(pixels.round().to(torch.uint8)[None])
     size, T = DOWN, len(weights)
     left = LEFT + (ACROSS - size) / 2
     parts = [

@@ -36,7 +36,7 @@ from locater.findings.flags import LEVEL  # noqa: E402
 from locater.layers import AttentionLayer, Norm  # noqa: E402
 from locater.observing.matching import matches  # noqa: E402
 from locater.theory.surrogate import gaussian_tokens  # noqa: E402
-from locater_lab.engine.rounding import rounded  # noqa: E402
+from locater_lab.engine.reproduction import rounded  # noqa: E402
 from locater_lab.train import Transformer, load  # noqa: E402
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -21,7 +21,7 @@ from typing import Any
 
 import locater
 from locater.commands.load import load_model
-from locater_lab.engine.trained_heads import read_each, sources
+from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.train import Plan, load, run
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -81,7 +81,7 @@ PREDICTIONS = (
 
 def models(folder: Path | None) -> dict[str, Any]:
     """Models by name."""
-    at_hand, left_out = read_each(sources(folder).items(), lambda name, path: load_model(str(path)))
+    at_hand, left_out = read_each(model_folders(folder).items(), lambda name, path: load_model(str(path)))
     for name, why in left_out.items():
         print(f"{name}: left out ({why})")
     at_hand["demo's twin, with LocAteR"] = load_model(str(files("locater") / "demo" / "twin"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from locater.files import write_whole
-from locater_lab.engine.one_run import machine, train
+from locater_lab.engine.runs import machine, train
 from locater_lab.papers.bao2024.arms import PLAIN
 
 MODES = {

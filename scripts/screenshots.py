@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import locater
 from locater.report.trajectory import trajectory_page
 from locater.results.trajectory import trajectory
-from locater_lab.engine.trained_heads import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_absent
 from locater_lab.train import Plan, run
 
 ROOT = Path(__file__).parents[1]

@@ -35,8 +35,8 @@ from locater.commands.load import load_model  # noqa: E402
 from locater.errors import LocaterError  # noqa: E402
 from locater.inputs.corpus import embedded_text  # noqa: E402
 from locater.inputs.text import Batch, batches, read_text  # noqa: E402
-from locater_lab.engine.rounding import rounded  # noqa: E402
-from locater_lab.engine.trained_heads import sources  # noqa: E402
+from locater_lab.engine.reproduction import rounded  # noqa: E402
+from locater_lab.engine.trained_models import model_folders  # noqa: E402
 from locater_lab.train.sweep import read_lines  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ DEMO = "demo (in the package)"
 
 def models_at_hand(folders: list[Path]) -> dict[str, Path]:
     """Trained models by name."""
-    by_name = {name: path for folder in folders for name, path in sources(folder).items()}
+    by_name = {name: path for folder in folders for name, path in model_folders(folder).items()}
     demo = by_name.pop(DEMO)
     return {"demo": demo, "demo, trained with LocAteR": demo / "twin", **by_name}
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from locater_lab.engine.intervals import decided_together
+from locater_lab.engine.significance import decided_by_holm
 
 DRAWS = 4000
 Numbers = NDArray[np.float64]
@@ -289,7 +289,7 @@ def judged(entries: Sequence[Entry]) -> list[Judged]:
     for claim, name in (("positions", "learned 6x256"), ("head size", "small heads 6x256")):
         if plain is not None and name in by_name:
             items.append(Judged(claim, name, mean_error(by_name[name]) - mean_error(plain), 0.0))
-    decided = decided_together({str(i): x.estimate.p_value(x.bound) for i, x in enumerate(items)})
+    decided = decided_by_holm({str(i): x.estimate.p_value(x.bound) for i, x in enumerate(items)})
     return [
         Judged(x.claim, x.model, x.estimate, x.bound, x.most, _verdict(x)) if str(i) in decided else x
         for i, x in enumerate(items)

@@ -28,7 +28,7 @@ from surrogate_figures import (
     reasons,
 )
 
-from locater_lab.engine.intervals import decided_together
+from locater_lab.engine.significance import decided_by_holm
 
 KINDS = {
     "weights": "weights alone: z ~ N(0, I)",
@@ -272,7 +272,7 @@ def _parts(entries: Sequence[Entry]) -> list[str]:
 def _correlations(entries: Sequence[Entry]) -> list[Correlation]:
     """Per quantity: words, correlation with the absolute error, models of the same sign, models, whether decided."""
     known = {name: goes_with_error(entries, name) for name in QUANTITIES}
-    decided = decided_together({name: x.p_value(0.0) for name, (x, _, _) in known.items()})
+    decided = decided_by_holm({name: x.p_value(0.0) for name, (x, _, _) in known.items()})
     order = sorted(known, key=lambda name: -abs(known[name][0].value))
     return [(QUANTITIES[name], *known[name], "yes" if name in decided else "undecided") for name in order]
 
@@ -307,7 +307,7 @@ def _suggested(entries: Sequence[Entry]) -> list[str]:
     learned = learned_order(entries)
     if learned is not None:
         estimates["learned order"] = learned
-    decided = decided_together({claim: x.p_value(0.0) for claim, x in estimates.items()})
+    decided = decided_by_holm({claim: x.p_value(0.0) for claim, x in estimates.items()})
     verdicts = {c: ("holds" if x.value > 0 else "fails") if c in decided else "undecided" for c, x in estimates.items()}
     for claim, (words, _, _) in REASONS.items():
         cells = [

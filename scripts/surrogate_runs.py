@@ -20,8 +20,8 @@ from surrogate_heads import record
 
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import Batch, read_text
-from locater_lab.engine.one_run import machine
-from locater_lab.engine.rounding import rounded
+from locater_lab.engine.reproduction import rounded
+from locater_lab.engine.runs import machine
 from locater_lab.train.data import open_data
 from locater_lab.train.loop import DivergedError, run
 from locater_lab.train.plan import PACE, Plan

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from locater_lab.engine.trained_heads import why_absent
+from locater_lab.engine.trained_models import why_absent
 
 NO_BROWSER = "no Chromium on this machine (make browser installs Debian's)"
 avoided: str | None = None  # what was done about a processor's broken AMX

@@ -224,7 +224,7 @@ def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixt
 
 
 def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
-    from locater_lab.engine.verdict_words import AUTHORS, tally
+    from locater_lab.engine.verdict_text import AUTHORS, tally
     from locater_lab.papers import PAPERS
 
     lines = (ROOT / "docs" / "results" / "README.md").read_text().splitlines()

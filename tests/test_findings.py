@@ -22,7 +22,7 @@ from locater import Probe, Scan, compare, probe, scan
 from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, judge, untrained
 from locater.report.tables import summary
 from locater.report.terminal import _print_meanings, print_comparison, print_probe, print_scan
-from locater_lab.engine.trained_heads import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_absent
 from tests import ROOT
 
 DEMO = str(files("locater") / "demo")

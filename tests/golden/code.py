@@ -26,7 +26,7 @@ from locater.findings import FLAGS
 from locater.results.probe import ProbeRow
 from locater.runs.run_log import read_run
 from locater_lab.engine.runs import Row, Runs
-from locater_lab.engine.trained_heads import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_absent
 from locater_lab.mechanisms import mechanisms
 from locater_lab.papers import PAPERS
 from locater_lab.train.controls import controls

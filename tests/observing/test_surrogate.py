@@ -28,7 +28,7 @@ from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
-from locater_lab.engine.trained_heads import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_absent
 from tests import ROOT
 from tests.families import CASES
 from tests.parity import model_of

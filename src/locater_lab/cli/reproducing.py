@@ -16,8 +16,8 @@ from locater.cli.shell import check_writable, show_progress, stdout_console
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.papers import Paper, Setting, chosen, joined, reproduce
-from locater_lab.engine.parallel import measure_at_once, processors
+from locater_lab.engine.compute import measure_in_parallel, processor_count
+from locater_lab.engine.reproduction import Paper, Setting, join_documents, reproduce, select_claims
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="[PAPER]...", help="Names of papers from --list; without any, all papers.")
@@ -99,7 +99,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         data: Data = None,
         jobs: Jobs = 0,
     ) -> None:
-        from locater_lab.engine.terminal import print_claims
+        from locater_lab.engine.verdict_text import print_claims
 
         chosen_papers = _papers(papers or [], claim)
         if show:
@@ -107,7 +107,9 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
                 print_claims(paper, stdout_console())
             return
         _check(json, report, figures, models, earlier, len(chosen_papers))
-        resting = [(paper, c) for paper in chosen_papers for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
+        resting = [
+            (paper, c) for paper in chosen_papers for c in select_claims(paper, claim) if _rests_on_runs(paper, c)
+        ]
         if runs is not None and not resting and not earlier:
             raise LocaterError(f"--runs {runs}: none of these claims rests on training runs: leave it out")
         _check_runs(runs, data, jobs, resting)
@@ -116,7 +118,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         tell = partial(print, file=sys.stderr, flush=True)
         if earlier:
             (paper,) = chosen_papers
-            _deliver(joined([_read(Path(x), paper) for x in earlier], paper), paper, json, report, figures)
+            _deliver(join_documents([_read(Path(x), paper) for x in earlier], paper), paper, json, report, figures)
             return
         avoid_broken_amx()
         settings = []
@@ -126,7 +128,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
             path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
             settings.append((paper, Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)))
         # training and long measurements use all cores by themselves
-        done = measure_at_once(settings, claim, processors() if quick and not jobs else 1)
+        done = measure_in_parallel(settings, claim, processor_count() if quick and not jobs else 1)
         failures: list[Exception] = []
         for paper, setting in settings:
             document = reproduce(paper, setting, claim, done[paper.name]).to_dict()
@@ -144,7 +146,7 @@ def _papers(names: list[str], claim: str | None) -> list[Paper]:
     papers = [paper(name) for name in dict.fromkeys(names)] if names else list(PAPERS.values())
     if claim is not None:
         for each in papers:
-            chosen(each, claim)
+            select_claims(each, claim)
     return papers
 
 
@@ -195,7 +197,7 @@ def kept_runs(paper: Paper) -> list[Path]:
 
 def _kept(paper: Paper, claim: str | None, tell: Callable[[str], None]) -> list[Path]:
     """The kept runs, where these claims rest on any; a line says which they are, or that there are none."""
-    resting = [c.id for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
+    resting = [c.id for c in select_claims(paper, claim) if _rests_on_runs(paper, c)]
     if not resting:
         return []
     files = kept_runs(paper)
@@ -235,7 +237,7 @@ def _check_lines(runs: Path, papers: Iterable[Paper], claim: str | None) -> None
 
     held, studies = (
         Lines(runs),
-        [study for paper in papers for study in paper.studies if set(study.claims) & set(chosen(paper, claim))],
+        [study for paper in papers for study in paper.studies if set(study.claims) & set(select_claims(paper, claim))],
     )
     if any(study.on_runs and study.rows is None for study in studies):
         if not held.lines:
@@ -273,7 +275,7 @@ def _read(path: Path, paper: Paper) -> dict[str, Any]:
 
 def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, figures: str | None) -> None:
     from locater_lab.engine.pages import write_report
-    from locater_lab.engine.terminal import print_verdicts
+    from locater_lab.engine.verdict_text import print_verdicts
 
     console = stdout_console()
     text = jsonlib.dumps(document, indent=1, allow_nan=False)

@@ -1,6 +1,6 @@
 """Claims judged by training runs: arms seed by seed against each other, from the lines of a file.
 
-Differences are taken within a seed, which fixes first weights and order of the data; `intervals.py` says what they
+Differences are taken within a seed, which fixes first weights and order of the data; `significance.py` says what they
 decide.
 """
 
@@ -14,43 +14,45 @@ from typing import Any
 import torch
 
 from locater.numerics import spearman
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.runs import Arm, Row, Runs, complete
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.runs import Arm, Row, Runs, train_missing
 
 Line = Mapping[str, Any]
 What = str | Callable[[Line], float]
-Judge = Callable[[Runs], Results | Mapping[str, Measured | None]]
+Judge = Callable[[Runs], Results | Mapping[str, Measurement | None]]
 NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER to make those that it lacks"
 
 
-def trained(
+def study_of_arms(
     title: str, claims: tuple[Claim, ...], arms: Sequence[Arm], judge: Judge, more: Sequence[Row] = ()
 ) -> Study:
     """A study of the runs of these arms, and of single rows."""
-    return of_runs(title, claims, lambda runs: [*(row for arm in arms for row in arm.rows(runs)), *more], judge)
+    return study_of_runs(title, claims, lambda runs: [*(row for arm in arms for row in arm.rows(runs)), *more], judge)
 
 
-def of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], list[Row]], judge: Judge) -> Study:
+def study_of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], list[Row]], judge: Judge) -> Study:
     """A study that reads these runs, and makes those that are missing when told to."""
 
-    def measured(setting: Setting) -> Results | Mapping[str, Measured | None]:
+    def measured(setting: Setting) -> Results | Mapping[str, Measurement | None]:
         if setting.runs is None:
             return {}
         runs = Runs(setting.runs, setting.more_runs)
         if setting.jobs:
             assert setting.data is not None
-            complete(rows, runs, setting.data, setting.jobs, setting.tell)
+            train_missing(rows, runs, setting.data, setting.jobs, setting.tell)
         return judge(runs)
 
     return Study(title, claims, measured, NEEDS, on_runs=True, rows=rows)
 
 
-def known(found: Mapping[str, Measured | None]) -> dict[str, Measured]:
+def known_measurements(found: Mapping[str, Measurement | None]) -> dict[str, Measurement]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def change(runs: Runs, arm: Arm, against: Arm, what: What, more: Mapping[str, Any] | None = None) -> Measured | None:
+def difference(
+    runs: Runs, arm: Arm, against: Arm, what: What, more: Mapping[str, Any] | None = None
+) -> Measurement | None:
     """Of the ends of two arms, by the seeds that both have; None where one is not whole, or the quantity is not
     known.
     """
@@ -63,7 +65,7 @@ def change(runs: Runs, arm: Arm, against: Arm, what: What, more: Mapping[str, An
     return by_seed([a - b for a, b in values if a is not None and b is not None], more)
 
 
-def level(runs: Runs, arm: Arm, what: What, more: Mapping[str, Any] | None = None) -> Measured | None:
+def mean_of_arm(runs: Runs, arm: Arm, what: What, more: Mapping[str, Any] | None = None) -> Measurement | None:
     """The quantity itself over the seeds of an arm."""
     values = [value_of(line, what) for line in arm.ends(runs) or ()]
     return by_seed([x for x in values if x is not None], more) if values and None not in values else None
@@ -71,7 +73,7 @@ def level(runs: Runs, arm: Arm, what: What, more: Mapping[str, Any] | None = Non
 
 def rank_correlation(
     runs: Runs, arms: Iterable[Arm], x: What | Sequence[float], y: What, more: Mapping[str, Any] | None = None
-) -> Measured | None:
+) -> Measurement | None:
     """Over arms, for each seed that all have; `x` may be a number for each arm. None while an arm is not whole."""
     ends = [arm.ends(runs) for arm in arms]
     found = []
@@ -103,11 +105,11 @@ def has_sink(runs: Runs, arm: Arm) -> bool:
 
 
 def mark_inconclusive(
-    measured: Mapping[str, Measured | None], ids: Iterable[str], reason: str
-) -> dict[str, Measured | None]:
+    measured: Mapping[str, Measurement | None], ids: Iterable[str], reason: str
+) -> dict[str, Measurement | None]:
     """The same measurements, those of `ids` left open for a reason that no number of seeds mends.
 
-    >>> mark_inconclusive({"a": Measured(0.1, 0.0, ""), "b": None}, ("a", "b"), "there is no sink")["a"].spread_of
+    >>> mark_inconclusive({"a": Measurement(0.1, 0.0, ""), "b": None}, ("a", "b"), "there is no sink")["a"].spread_of
     'unknown: there is no sink'
     """
     open_ids, why = set(ids), f"unknown: {reason.removeprefix('unknown: ')}"

@@ -3,7 +3,7 @@
 A claim states a bound or a value for one quantity. A measurement brings a value and its spread, the half-width of the
 interval that it is known to lie in. The verdict compares the whole interval with what is stated, so a measurement that
 is too coarse to tell says `undecided` and not the more welcome of the two answers. Measurements with several seeds are
-judged together with the others of their page (`intervals.py`).
+judged together with the others of their page (`significance.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from locater_lab.engine.intervals import LEVEL, decided_together, interval, p_value
+from locater_lab.engine.significance import LEVEL, decided_by_holm, interval, p_value
 
 Relation = Literal["at most", "at least", "about"]
 Judgement = Literal["holds", "fails", "undecided"]
@@ -42,7 +42,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A value, the half-width of its interval (`spread_of` says which interval), and the numbers behind it.
 
     `sample` are the values by seed, where there are seeds: the verdict then follows from their p-value.
@@ -83,17 +83,17 @@ class Verdict:
         return {**entry, "claim": sentence, **measurement, "numbers": dict(self.numbers)}
 
 
-def by_seed(values: Sequence[float], numbers: Mapping[str, Any] | None = None, of: str = "seeds") -> Measured:
+def by_seed(values: Sequence[float], numbers: Mapping[str, Any] | None = None, of: str = "seeds") -> Measurement:
     """Mean over seeds, or other repetitions, with its 95 % interval."""
     mean, half = interval(values)
     which = f"95 % interval (t) over {len(values)} {of}" if len(values) > 1 else f"unknown: one of the {of}"
-    return Measured(mean, half, which, {"by_seed": list(values), **(numbers or {})}, tuple(values))
+    return Measurement(mean, half, which, {"by_seed": list(values), **(numbers or {})}, tuple(values))
 
 
-def half_range(values: Sequence[float], of: str, numbers: Mapping[str, Any] | None = None) -> Measured:
+def half_range(values: Sequence[float], of: str, numbers: Mapping[str, Any] | None = None) -> Measurement:
     """The middle of a range and its half-width; `of` says which range. For sets that are complete, not for samples."""
     low, high = min(values), max(values)
-    return Measured((low + high) / 2, (high - low) / 2, of, numbers or {})
+    return Measurement((low + high) / 2, (high - low) / 2, of, numbers or {})
 
 
 def judge(claim: Claim, value: float, spread: float) -> Judgement:
@@ -135,7 +135,7 @@ def p_of(claim: Claim, sample: Sequence[float]) -> float:
     return max(ends) if inside else min(ends)
 
 
-def verdict_of(claim: Claim, measured: Measured | None, command: str, waits_for: str = "") -> Verdict:
+def verdict_of(claim: Claim, measured: Measurement | None, command: str, waits_for: str = "") -> Verdict:
     """The verdict on a measurement by itself; undecided where there is none."""
     if measured is None:
         return Verdict(claim, claim.stated, None, None, "undecided", False, command, waits_for=waits_for)
@@ -158,7 +158,7 @@ def verdict_of(claim: Claim, measured: Measured | None, command: str, waits_for:
     )
 
 
-def judged_together(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+def judge_together(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     """The same verdicts, with those that rest on seeds corrected for their number."""
     changes = corrections({v.claim.id: (v.p, v.alone) for v in verdicts if v.p is not None})
     return tuple(replace(v, **changes.get(v.claim.id, {})) for v in verdicts)
@@ -170,7 +170,7 @@ def corrections(seeded: Mapping[str, tuple[float, Judgement]]) -> dict[str, dict
     >>> corrections({"a": (0.01, "holds"), "b": (0.2, "fails")})["b"]
     {'verdict': 'undecided', 'decided': False}
     """
-    decided = decided_together({name: p for name, (p, _) in seeded.items()})
+    decided = decided_by_holm({name: p for name, (p, _) in seeded.items()})
     return {
         name: {
             "verdict": alone if name in decided else "undecided",

@@ -1,12 +1,20 @@
-"""Figures as plain SVG: panels of lines, dots and cells side by side. No library; legible on light and dark pages."""
+"""Figures as plain SVG: panels of lines, dots and cells side by side, and strips of small images. No library; legible
+on light and dark pages.
+"""
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Callable, Sequence
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
+
+from jaxtyping import UInt8
+from torch import Tensor
 
 WIDTH, HEIGHT = 400, 300  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 34, 46  # room around the plot
@@ -327,3 +335,56 @@ def _ticks(low: float, high: float, scale: Scale) -> list[float]:
 
 def _line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#e4e4e4"/>'
+
+
+# ---- small images in lines of runs and on pages: a strip of them as a PNG in base64, strips in one drawing ----
+
+
+STRIP_SCALE, STRIP_LABELS, STRIP_TOP, STRIP_GAP = 2, 190, 10, 8  # points per pixel, and room around the strips
+
+
+def png_strip(images: UInt8[Tensor, "count height width channels"]) -> str:
+    """The images side by side as a PNG, in base64; one channel is grey, three are colours.
+
+    >>> import torch
+    >>> png_size(png_strip(torch.zeros(3, 28, 20, 1, dtype=torch.uint8)))
+    (60, 28)
+    """
+    count, height, width, channels = images.shape
+    rows = images.transpose(0, 1).reshape(height, -1).tolist()
+    pixels = zlib.compress(b"".join(b"\0" + bytes(row) for row in rows), 9)  # each row without a filter
+    colours = {1: 0, 3: 2}[channels]
+    header = struct.pack(">IIBBBBB", count * width, height, 8, colours, 0, 0, 0)
+    parts = [_png_chunk(b"IHDR", header), _png_chunk(b"IDAT", pixels), _png_chunk(b"IEND", b"")]
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+
+
+def _png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png_size(strip: str) -> tuple[int, int]:
+    """Width and height of a PNG in base64."""
+    width, height = struct.unpack(">II", base64.b64decode(strip)[16:24])
+    return width, height
+
+
+def picture_rows(strips: Mapping[str, str]) -> str:
+    """Strips below each other, each with its name, as SVG."""
+    sizes = [png_size(strip) for strip in strips.values()]
+    width = STRIP_LABELS + STRIP_SCALE * max(width for width, _ in sizes) + STRIP_GAP
+    y, parts = STRIP_TOP, list[str]()
+    for (name, strip), (across, down) in zip(strips.items(), sizes, strict=True):
+        parts.append(
+            f'<text x="{STRIP_LABELS - 8}" y="{y + STRIP_SCALE * down / 2 + 4:g}" text-anchor="end">{escape(name)}</text>'
+        )
+        parts.append(
+            f'<image x="{STRIP_LABELS}" y="{y}" width="{STRIP_SCALE * across}" height="{STRIP_SCALE * down}" '
+            f'style="image-rendering: pixelated" href="data:image/png;base64,{strip}"/>'
+        )
+        y += STRIP_SCALE * down + STRIP_GAP
+    frame = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}" '
+        'font-family="system-ui, sans-serif" font-size="11" fill="#222">'
+    )
+    return "\n".join([frame, f'<rect width="{width}" height="{y}" fill="#fff"/>', *parts, "</svg>", ""])

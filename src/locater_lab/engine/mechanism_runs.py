@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from locater_lab.engine.papers import Paper
-from locater_lab.engine.runs import Arm, Row, Runs, foreseen
+from locater_lab.engine.reproduction import Paper
+from locater_lab.engine.runs import Arm, Row, Runs, expected_rows
 from locater_lab.mechanisms import mechanisms
 from locater_lab.train.plan import Plan
 
@@ -35,15 +35,15 @@ BASE = Plan(
 MASKED = replace(BASE, task="masked")
 IMAGE = replace(BASE, task="image", corpus=(), vocabulary=256, images="fashion.npz", batch=128)
 RATES, IMAGE_RATES = (1e-3, 2.5e-3), (2e-4, 5e-4)
-SEEN = "as seen at this size"
+AT_THIS_SIZE = "as seen at this size"
 COOL_RATES = (2.5e-4, 1e-3)  # of what fails at the higher rate with every seed
-TUNED, VARIED = f"each at the better of two rates, {SEEN}", f"variations at one rate, {SEEN}"
+TUNED, VARIED = f"each at the better of two rates, {AT_THIS_SIZE}", f"variations at one rate, {AT_THIS_SIZE}"
 MASSIVE = 1000.0  # medians from which on a largest entry is a spike
 NO_SPIKE = f"the plain model's largest entry is below {MASSIVE:,.0f} medians, so that there is no spike"
 NO_SINK = "the plain model gives its first token no more than uniform attention does, so that there is no sink"
 
 
-def changed(attention: str, changes: Mapping[str, Any]) -> list[str]:
+def changes_in_words(attention: str, changes: Mapping[str, Any]) -> list[str]:
     """How an arm differs from the plain one, in words."""
     return ([attention] if attention != "softmax" or not changes else []) + [
         f"{key}={value}" for key, value in changes.items()
@@ -59,7 +59,7 @@ def arm(
     ('gated(per=element)', 'mlp=none', 'softmax, masked')
     """
     tuned = not changes and base.task != "image" and attention in {m.name for m in mechanisms()}
-    words = changed(attention, changes) + ([base.task] if base.task != "causal" else [])
+    words = changes_in_words(attention, changes) + ([base.task] if base.task != "causal" else [])
     rates = IMAGE_RATES if base.task == "image" else RATES
     return Arm(
         name or ", ".join(words),
@@ -70,7 +70,7 @@ def arm(
     )
 
 
-def cool(arm: Arm) -> Arm:
+def at_lower_rates(arm: Arm) -> Arm:
     """The same arm at the better of two lower rates."""
     return replace(arm, rates=COOL_RATES)
 
@@ -88,7 +88,7 @@ def plan_table(papers: Sequence[Paper]) -> list[str]:
     lines = ["| paper | arms | runs | of them new | steps |", "|---|---|---|---|---|"]
     seen: dict[str, Row] = {}
     for paper in papers:
-        rows = foreseen(partial(rows_of, paper))
+        rows = expected_rows(partial(rows_of, paper))
         new = [row for row in rows if row.key not in seen]
         seen |= {row.key: row for row in new}
         arms, steps = len({(row.claim, row.arm) for row in rows}), sum(row.plan.steps for row in new)

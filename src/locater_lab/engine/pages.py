@@ -1,9 +1,9 @@
 """The page of a paper: a template beside its studies, filled from the JSON document alone.
 
 A template (page.md.j2, Jinja2) extends the one of this folder and fills three blocks: `differs`, rows of a table that
-says how what was run differs from what the paper ran; `short`, what came out in plain words; `sections`, the rest in the
-paper's order. It asks for numbers by name, and says one thing where a claim holds, another where it fails, a third where
-it is open. A name that is not there is an error, not an empty space.
+says how what was run differs from what the paper ran; `short`, what came out in plain words; `sections`, the rest in
+the paper's order. It asks for numbers by name, and says one thing where a claim holds, another where it fails, a third
+where it is open. A name that is not there is an error, not an empty space.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from jinja2.bccache import Bucket
 
 from locater.files import write_whole
 from locater.report.prose import prose_page
-from locater_lab.engine import verdict_words
-from locater_lab.engine.figures import COLOURS, Cells, Contour, Field, Panel, Series, draw
-from locater_lab.engine.papers import Paper
-from locater_lab.engine.pictures import picture_rows
+from locater_lab.engine import verdict_text
+from locater_lab.engine.figures import COLOURS, Cells, Contour, Field, Panel, Series, draw, picture_rows
+from locater_lab.engine.reproduction import Paper
 
 # Tables of Markdown, those of arms of training runs among them, and which arms failed.
 
@@ -79,26 +78,26 @@ def means_table(
     """
     rows = (
         {**arm, "losses": _by_seed(arm["ends"], "loss", 4), **{key: _mean(arm["ends"], key) for key in columns}}
-        for arm in renamed(arms, names or {})
+        for arm in rename_arms(arms, names or {})
     )
     means = {key: (heading, f".{digits}f") for key, (heading, digits) in columns.items()}
     return markdown_table(rows, {**ARM, "losses": "report loss, by seed", **means})
 
 
-def renamed(arms: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
+def rename_arms(arms: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Arms of training runs under the names that a page has for them.
 
-    >>> renamed([{"arm": "gated"}, {"arm": "softmax"}], {"gated": "gate per head"})
+    >>> rename_arms([{"arm": "gated"}, {"arm": "softmax"}], {"gated": "gate per head"})
     [{'arm': 'gate per head'}, {'arm': 'softmax'}]
     """
     return [{**arm, "arm": names.get(arm["arm"], arm["arm"])} for arm in arms]
 
 
-def failed(arms: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], far: float = FAR) -> dict[str, str]:
+def failed_arms(arms: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], far: float = FAR) -> dict[str, str]:
     """Arms with a seed that ended more than `far` nats above the plain arm's, and how many of their seeds did.
 
     >>> plain = {"arm": "softmax", "ends": [{"loss": 3.0}, {"loss": 3.1}]}
-    >>> failed([plain, {"arm": "other", "ends": [{"loss": 3.0}, {"loss": 6.0}]}], plain)
+    >>> failed_arms([plain, {"arm": "other", "ends": [{"loss": 3.0}, {"loss": 6.0}]}], plain)
     {'other': '1 of 2'}
     """
     counts = {}
@@ -109,10 +108,10 @@ def failed(arms: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], far: flo
     return counts
 
 
-def failed_words(lost: Mapping[str, str], far: float = FAR) -> str:
+def failed_sentence(lost: Mapping[str, str], far: float = FAR) -> str:
     """One sentence, or nothing.
 
-    >>> failed_words({"other": "1 of 2"}), failed_words({})
+    >>> failed_sentence({"other": "1 of 2"}), failed_sentence({})
     ('Seeds that failed, more than 1 nat above the plain arm: other (1 of 2).', '')
     """
     named = ", ".join(f"{name} ({count})" for name, count in lost.items())
@@ -134,10 +133,10 @@ def _mean(ends: Sequence[Mapping[str, Any]], key: str) -> float | None:
 ROW, LABELS, PLOT, TOP, BOTTOM, RIGHT = 22, 190, 420, 34, 40, 20
 
 
-def strips(title: str, x: str, rows: Mapping[str, Sequence[float]]) -> str:
+def strip_chart(title: str, x: str, rows: Mapping[str, Sequence[float]]) -> str:
     """Rows in the order given; a line marks zero.
 
-    >>> strips("gain", "nats", {"a": [-0.1, 0.2]}).count("<circle")
+    >>> strip_chart("gain", "nats", {"a": [-0.1, 0.2]}).count("<circle")
     2
     """
     values = [value for held in rows.values() for value in held]
@@ -294,7 +293,7 @@ class Facts:
         if entry["measured"] is None:
             return "-"
         middle = f"{entry['measured']:{sign}.{digits}f}"
-        if verdict_words.is_open(entry) or not entry["spread"]:
+        if verdict_text.is_open(entry) or not entry["spread"]:
             return middle
         ends = (entry["measured"] - entry["spread"], entry["measured"] + entry["spread"])
         return f"{middle} ({' to '.join(f'{end:{sign}.{digits}f}' for end in ends)})"
@@ -308,12 +307,12 @@ class Facts:
 
 def _about(document: Mapping[str, Any], paper: Paper) -> dict[str, Any]:
     claims, assumptions = document["claims"], document["assumptions"]
-    times = (f"{name} {verdict_words.time_of(assumptions, name)}" for name in assumptions["processor_seconds"])
+    times = (f"{name} {verdict_text.time_text(assumptions, name)}" for name in assumptions["processor_seconds"])
     return {
         "made_by": _made_by(paper, assumptions),
-        "count": verdict_words.count(claims),
+        "count": verdict_text.count_by_author(claims),
         "took": ", ".join(times),
-        "open_reasons": verdict_words.reasons(entry for entry in claims if verdict_words.is_open(entry)),
+        "open_reasons": verdict_text.reasons(entry for entry in claims if verdict_text.is_open(entry)),
         "waiting": [entry for entry in claims if entry["waits_for"]],
         "measurable": {claim.id for study in paper.studies if study.measure is not None for claim in study.claims},
     }
@@ -368,12 +367,12 @@ def changes_by_arm(
 
 FILTERS: dict[str, Callable[..., Any]] = {
     "cell": cell,
-    "whose": verdict_words.whose,
-    "stated": verdict_words.stated,
-    "measured_text": verdict_words.measured,
+    "whose": verdict_text.author_text,
+    "stated": verdict_text.stated_text,
+    "measured_text": verdict_text.measured_text,
     "points": points,
     "as_table": markdown_table,
-    "renamed": renamed,
+    "renamed": rename_arms,
     "by_arm": values_by_arm,
     "changes_by_arm": changes_by_arm,
     "arms_table": arms_table,
@@ -386,10 +385,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Cells": Cells,
     "Field": Field,
     "Contour": Contour,
-    "strips": strips,
+    "strips": strip_chart,
     "picture_rows": picture_rows,
-    "failed": failed,
-    "failed_words": failed_words,
+    "failed": failed_arms,
+    "failed_words": failed_sentence,
     "max": max,
     "min": min,
     "zip": zip,

@@ -7,24 +7,166 @@ was made.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
+import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
 
+import locater
 from locater.errors import LocaterError, first_line
-from locater_lab.engine.one_run import TEXTS, placed, train
-from locater_lab.engine.rounding import rounded
+from locater.runs.run_log import LOG, read_run
+from locater.version import __version__
+from locater_lab.engine.reproduction import rounded
+from locater_lab.train.measured import SINK
 from locater_lab.train.plan import PACE, Plan
 from locater_lab.train.sweep import append_line, read_lines
 from locater_lab.train.token_files import FOLDER, shared_tokens
+
+# ---- one run in this process, and the line that is stored of it ----
+
+
+STORED = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
+TEXT_FIELDS = ("corpus", "select", "report")  # fields of a plan that name files of text
+SAMPLES = 10  # images that are drawn from a model that denoises
+
+_last_trained: list[tuple[Any, ...]] = []  # controls, mechanism and sizes of the last run of this process
+
+
+def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
+    """One run in this process; its weights are read and thrown away."""
+    import torch
+
+    from locater_lab.train.loop import DivergedError, run
+
+    plan = Plan.from_dict(held)
+    kind = (
+        *(plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads, plan.convert),
+        # of another size graphs would be for any size, and slower
+        *(plan.layers, plan.width, plan.batch, plan.length, plan.positions),
+    )
+    if plan.compile and _last_trained != [kind]:
+        torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
+    _last_trained[:] = [kind]
+    folder = Path(tempfile.mkdtemp(prefix="locater-run-"))
+    try:
+        result = run(with_data_folder(plan, Path(data), folder))
+        found = {"status": "done", **{name: getattr(result, name) for name in STORED}, "entropy": result.report_entropy}
+        observed: dict[str, Any] = observed_curves(folder / LOG) if plan.observe else {}
+        if result.conversion is not None:
+            observed["conversion"] = result.conversion
+        if plan.task == "diffusion" and plan.seed == 0:
+            observed["samples"] = image_samples(result.model, plan.device)
+        return {**found, **observed, "heads": mean_moments(result.model), **machine(plan)}
+    except DivergedError as error:
+        return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def image_samples(model: str, device: str) -> str:
+    """A few images drawn from a model of --task diffusion, as a strip."""
+    from locater_lab.engine.figures import png_strip
+    from locater_lab.models.loading import load
+    from locater_lab.models.sampling import sample_images
+    from locater_lab.train.recipe import device_of
+
+    return png_strip(sample_images(load(model).to(device_of(device)), SAMPLES))
+
+
+def observed_curves(log: Path) -> dict[str, list[tuple[int, float]]]:
+    """Means over heads at each observed step: `entropies` in nats, `sinks`, the weight on the first token, and
+    `sink_rates`, the share of heads in which that is a sink.
+    """
+    steps = read_run(log).steps
+    means = {name: _means(steps, column) for name, column in (("entropies", "entropy"), ("sinks", "sink"))}
+    return {**means, "sink_rates": _means(steps, "sink", lambda weight: float(weight > SINK))}
+
+
+def _means(
+    steps: Sequence[Mapping[str, Any]], column: str, of: Callable[[float], float] = float
+) -> list[tuple[int, float]]:
+    by_step = [(step["step"], [of(x) for row in step["heads"][column] for x in row if x is not None]) for step in steps]
+    return [(step, statistics.fmean(values)) for step, values in by_step if values]
+
+
+def with_data_folder(plan: Plan, data: Path, out: Path) -> Plan:
+    """The plan with its data where it is."""
+    images = None if plan.images is None else str(data / plan.images)
+    corpus, select, report = (tuple(str(data / name) for name in getattr(plan, part)) for part in TEXT_FIELDS)
+    return replace(plan, out=str(out), corpus=corpus, select=select, report=report, images=images)
+
+
+def mean_moments(model: str) -> dict[str, float] | None:
+    """Means over heads of the moments in logit units, from the weights as they were saved; None where heads are not
+    read.
+    """
+    from locater.commands.scanning import scan
+
+    try:
+        rows = scan(model).rows
+    except LocaterError:
+        return None
+    return {
+        name: statistics.fmean(float(getattr(row, name)) for row in rows) for name in ("M", "S", "F", "concentration")
+    }
+
+
+def machine(plan: Plan) -> dict[str, str]:
+    """What a number may depend on besides its plan."""
+    from locater_lab.train.recipe import device_of
+
+    return versions(device_of(plan.device).type)
+
+
+def versions(kind: str) -> dict[str, str]:
+    """The device of this kind (`cuda`, `cpu`), versions, and the code (a hash of the package's files)."""
+    import torch
+
+    device = torch.cuda.get_device_name() if kind == "cuda" else kind
+    known = {
+        "device": device,
+        "torch": torch.__version__,
+        "locater": __version__,
+        "code": code_of(Path(locater.__file__)),
+    }
+    commit = _commit(Path(locater.__file__).parent)
+    return {**known, "commit": commit} if commit else known
+
+
+@cache
+def code_of(package: Path) -> str:
+    """The first 12 digits of a SHA-256 over the sources of a package, given its __init__.py."""
+    digest = hashlib.sha256()
+    for path in sorted(package.parent.rglob("*.py")):
+        digest.update(path.relative_to(package.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@cache
+def _commit(folder: Path) -> str | None:
+    """The commit of the tree that a package runs from, and whether its files differ from it; None outside of one."""
+    try:
+        done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode != 0 or not done.stdout.strip():
+        return None
+    changes = subprocess.run(["git", "-C", folder, "status", "--porcelain", "--", "."], capture_output=True, timeout=10)
+    return done.stdout.strip()[:12] + (" and changes" if changes.stdout else "")
+
+
+# ---- many runs, each once ----
 
 
 @dataclass(frozen=True)
@@ -46,7 +188,7 @@ class Row:
         return json.dumps(self.options, sort_keys=True)
 
 
-def distinct(rows: Iterable[Row]) -> list[Row]:
+def distinct_rows(rows: Iterable[Row]) -> list[Row]:
     """Each run once, as what it is asked for first."""
     found: dict[str, Row] = {}
     for row in rows:
@@ -70,7 +212,7 @@ class Runs:
         return self.lines.get(row.key)
 
     def missing(self, rows: Iterable[Row]) -> list[Row]:
-        return [row for row in distinct(rows) if row.key not in self.lines]
+        return [row for row in distinct_rows(rows) if row.key not in self.lines]
 
     def add(self, row: Row, line: dict[str, Any]) -> None:
         whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
@@ -79,7 +221,7 @@ class Runs:
             append_line(self.path, rounded(whole, 6))
 
 
-def complete(
+def train_missing(
     rows: Callable[[Runs], Sequence[Row]],
     runs: Runs,
     data: Path,
@@ -91,18 +233,18 @@ def complete(
 
     A run that breaks, rather than diverges, leaves no line and stops no other; the first of them is raised at the end.
     """
-    _present(rows(runs), data)
+    _check_files(rows(runs), data)
     with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
         _tokenize(runs.missing(rows(runs)), data, Path(folder))
-        _complete(rows, runs, data, jobs, tell)
+        _train_missing(rows, runs, data, jobs, tell)
 
 
-def _complete(
+def _train_missing(
     rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, tell: Callable[[str], None]
 ) -> None:
     asked: set[str] = set()
     broken: list[str] = []
-    with ProcessPoolExecutor(jobs, _processes(), _begin, (os.environ.get(FOLDER),)) as pool:
+    with ProcessPoolExecutor(jobs, _processes(), _set_token_folder, (os.environ.get(FOLDER),)) as pool:
         waiting: dict[Any, Row] = {}
         while True:
             for row in runs.missing(rows(runs)):
@@ -116,7 +258,7 @@ def _complete(
                 name = f"{row.arm}, seed {row.plan.seed}, rate {row.plan.rate:g}"
                 try:
                     runs.add(row, done.result())
-                    tell(f"{name}: {_outcome(runs.lines[row.key])}; {len(waiting)} left")
+                    tell(f"{name}: {_outcome_text(runs.lines[row.key])}; {len(waiting)} left")
                 except Exception as error:  # of any kind: compilers, memory, a worker that was killed
                     broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
                     tell(broken[-1])
@@ -131,11 +273,11 @@ def _processes() -> Any:
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "locater_lab.train.loop", "locater_lab.engine.one_run"])
+    context.set_forkserver_preload(["torch._dynamo", "locater_lab.train.loop", "locater_lab.engine.runs"])
     return context
 
 
-def _begin(tokens: str | None) -> None:
+def _set_token_folder(tokens: str | None) -> None:
     """In a process that has the environment of its server, which may have begun before there was a folder of tokens."""
     if tokens is not None:
         os.environ[FOLDER] = tokens
@@ -156,13 +298,13 @@ def _tokenize(rows: Iterable[Row], data: Path, folder: Path) -> None:
             texts.setdefault((plan.corpus, plan.select, plan.report, plan.vocabulary, plan.words), plan)
     for plan in texts.values():
         with suppress(LocaterError):
-            open_data(placed(plan, data, folder), folder, torch.device("cpu"))
+            open_data(with_data_folder(plan, data, folder), folder, torch.device("cpu"))
 
 
-def _present(rows: Sequence[Row], data: Path) -> None:
+def _check_files(rows: Sequence[Row], data: Path) -> None:
     """Refuse before anything is trained what would fail for want of a file."""
     for row in rows:
-        texts = [name for part in TEXTS for name in getattr(row.plan, part)]
+        texts = [name for part in TEXT_FIELDS for name in getattr(row.plan, part)]
         for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
@@ -170,11 +312,13 @@ def _present(rows: Sequence[Row], data: Path) -> None:
                 )
 
 
-def _outcome(line: Mapping[str, Any]) -> str:
+def _outcome_text(line: Mapping[str, Any]) -> str:
     return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
 
 
-def foreseen(rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str, Any]] | None = None) -> list[Row]:
+def expected_rows(
+    rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str, Any]] | None = None
+) -> list[Row]:
     """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate. `known` are
     lines of runs that there are, by key.
     """
@@ -188,14 +332,14 @@ def foreseen(rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str
                 "report_loss": 0.0,
                 "entropy": 0.0,
             }
-    return distinct(rows(runs))
+    return distinct_rows(rows(runs))
 
 
 # Arms
 
 
 @lru_cache(4096, typed=True)
-def _row(claim: str, arm: str, base: Plan, rate: float, seed: int) -> Row:
+def _cached_row(claim: str, arm: str, base: Plan, rate: float, seed: int) -> Row:
     """Kept, with its key: an arm asks for the same rows whenever a run ends, and a plan checks itself when it is made."""
     return Row(claim, arm, replace(base, rate=rate, seed=seed))
 
@@ -216,7 +360,7 @@ class Arm:
     seeds: int = 3
 
     def row(self, rate: float, seed: int) -> Row:
-        return _row(self.claim, self.name, self.base, rate, seed)
+        return _cached_row(self.claim, self.name, self.base, rate, seed)
 
     def rate(self, runs: Runs) -> float | None:
         """The rate of the least select loss with the first seed; None until all are known, or where none was

@@ -3,8 +3,8 @@ verdict.
 """
 
 from locater.registry import Registry
-from locater_lab.engine.claims import Claim, Measured, Verdict, judge, verdict_of
-from locater_lab.engine.papers import Paper, Reproduction, Results, Setting, Study, chosen, reproduce
+from locater_lab.engine.claims import Claim, Measurement, Verdict, judge, verdict_of
+from locater_lab.engine.reproduction import Paper, Reproduction, Results, Setting, Study, reproduce, select_claims
 
 NAMES = (
     "bao2024",
@@ -43,16 +43,16 @@ __all__ = [
     "PAPERS",
     "STUDIES",
     "Claim",
-    "Measured",
+    "Measurement",
     "Paper",
     "Reproduction",
     "Results",
     "Setting",
     "Study",
     "Verdict",
-    "chosen",
     "judge",
     "paper",
     "reproduce",
+    "select_claims",
     "verdict_of",
 ]

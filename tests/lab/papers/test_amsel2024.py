@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater_lab.engine.draws import normal
+from locater_lab.engine.compute import normal
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.amsel2024 import PAPER, encoder, nearest, published, random_heads, small

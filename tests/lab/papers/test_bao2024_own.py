@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from locater.control import LocAteR
-from locater_lab.engine.arms import known
+from locater_lab.engine.arms import known_measurements
 from locater_lab.engine.pages import page
-from locater_lab.engine.papers import Setting, joined, reproduce
+from locater_lab.engine.reproduction import Setting, join_documents, reproduce
 from locater_lab.engine.runs import Row, Runs
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
@@ -26,7 +26,7 @@ from locater_lab.papers import PAPERS
 from locater_lab.papers.bao2024 import acting, acting_judged, arms, cause, own, own_judged, planned
 from locater_lab.train.controls import parse_control
 from tests import ROOT
-from tests.lab.papers.made_runs import made_line
+from tests.lab.made_runs import made_line
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
 Line = dict[str, Any]
@@ -148,7 +148,7 @@ def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dic
         return own_line(row, loss, 3.0 + (9.0 - dose) / 9 + noise.gauss(0, 1e-4))
 
     runs = filled(earlier, "jn", line)
-    found = known(own_judged.of_own(runs).measured)
+    found = known_measurements(own_judged.of_own(runs).measured)
     assert set(found) == {f"j{n}" for n in range(1, 9)}
     doses = {
         form: -math.log10(strength(next(row for row in own.sweep() if row.arm == dose)))
@@ -160,7 +160,7 @@ def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dic
         assert found[id].value == pytest.approx(expected * (9 - dose) / 9, abs=1e-3), id
         assert len(found[id].sample) == 10
     assert found["j6"].value == pytest.approx(0.0, abs=1e-9), "losses of these fall to the end"
-    assert set(known(own_judged.of_long(runs).measured)) == {"n1", "n2", "n3"}
+    assert set(known_measurements(own_judged.of_long(runs).measured)) == {"n1", "n2", "n3"}
 
 
 def test_seeds_that_one_arm_lacks_are_left_out(earlier: dict[str, Line]) -> None:
@@ -184,7 +184,7 @@ def test_a_sweep_that_is_not_whole_shows_its_runs_and_judges_nothing(earlier: di
         if row.arm in arms_run:
             runs.add(row, own_line(row, 5.0 + strength(row), 3.0 + 10 * strength(row)))
     results = own_judged.of_own(runs)
-    assert known(results.measured) == {}
+    assert known_measurements(results.measured) == {}
     curves = results.tables["own_training"]
     assert list(curves) == [own.NONE, "measured, 0.001", "stored, 0.01"], "by form and strength"
     for arm, change in ((own.NONE, 0.0), ("measured, 0.001", 0.001), ("stored, 0.01", 0.01)):
@@ -222,7 +222,7 @@ def test_variant_and_rival_are_chosen_and_judged(earlier: dict[str, Line]) -> No
     runs = filled(old, "k", acting_line)
     assert acting.chosen_rival(runs) == "weight decay 1"
     assert acting.chosen_variant(runs) in set(acting.MEASURED) - {"limit 4", "limit 10"}
-    found = known(acting_judged.of_acting(runs).measured)
+    found = known_measurements(acting_judged.of_acting(runs).measured)
     assert set(found) == {f"k{n}" for n in range(1, 15)}
     assert (found["k1"].value, found["k2"].value) == (2.5, 0.0), "a run that diverges has collapsed"
     guess = math.log(4096)
@@ -268,7 +268,7 @@ def test_slopes_of_loss_are_those_that_made_it(earlier: dict[str, Line]) -> None
     assert plan is not None
     assert cause.nearest(runs, plan, "temperature") == "temperature 4"
     assert cause.nearest(runs, plan, "entropy penalty") == "floor 0.4"
-    found = known(cause.of_cause(runs).measured)
+    found = known_measurements(cause.of_cause(runs).measured)
     assert set(found) == {f"l{n}" for n in range(1, 7)}
     assert [found[id].value for id in ("l3", "l4")] == pytest.approx([0.01, -0.03], abs=1e-3)
     assert found["l1"].value == pytest.approx(0.06, abs=1e-3)
@@ -277,7 +277,7 @@ def test_slopes_of_loss_are_those_that_made_it(earlier: dict[str, Line]) -> None
 
 
 def test_entropy_that_is_not_matched_leaves_the_claim_open(earlier: dict[str, Line]) -> None:
-    found = known(cause.of_cause(cause_runs(earlier, entropy_of_floor=0.25)).measured)
+    found = known_measurements(cause.of_cause(cause_runs(earlier, entropy_of_floor=0.25)).measured)
     assert math.isinf(found["l1"].spread)
     assert "+0.25 nats from LocAteR's" in found["l1"].spread_of
 
@@ -295,7 +295,7 @@ def test_pages_of_made_runs_and_of_none(earlier: dict[str, Line], tmp_path: Path
     def rendered(lines: Iterable[Line]) -> tuple[str, dict[str, str], set[str]]:
         path.write_text("".join(json.dumps(each) + "\n" for each in lines))
         documents = [reproduce(paper, Setting(runs=path), letter).to_dict() for letter in planned.ROWS]
-        document = json.loads(json.dumps(joined(documents, paper)))
+        document = json.loads(json.dumps(join_documents(documents, paper)))
         return *page(document, paper), {claim["verdict"] for claim in document["claims"]}
 
     text, figures, _ = rendered(filled(earlier, "jklmn", line).lines.values())

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from locater.discovery import attention_layers
-from locater_lab.engine.draws import normal
+from locater_lab.engine.compute import normal
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.trained_heads import TrainedLayer
+from locater_lab.engine.trained_models import TrainedLayer
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.ding2020 import PAPER, guarantee, trained
-from tests.lab.papers.made_runs import made_line
+from tests.lab.made_runs import made_line
 
 
 def doubly(E: np.ndarray) -> np.ndarray:

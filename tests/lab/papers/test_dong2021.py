@@ -21,7 +21,7 @@ from locater.measures import composite_norm, token_residual
 from locater_lab.engine.claims import verdict_of
 from locater_lab.engine.figures import Contour, Field, Panel, Series, contour, draw
 from locater_lab.engine.pages import page, write_report
-from locater_lab.engine.papers import Study, joined, measure
+from locater_lab.engine.reproduction import Study, join_documents, measure
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.dong2021 import bounds, circle, contraction, lengths, phases, planted, slowing, two_collapses
 from locater_lab.papers.dong2021 import two_collapses as separation
@@ -346,7 +346,7 @@ def document() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         small.__wrapped__(patch)  # type: ignore[attr-defined]
         parts = [json.loads(reproduce(PAPER, Setting(), letter).to_json()) for letter in sorted(MINE)]
-    return joined(parts, PAPER)
+    return join_documents(parts, PAPER)
 
 
 def test_every_claim_of_these_studies_is_measured(document: dict[str, Any]) -> None:

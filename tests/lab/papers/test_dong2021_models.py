@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.numerics import one_thread
 from locater_lab.engine.claims import verdict_of
+from locater_lab.engine.compute import device_of_study, map_parts
 from locater_lab.engine.pages import page
-from locater_lab.engine.papers import Reproduction, Results, Setting, Study
-from locater_lab.engine.parts import device, every
+from locater_lab.engine.reproduction import Reproduction, Results, Setting, Study
 from locater_lab.papers import PAPERS
 from locater_lab.papers.dong2021 import depth, encoders, products, slowing, tasks
 from locater_lab.papers.dong2021.classifier import (
@@ -283,7 +283,7 @@ def test_the_study_of_products_at_small_sizes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(products, "initial", lambda name, seed: whole(name, seed, **size))
     monkeypatch.setattr(products, "REPEATS", {True: 3})
     monkeypatch.setattr(products, "SAMPLES", {True: 1})
-    demo = {name: folder for name, folder in products.sources(None).items() if name.startswith("demo")}
+    demo = {name: folder for name, folder in products.model_folders(None).items() if name.startswith("demo")}
     monkeypatch.setattr(products, "sources", lambda models: demo)
     results = products.measure(setting())
     assert set(results.measured) == {"d1", "d2", "d5", "d6"}
@@ -501,16 +501,16 @@ def test_parts_in_processes_of_their_own_find_what_they_find_here() -> None:
             bar.append((part, total))
             yield part
 
-    apart = every(tasks.part_of, plan, Setting(jobs=2, progress=progress))
+    apart = map_parts(tasks.part_of, plan, Setting(jobs=2, progress=progress))
     assert bar == [(part, 2) for part in plan]
     with one_thread():
-        assert apart == every(tasks.part_of, plan, Setting())
+        assert apart == map_parts(tasks.part_of, plan, Setting())
 
 
 @pytest.mark.gpu
 def test_models_of_studies_f_and_h_on_the_gpu() -> None:
-    assert device(Setting(quick=False)) == "cuda"
-    assert device(Setting()) == "cpu"
+    assert device_of_study(Setting(quick=False)) == "cuda"
+    assert device_of_study(Setting()) == "cpu"
     for task in tasks.TASKS:
         learn, judged = (part.part(slice(40)).to("cuda") for part in task.make(setting(), 0))
         model = train(task.shape, learn, Recipe(1, task.recipe.batch, 1e-3), 0)

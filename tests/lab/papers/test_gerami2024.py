@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from locater_lab.engine.draws import normal
+from locater_lab.engine.compute import normal
 from locater_lab.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers import Setting, judge, reproduce
 from locater_lab.papers.gerami2024 import PAPER, cost, forms, leak, limits, training
-from tests.lab.papers.made_runs import made_line
+from tests.lab.made_runs import made_line
 
 
 def seed_by_seed(runs: Runs, arm: Arm, losses: list[float], **by_seed: list[float]) -> None:

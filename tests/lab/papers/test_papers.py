@@ -20,10 +20,21 @@ from locater_lab.cli.reproducing import kept_runs
 from locater_lab.engine.claims import by_seed
 from locater_lab.engine.figures import Cells, Panel, Series, draw
 from locater_lab.engine.pages import page, write_report
-from locater_lab.engine.papers import joined
+from locater_lab.engine.reproduction import join_documents
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.verdict_words import measured, stated
-from locater_lab.papers import PAPERS, Claim, Measured, Paper, Setting, Study, chosen, judge, reproduce, verdict_of
+from locater_lab.engine.verdict_text import measured_text, stated_text
+from locater_lab.papers import (
+    PAPERS,
+    Claim,
+    Measurement,
+    Paper,
+    Setting,
+    Study,
+    judge,
+    reproduce,
+    select_claims,
+    verdict_of,
+)
 from locater_lab.papers.bao2024 import gaussian, propagation, softmax, training
 from tests import ROOT
 from tests.conftest import Result
@@ -60,7 +71,7 @@ def test_a_verdict_needs_the_whole_interval(relation: str, value: float, expecte
 
 
 def test_what_is_not_a_number_decides_nothing() -> None:
-    found = verdict_of(most(1.0), Measured(math.nan, 0.0, ""), "")
+    found = verdict_of(most(1.0), Measurement(math.nan, 0.0, ""), "")
     assert (found.verdict, found.decided, found.measured) == ("undecided", False, None)
     assert judge(most(1.0), 0.5, math.inf) == "undecided"
 
@@ -82,13 +93,13 @@ def test_every_claim_of_every_paper_can_be_named() -> None:
         ids = [claim.id for claim in paper.claims]
         assert paper.name == name
         assert len(set(ids)) == len(ids)
-        assert all(chosen(paper, i)[0].id[0] == i[0] for i in ids)
+        assert all(select_claims(paper, i)[0].id[0] == i[0] for i in ids)
         assert all(study.measure is not None or study.needs for study in paper.studies)
         assert all(claim.says and claim.quantity and math.isfinite(claim.stated) for claim in paper.claims)
-    assert [c.id for c in chosen(PAPERS["bao2024"], "a")] == ["a1", "a2", "a3", "a4"]
-    assert [c.id for c in chosen(PAPERS["bao2024"], "a3")] == ["a3"]
+    assert [c.id for c in select_claims(PAPERS["bao2024"], "a")] == ["a1", "a2", "a3", "a4"]
+    assert [c.id for c in select_claims(PAPERS["bao2024"], "a3")] == ["a3"]
     with pytest.raises(LocaterError, match="a1, a2"):
-        chosen(PAPERS["bao2024"], "a9")
+        select_claims(PAPERS["bao2024"], "a9")
 
 
 def toy(values: Mapping[str, float]) -> Paper:
@@ -97,7 +108,7 @@ def toy(values: Mapping[str, float]) -> Paper:
         Claim("x2", "another", "share", "about", 0.5, 0.1),
         Claim("y", "open", "gain", "at least", 0.0),
     )
-    found = {name: Measured(value, 0.01, "a guess", {"list": [value, math.inf]}) for name, value in values.items()}
+    found = {name: Measurement(value, 0.01, "a guess", {"list": [value, math.inf]}) for name, value in values.items()}
     return Paper(
         "toy", "Toy", "nobody (1900)", (Study("x", claims[:2], lambda s: found), Study("y", claims[2:], needs="a GPU"))
     )
@@ -119,7 +130,7 @@ def test_the_document_keeps_its_contract() -> None:
 
 
 def test_a_study_that_is_not_asked_for_is_not_run() -> None:
-    def never(setting: Setting) -> Mapping[str, Measured]:
+    def never(setting: Setting) -> Mapping[str, Measurement]:
         raise AssertionError
 
     paper = toy({"x1": 0.0, "x2": 0.5})
@@ -130,9 +141,9 @@ def test_a_study_that_is_not_asked_for_is_not_run() -> None:
 
 
 def test_numbers_as_they_are_printed() -> None:
-    entry = verdict_of(Claim("x", "", "", "about", 0.064, 0.008), Measured(0.06365, 0.00095, ""), "").to_dict()
-    assert (stated(entry), measured(entry)) == ("about 0.064 ± 0.008", "0.0636 ± 0.00095")
-    assert measured({"measured": None, "spread": None}) == "-"
+    entry = verdict_of(Claim("x", "", "", "about", 0.064, 0.008), Measurement(0.06365, 0.00095, ""), "").to_dict()
+    assert (stated_text(entry), measured_text(entry)) == ("about 0.064 ± 0.008", "0.0636 ± 0.00095")
+    assert measured_text({"measured": None, "spread": None}) == "-"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -263,12 +274,12 @@ def test_runs_of_several_claims_are_joined(tmp_path: Path) -> None:
         {**x, "measured": None} for x in second["claims"] if x["id"] == "x2"
     ]
     second["assumptions"]["quick"] = False
-    found = joined([first, second], paper)
+    found = join_documents([first, second], paper)
     assert [(x["id"], x["measured"]) for x in found["claims"] if x["id"] in ("x1", "x2")] == [("x1", 9.0), ("x2", 0.5)]
     assert (found["assumptions"]["quick"], found["assumptions"]["joined"]) == (False, 2)
     first["claims"] = [{**x, "measured": None} for x in first["claims"]]
     second["claims"] = [{**x, "claim": "in other words"} for x in second["claims"]]
-    assert joined([first, second], paper)["claims"][1]["claim"] == "in other words", "where neither measured it"
+    assert join_documents([first, second], paper)["claims"][1]["claim"] == "in other words", "where neither measured it"
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -289,7 +300,7 @@ def test_the_kept_result_is_of_the_claims_as_they_stand(name: str) -> None:
         if entry["measured"] is not None and entry["p"] is None:
             spread = math.inf if entry["spread"] is None else entry["spread"]
             assert entry["verdict"] == judge(claim, entry["measured"], spread)
-    assert joined([document], paper)["claims"] == document["claims"], "those on seeds are judged together"
+    assert join_documents([document], paper)["claims"] == document["claims"], "those on seeds are judged together"
 
 
 @pytest.mark.parametrize("name", PAPERS)

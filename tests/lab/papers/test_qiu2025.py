@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from locater_lab.engine.claims import judged_together
+from locater_lab.engine.claims import judge_together
 from locater_lab.engine.pages import page
-from locater_lab.engine.papers import Reproduction, Results
+from locater_lab.engine.reproduction import Reproduction, Results
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.text_sinks import GATES, SEEDS, text_arms
+from locater_lab.engine.sink_runs import GATES, TEXT_SEEDS, text_arms
 from locater_lab.papers import PAPERS, Setting, reproduce, verdict_of
 from locater_lab.papers.qiu2025 import gates, nonlinear, qwen, training, variants
-from tests.lab.papers.made_runs import fill_text, made_line
+from tests.lab.made_runs import fill_text, made_line
 
 PAPER = PAPERS["qiu2025"]
 
@@ -167,7 +167,7 @@ def test_verdicts_follow_the_runs(runs: Runs, results: Results) -> None:
     assert not table["has_sink"]
     for seeds, known in ((3, True), (2, False)):
         less, element = Runs(), text_arms("start token")["element"]
-        gone = {element.row(element.rates[0], seed).key for seed in range(seeds, SEEDS)}
+        gone = {element.row(element.rates[0], seed).key for seed in range(seeds, TEXT_SEEDS)}
         less.lines = {key: end for key, end in runs.lines.items() if key not in gone}
         assert len(less.lines) == len(runs.lines) - len(gone)
         assert (training.judge(less).measured["d15"] is not None) == known, "three seeds are the least"
@@ -203,7 +203,7 @@ def test_a_run_that_diverged_counts_as_a_uniform_guess() -> None:
 
 def with_runs(document: dict[str, Any], results: Results) -> dict[str, Any]:
     """The document as it were if study d had been measured too."""
-    verdicts = judged_together([verdict_of(claim, results.measured[claim.id], "") for claim in training.CLAIMS])
+    verdicts = judge_together([verdict_of(claim, results.measured[claim.id], "") for claim in training.CLAIMS])
     more = Reproduction(PAPER, verdicts, {}, {training.STUDY.title: results.tables}).to_dict()
     by_id = {entry["id"]: entry for entry in more["claims"]}
     claims = [by_id.get(entry["id"], entry) for entry in document["claims"]]

@@ -18,15 +18,15 @@ import torch
 
 from locater.discovery import attention_layers
 from locater.layers import Norm
-from locater_lab.engine.draws import normal
+from locater_lab.engine.compute import normal
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.trained_heads import TrainedLayer
+from locater_lab.engine.trained_models import TrainedLayer
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.saada2024 import PAPER, gradients, maps, trained, width
-from tests.lab.papers.made_runs import fill, made_line
+from tests.lab.made_runs import fill, made_line
 
 
 def test_random_maps_have_the_unevenness_they_are_asked_for() -> None:

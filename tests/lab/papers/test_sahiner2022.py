@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from locater.errors import LocaterError
-from locater_lab.engine.draws import normal
+from locater_lab.engine.compute import normal
 from locater_lab.engine.pages import page, write_report
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.sahiner2022 import PAPER, clusters, convex, descent, frozen, gated, lifting, optima

@@ -18,7 +18,7 @@ from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers import Setting, judge, reproduce
 from locater_lab.papers.sant2022 import PAPER, kinds, layouts, models, relevance, training
-from tests.lab.papers.made_runs import fill
+from tests.lab.made_runs import fill
 
 IDS = torch.arange(3, 15).reshape(2, 6)
 EVEN, UNEVEN = [[0.25] * 4] * 2, [[0.7, 0.1, 0.1, 0.1]] * 2

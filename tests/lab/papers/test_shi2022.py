@@ -15,14 +15,14 @@ import torch
 from torch.nn import functional
 
 from locater.measures import token_cosine
-from locater_lab.engine.draws import normal
+from locater_lab.engine.compute import normal
 from locater_lab.engine.mechanism_runs import SOFTMAX_MASKED
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers import Setting, judge, reproduce
 from locater_lab.papers.shi2022 import PAPER, bounds, cosine, fusion, models, stacks, theorem
 from locater_lab.theory import Block
-from tests.lab.papers.made_runs import fill, made_line
+from tests.lab.made_runs import fill, made_line
 
 IDS = torch.arange(3, 15).reshape(2, 6)
 

@@ -12,15 +12,15 @@ from torch import nn
 
 from locater.commands.load import load_model
 from locater.errors import LocaterError
-from locater_lab.engine.claims import judged_together
+from locater_lab.engine.claims import judge_together
 from locater_lab.engine.pages import page
-from locater_lab.engine.papers import Reproduction, Results
+from locater_lab.engine.reproduction import Reproduction, Results
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.trained_heads import sources
+from locater_lab.engine.trained_models import model_folders
 from locater_lab.papers import PAPERS, Setting, reproduce, verdict_of
 from locater_lab.papers.sun2026 import first, growth, metrics, norms, spikes, training
 from locater_lab.papers.sun2026 import spikes as forms
-from tests.lab.papers.made_runs import fill_text, made_line
+from tests.lab.made_runs import fill_text, made_line
 
 PAPER = PAPERS["sun2026"]
 
@@ -40,7 +40,7 @@ def document() -> dict[str, Any]:
         return reproduce(PAPER, Setting(quick=True)).to_dict()
 
 
-SOURCES = sources(None)
+SOURCES = model_folders(None)
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,7 @@ def with_runs(document: dict[str, Any], results: Results) -> dict[str, Any]:
     """The document as it were if studies e and g had been measured too."""
     grown = growth.judge(made_up())
     measured = {**results.measured, **grown.measured}
-    verdicts = judged_together([verdict_of(c, measured[c.id], "") for c in (*training.CLAIMS, *growth.CLAIMS)])
+    verdicts = judge_together([verdict_of(c, measured[c.id], "") for c in (*training.CLAIMS, *growth.CLAIMS)])
     tables = {training.STUDY.title: results.tables, growth.STUDY.title: grown.tables}
     more = Reproduction(PAPER, verdicts, {}, tables).to_dict()
     by_id = {entry["id"]: entry for entry in more["claims"]}

@@ -19,16 +19,16 @@ from scipy import stats
 from locater.commands.load import load_model
 from locater.inputs.text import batches
 from locater_lab.engine.claims import verdict_of
-from locater_lab.engine.draws import normal
+from locater_lab.engine.compute import normal
+from locater_lab.engine.figures import png_strip
 from locater_lab.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_lab.engine.pages import write_report
-from locater_lab.engine.pictures import strip_of
 from locater_lab.engine.runs import Arm, Runs
-from locater_lab.engine.trained_heads import sources
+from locater_lab.engine.trained_models import model_folders
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.xiao2026 import PAPER, flattening, models, signs, training, vision
 from tests import ROOT
-from tests.lab.papers.made_runs import made_line
+from tests.lab.made_runs import made_line
 
 TEXT = (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
 
@@ -43,7 +43,7 @@ def document() -> Iterator[dict[str, Any]]:
         patch.setattr(flattening, "PAIRS", {True: 40_000})
         patch.setattr(models, "TOKENS", {True: 256})
         patch.setattr(models, "CHARACTERS", {True: 4000})
-        patch.setattr(models, "sources", lambda folder: {"demo": next(iter(sources(None).values()))})
+        patch.setattr(models, "sources", lambda folder: {"demo": next(iter(model_folders(None).values()))})
         yield json.loads(reproduce(PAPER, setting).to_json())
 
 
@@ -112,7 +112,7 @@ def test_ranks_and_correlation_agree_with_scipy() -> None:
 
 
 def test_a_model_is_made_binary_and_comes_back() -> None:
-    model = load_model(str(next(iter(sources(None).values()))))
+    model = load_model(str(next(iter(model_folders(None).values()))))
     batch = batches(model, TEXT, length=32, tokens=64)
     before = models.next_token(model, batch)
     with models.made_binary(model):
@@ -179,7 +179,7 @@ ENDS = {  # accuracy of classifiers, loss of denoisers
 
 def made_up_images() -> Runs:
     """The second rate is the better one. Converted models lose 5 points, or 40 % of their loss, at the change."""
-    runs, strip = Runs(), strip_of(torch.full((10, 28, 28, 1), 255, dtype=torch.uint8))
+    runs, strip = Runs(), png_strip(torch.full((10, 28, 28, 1), 255, dtype=torch.uint8))
     for arms, worse in ((vision.IMAGES, 0), (vision.NOISE, 1)):
         for (name, arm), number in zip(arms.items(), range(3), strict=True):
             for rate, seed in [(arm.rates[0], 0), *((arm.rates[1], seed) for seed in range(arm.seeds))]:
@@ -227,7 +227,7 @@ def test_a_strip_is_a_png_of_its_images() -> None:
     pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
     for channels in (1, 3):
         images = torch.randint(256, (3, 5, 4, channels), dtype=torch.uint8)
-        read = np.asarray(pillow.open(io.BytesIO(base64.b64decode(strip_of(images)))))
+        read = np.asarray(pillow.open(io.BytesIO(base64.b64decode(png_strip(images)))))
         assert np.array_equal(read.reshape(5, 12, channels), np.concatenate(list(images.numpy()), 1))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from locater_lab.engine.claims import verdict_of
 from locater_lab.engine.pages import page, write_report
-from locater_lab.engine.papers import Paper, Results, Study
+from locater_lab.engine.reproduction import Paper, Results, Study
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.ye2026 import PAPER, composing, recall, recurrences, stacks
 from locater_lab.papers.ye2026.composing import Task, prompts

@@ -19,17 +19,17 @@ import torch
 from locater.discovery import attention_layers
 from locater.layers import Norm
 from locater.theory import entropy_floor
-from locater_lab.engine.draws import normal
+from locater_lab.engine.compute import normal
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.trained_heads import TrainedLayer
+from locater_lab.engine.trained_models import TrainedLayer
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.bao2024.arms import PLAIN, RIVALS, stability_rows
 from locater_lab.papers.zhai2023 import PAPER, floor, reparam, trained
 from tests import ROOT
-from tests.lab.papers.made_runs import made_line
+from tests.lab.made_runs import made_line
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
 

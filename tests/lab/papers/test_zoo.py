@@ -12,13 +12,13 @@ import pytest
 from locater_lab.engine.claims import verdict_of
 from locater_lab.engine.mechanism_runs import plan_table
 from locater_lab.engine.pages import page
-from locater_lab.engine.papers import Results
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Runs
-from locater_lab.papers import PAPERS, Measured, Setting, reproduce
+from locater_lab.papers import PAPERS, Measurement, Setting, reproduce
 from locater_lab.studies.zoo import PAPER, losses, maps
 from locater_lab.studies.zoo.losses import ARMS, BARE, BOTH_WAYS, CAUSAL
 from tests import ROOT
-from tests.lab.papers.made_runs import made_line
+from tests.lab.made_runs import made_line
 
 MEASURES = ("row_mass", "sink_rate", "spike_ratio", "gap", "explained_away", "entropy_share")
 CLAIMS = (*losses.CLAIMS, *maps.SINKS, *maps.ENTROPY, *maps.COLLAPSE)
@@ -56,15 +56,15 @@ def made_up(first: float, path: Path | None = None) -> Runs:
     return runs
 
 
-def measured_of(runs: Runs) -> dict[str, Measured | None]:
-    measured: dict[str, Measured | None] = {}
+def measured_of(runs: Runs) -> dict[str, Measurement | None]:
+    measured: dict[str, Measurement | None] = {}
     for judge in (losses.judge, maps.judge_sinks, maps.judge_entropy, maps.judge_collapse):
         results = judge(runs)
         measured |= results.measured if isinstance(results, Results) else results
     return measured
 
 
-def verdicts_of(measured: Mapping[str, Measured | None]) -> dict[str, str]:
+def verdicts_of(measured: Mapping[str, Measurement | None]) -> dict[str, str]:
     return {c.id: verdict_of(c, measured[c.id], "").verdict for c in CLAIMS if measured[c.id] is not None}
 
 

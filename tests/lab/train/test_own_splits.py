@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from locater import LocaterError
-from locater_lab.engine.one_run import placed
-from locater_lab.engine.runs import Row, _present
+from locater_lab.engine.runs import Row, _check_files, with_data_folder
 from locater_lab.train import Plan, Result, run
 from locater_lab.train.data import open_data
 from tests.lab.train.test_parts import TINY
@@ -95,11 +94,11 @@ def test_rows_of_papers_find_them_in_the_data_folder(tmp_path: Path) -> None:
     whole = plan(tmp_path)
     names = {part: tuple(Path(path).name for path in getattr(whole, part)) for part in ("corpus", "select", "report")}
     row = Row("a", "plain", replace(whole, **names))
-    assert placed(row.plan, tmp_path, tmp_path / "run") == whole
-    _present([row], tmp_path)
+    assert with_data_folder(row.plan, tmp_path, tmp_path / "run") == whole
+    _check_files([row], tmp_path)
     (tmp_path / "report.txt").unlink()
     with pytest.raises(LocaterError, match=r"report\.txt: no such file"):
-        _present([row], tmp_path)
+        _check_files([row], tmp_path)
 
 
 def test_the_command(run: Run, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from locater import LocaterError, attention_layers, observe
-from locater_lab.engine.one_run import train
+from locater_lab.engine.runs import train
 from locater_lab.train import Plan, Shape, Transformer, load, run
 from locater_lab.train.recipe import OptimizerPair, optimizer_for, rate_at
 from tests.lab.train.test_parts import corpus

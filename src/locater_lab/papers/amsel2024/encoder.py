@@ -25,7 +25,7 @@ from torch import Tensor
 
 from locater.numerics import finite_or_none, one_thread
 from locater.spectrum import moments
-from locater_lab.engine.captured import captured
+from locater_lab.engine.compute import as_cuda_graph
 from locater_lab.papers.amsel2024.nearest import farthest
 
 Heads = Float[Tensor, "n N H r"]  # n is seeds x batch
@@ -176,7 +176,7 @@ def _descend(model: Encoders, device: str) -> tuple[Float[Tensor, "epochs S"], f
     total = torch.zeros(arm.seeds, device=device)
     step: Callable[[], None] = partial(_step, model, optimizer, total, device)
     if cuda:
-        step = captured(step)  # its first steps have the rate 0
+        step = as_cuda_graph(step)  # its first steps have the rate 0
         for state in optimizer.state.values():
             for value in state.values():
                 value.zero_()

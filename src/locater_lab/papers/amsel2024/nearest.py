@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 Points = Float[Tensor, "*n N d"]
 
@@ -111,9 +111,9 @@ def measure(setting: Setting) -> Results:
     of_size = 2400 / WIDTH  # beta sqrt(d) = 2400 / sqrt(d), since logits are divided by sqrt(d)
     at_size = [float(errors(x, of_size)[0].square().mean()) for x in sets]
     measured = {
-        "a1": Measured(max(sharp), 0.0, f"none: largest of {len(sharp)} batches of sets"),
-        "a2": Measured(_nearest(sets, beta), 0.0, f"none: largest of {SEEDS * draws} sets"),
-        "a3": Measured(max(above), 0.0, f"none: largest of {len(above)} batches of sets"),
+        "a1": Measurement(max(sharp), 0.0, f"none: largest of {len(sharp)} batches of sets"),
+        "a2": Measurement(_nearest(sets, beta), 0.0, f"none: largest of {SEEDS * draws} sets"),
+        "a3": Measurement(max(above), 0.0, f"none: largest of {len(above)} batches of sets"),
         "a4": by_seed(at_size),
     }
     return Results(measured, {"temperature": _table(curve, draws)})

@@ -18,11 +18,9 @@ import torch
 
 from locater.errors import LocaterError, first_line
 from locater_lab.engine.arms import mark_inconclusive
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.one_run import versions
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.rounding import rounded
-from locater_lab.engine.runs import Runs
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study, rounded
+from locater_lab.engine.runs import Runs, versions
 from locater_lab.papers.amsel2024.encoder import Encoder, trained
 from locater_lab.train.sweep import append_line
 
@@ -214,7 +212,7 @@ def losses_of(line: Line | None) -> list[float] | None:
     return values if values and all(map(math.isfinite, values)) else None
 
 
-def compared(a: list[float] | None, b: list[float] | None, how: Callable[[float, float], float]) -> Measured | None:
+def compared(a: list[float] | None, b: list[float] | None, how: Callable[[float, float], float]) -> Measurement | None:
     """By the seeds that both have."""
     return None if a is None or b is None else by_seed([how(x, y) for x, y in zip(a, b, strict=False)])
 
@@ -227,7 +225,7 @@ def over(x: float, y: float) -> float:
     return x / y
 
 
-def level(values: Sequence[float] | None) -> Measured | None:
+def level(values: Sequence[float] | None) -> Measurement | None:
     return None if values is None else by_seed(values)
 
 
@@ -276,7 +274,7 @@ def one_layer(runs: Runs) -> Results:
     def loss(rank: int, copies: int) -> list[float] | None:
         return losses_of(line_of(arms, runs, rank=rank, copies=copies))
 
-    def angle(copies: int) -> Measured | None:
+    def angle(copies: int) -> Measurement | None:
         of = line_of(arms, runs, rank=WIDTH, copies=copies)
         return None if of is None or None in of["heads"]["angle"] else by_seed(of["heads"]["angle"])
 
@@ -296,11 +294,11 @@ def one_layer(runs: Runs) -> Results:
     return Results(mark_inconclusive(measured, high, TOO_SHORT), {"one_layer": rows_of(arms, runs)})
 
 
-def _above(claim: Claim, measured: Measured | None) -> bool:
+def _above(claim: Claim, measured: Measurement | None) -> bool:
     return measured is not None and measured.value > claim.stated + claim.tolerance
 
 
-def depth(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+def depth(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
     one = losses_of(line_of(ONE + MORE, runs, rank=1, copies=WIDTH))
     three = {rank: losses_of(line_of(arms, runs, rank=rank)) for rank in (1, 4, 64)}
     return {
@@ -310,7 +308,7 @@ def depth(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
     }
 
 
-def number(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+def number(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
     of = {n: losses_of(line_of(arms, runs, rank=1, points=n)) for n in (4, 64)}
     return {
         "f1": compared(of[64], of[4], less),
@@ -318,13 +316,13 @@ def number(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
     }
 
 
-def positions(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+def positions(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
     with_, without = (losses_of(line_of(arms, runs, rank=1, positions=n)) for n in (WIDTH, 0))
     full = losses_of(line_of(arms, runs, rank=2 * WIDTH))
     return {"g1": compared(with_, without, less), "g2": compared(full, with_, over)}
 
 
-def several_layers(letter: str, table: str, judge: Callable[..., dict[str, Measured | None]], runs: Runs) -> Results:
+def several_layers(letter: str, table: str, judge: Callable[..., dict[str, Measurement | None]], runs: Runs) -> Results:
     """Claims on encoders of several layers: the arms planned anew where there are any, else those of the first plan.
     All are open where one of the arms has learned nothing with most of its seeds.
     """

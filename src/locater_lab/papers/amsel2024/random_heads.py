@@ -25,8 +25,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.amsel2024.nearest import sphere
 
 Vectors = Float[Tensor, "H d"]
@@ -169,7 +169,7 @@ def measure(setting: Setting) -> Results:
         for d, count in setting.each([(d, count) for d in WIDTHS for count in COUNTS[setting.quick]])
     }
     measured = {
-        "b1": Measured(apart, 0.0, f"none: largest of {PAIRED**2} pairs, {samples:,} draws"),
+        "b1": Measurement(apart, 0.0, f"none: largest of {PAIRED**2} pairs, {samples:,} draws"),
         "b2": by_seed(changes),
         **{f"b{3 + n}": by_seed(errors[place]) for n, place in enumerate(((8, 64), (8, 1024), (64, 64), (64, 1024)))},
         "b7": by_seed([a / b for a, b in zip(errors[64, 1024], errors[64, 64], strict=True)]),

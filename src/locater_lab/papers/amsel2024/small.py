@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.amsel2024.encoder import Encoder, Encoders, drawn, losses, trained
 
 WIDTH = POINTS = 8
@@ -66,10 +66,10 @@ def measure(setting: Setting) -> Results:
     def loss(arm: Encoder) -> list[float]:
         return [float(x) for x in results[arm]["loss"]]
 
-    def over(a: Encoder, b: Encoder) -> Measured:
+    def over(a: Encoder, b: Encoder) -> Measurement:
         return by_seed([x / y for x, y in zip(loss(a), loss(b), strict=True)])
 
-    def less(a: Encoder, b: Encoder) -> Measured:
+    def less(a: Encoder, b: Encoder) -> Measurement:
         return by_seed([x - y for x, y in zip(loss(a), loss(b), strict=True)])
 
     one, _, half, full = NARROW

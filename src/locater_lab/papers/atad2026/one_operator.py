@@ -16,9 +16,9 @@ from locater.commands.load import load_model
 from locater.errors import LocaterError
 from locater.explain import decompose
 from locater.explain.linear_operator import FrozenOperator
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.trained_heads import read_each, sources
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.train import Shape, Transformer
 
 TOKENS = {True: 8, False: 16}
@@ -124,18 +124,18 @@ def from_later(ids: Tensor) -> float:
 def measure(setting: Setting) -> Results:
     ids = torch.randint(5, 60, (1, TOKENS[setting.quick]), generator=torch.Generator().manual_seed(0))
     by_name, left_out = read_each(
-        sources(setting.models).items(), lambda name, folder: row_of(name, load_model(str(folder)), ids)
+        model_folders(setting.models).items(), lambda name, folder: row_of(name, load_model(str(folder)), ids)
     )
     trained = list(by_name.values())
     rows = [row_of("random, 3 layers", small_model(), ids), *trained]
     encoder = next((row for row in trained if "MiniLM" in row["model"]), None)
     of = f"none: {len(rows)} models"
     measured = {
-        "a1": Measured(max(row["gap"] for row in rows), 0.0, of),
-        "a2": None if encoder is None else Measured(encoder["constant"], 0.0, "none: one model, one input"),
-        "a3": Measured(min(row["jacobian"] for row in trained), 0.0, "none: one input a model"),
-        "a4": Measured(min(row["jacobian_output"] for row in trained), 0.0, "none: one input a model"),
-        "a5": Measured(from_later(ids), 0.0, "none: one model"),
+        "a1": Measurement(max(row["gap"] for row in rows), 0.0, of),
+        "a2": None if encoder is None else Measurement(encoder["constant"], 0.0, "none: one model, one input"),
+        "a3": Measurement(min(row["jacobian"] for row in trained), 0.0, "none: one input a model"),
+        "a4": Measurement(min(row["jacobian_output"] for row in trained), 0.0, "none: one input a model"),
+        "a5": Measurement(from_later(ids), 0.0, "none: one model"),
     }
     return Results(measured, {"operators": {"rows": rows, "tokens": TOKENS[setting.quick], "left_out": left_out}})
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.explanation_tables import GRADIENTS, MISSING, MODELS, OPERATORS, WORDS, measured_areas
-from locater_lab.engine.explanation_tests import RIVALS
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.explanations import GRADIENT_METHODS, MISSING, MODELS, OPERATORS, RIVALS, WORDS, measure_areas
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 HERE = "area of the operator (along the target) less that of the best of rollout, raw attention and attention with value norms"
 
@@ -35,7 +34,7 @@ CLAIMS = (
 
 
 def measure(setting: Setting) -> Results:
-    areas = measured_areas(setting, (OPERATORS[0], *RIVALS), (*OPERATORS[1:], *GRADIENTS))
+    areas = measure_areas(setting, (OPERATORS[0], *RIVALS), (*OPERATORS[1:], *GRADIENT_METHODS))
     measured = {key: areas.less_rivals(model, "operator logit") for key, model in MODELS.items()}
     measured |= {
         "b5": areas.less_rivals("text", "operator input_output", ("operator norm",)),

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.explained import planted_model
-from locater_lab.engine.explanation_tables import COSTLY, known_answers, mean_curves, redrawn, trained_by_seed
-from locater_lab.engine.explanation_tests import cost
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.explanations import (
+    COSTLY,
+    cost,
+    hits_by_method,
+    mean_curves,
+    planted_model,
+    redrawn_likeness,
+    train_by_seed,
+)
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 METHODS = ("operator logit", "operator input", "operator norm", "paths", "rollout", "raw_attention", "gradient_input")
 
@@ -30,16 +36,16 @@ CLAIMS = (
 
 
 def measure(setting: Setting) -> Results:
-    subjects = trained_by_seed(setting, planted_model)
-    shares = known_answers(subjects, METHODS)
-    likeness = redrawn(subjects, ("operator logit", "rollout"))
+    subjects = train_by_seed(setting, planted_model)
+    shares = hits_by_method(subjects, METHODS)
+    likeness = redrawn_likeness(subjects, ("operator logit", "rollout"))
     taken = cost(subjects[0], METHODS)
     measured = {
         "c1": by_seed(shares["operator logit"]),
         "c2": by_seed(shares["operator norm"]),
         "c3": by_seed([values[-1] for values in likeness["operator logit"]]),
         "c4": by_seed([values[-1] for values in likeness["rollout"]]),
-        "c5": Measured(taken["operator logit"], 0.0, "none: the median of five turns on this machine"),
+        "c5": Measurement(taken["operator logit"], 0.0, "none: the median of five turns on this machine"),
     }
     rows = [{"method": name, "found": fmean(shares[name]), "cost": taken[name]} for name in METHODS]
     return Results(measured, {"known": {"rows": rows, "redrawn": mean_curves(likeness)}})

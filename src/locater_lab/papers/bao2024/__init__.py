@@ -4,7 +4,7 @@ mean.
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.bao2024 import (
     acting_judged,
     cause,

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
-from locater_lab.engine.arms import change, of_runs
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results
+from locater_lab.engine.arms import difference, study_of_runs
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Arm, Row, Runs
 from locater_lab.papers.bao2024 import acting
 from locater_lab.papers.bao2024.arms import BOTH, PLAIN, RIVALS, SHORT
@@ -97,14 +97,14 @@ ONCE_CLAIMS = (
 def of_acting(runs: Runs) -> Results:
     none, effective, decay = PLAIN, BOTH, RIVALS["weight decay 0.3"]
     arm, settings = acting.ordinary(runs), {name: acting.setting_rows(runs, name) for name in acting.SETTINGS}
-    measured: dict[str, Measured | None] = {**of_hot(runs), **of_settings(runs, settings)}
+    measured: dict[str, Measurement | None] = {**of_hot(runs), **of_settings(runs, settings)}
     if arm is not None:
         variant = {"variant": acting.chosen_variant(runs)}
         measured |= {
-            "k5": change(runs, arm, none, "report_loss", variant),
-            "k6": change(runs, arm, none, "entropy"),
-            "k7": change(runs, arm, effective, "report_loss"),
-            "k8": change(runs, arm, decay, "report_loss"),
+            "k5": difference(runs, arm, none, "report_loss", variant),
+            "k6": difference(runs, arm, none, "entropy"),
+            "k7": difference(runs, arm, effective, "report_loss"),
+            "k8": difference(runs, arm, decay, "report_loss"),
         }
     guarded = acting.guard(runs)
     rate = PLAIN.rate(runs)
@@ -133,16 +133,16 @@ def by_seeds(runs: Runs, arms: Iterable[str]) -> dict[int, list[list[dict[str, o
     return {seed: [x for x in lines if x is not None] for seed, lines in by_seed.items() if None not in lines}
 
 
-def of_hot(runs: Runs) -> dict[str, Measured | None]:
+def of_hot(runs: Runs) -> dict[str, Measurement | None]:
     roles = acting.hot_roles(runs)
     if "rival" not in roles:
         return {}
 
-    def least_entropy(role: str) -> Measured | None:
+    def least_entropy(role: str) -> Measurement | None:
         seeds = by_seeds(runs, [roles[role]])
         return measured_by([min(map(acting.hot_entropy, own)) for (own,) in seeds.values()], {"arm": roles[role]})
 
-    def against(role: str) -> Measured | None:
+    def against(role: str) -> Measurement | None:
         pairs = by_seeds(runs, [roles["measured"], roles[role]]).values()
         values = [fmean(map(acting.hot_loss, a)) - fmean(map(acting.hot_loss, b)) for a, b in pairs]
         return measured_by(values, {"arm": roles["measured"], "against": roles[role]})
@@ -199,7 +199,7 @@ def kind_of(arm: str) -> str:
 # ----------------------------------------------------------------------------------------------------
 
 
-def of_settings(runs: Runs, settings: Mapping[str, Mapping[str, list[Row]]]) -> dict[str, Measured | None]:
+def of_settings(runs: Runs, settings: Mapping[str, Mapping[str, list[Row]]]) -> dict[str, Measurement | None]:
     questions = (
         ("k9", "learned positions", "none", "report_loss"),
         ("k10", "masked", "none", "report_loss"),
@@ -247,5 +247,5 @@ def of_once(runs: Runs) -> Results:
     return Results(measured, {"seen_once": table})
 
 
-STUDY = of_runs("LocAteR on what acts", CLAIMS, acting.rows_of, of_acting)
-ONCE_STUDY = of_runs("text that is seen once", ONCE_CLAIMS, acting.once_rows_of, of_once)
+STUDY = study_of_runs("LocAteR on what acts", CLAIMS, acting.rows_of, of_acting)
+ONCE_STUDY = study_of_runs("text that is seen once", ONCE_CLAIMS, acting.once_rows_of, of_once)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from locater_lab.engine import mechanism_runs
-from locater_lab.engine.runs import Arm, Row, Runs, foreseen
+from locater_lab.engine.runs import Arm, Row, Runs, expected_rows
 from locater_lab.train.plan import Plan
 
 BASE = replace(mechanism_runs.BASE, evaluate=300)
@@ -176,7 +176,7 @@ QUESTIONS = {
 
 def everything() -> list[Row]:
     """All rows that there will be."""
-    return foreseen(lambda runs: rows_of(ORDER, runs))
+    return expected_rows(lambda runs: rows_of(ORDER, runs))
 
 
 def first_plan() -> list[Row]:

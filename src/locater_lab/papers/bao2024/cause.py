@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from locater_lab.engine.arms import Line, mark_inconclusive, of_runs
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results
+from locater_lab.engine.arms import Line, mark_inconclusive, study_of_runs
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Row, Runs
 from locater_lab.papers.bao2024.arms import FIRST_SEEDS, LEARNED, MANY_SEEDS, with_controls
 from locater_lab.papers.bao2024.repeats import change_of, finished, measured_by
@@ -172,7 +172,7 @@ def of_cause(runs: Runs) -> Results:
     locater = by_arm["LocAteR"]
     scale = change_of(runs, by_arm["scale only"], by_arm["none"], "report_loss")
     more_seeds = scale is not None and len(scale.sample) > FIRST_SEEDS  # than d16 has
-    measured: dict[str, Measured | None] = {"l6": scale if more_seeds else None}
+    measured: dict[str, Measurement | None] = {"l6": scale if more_seeds else None}
     for id, way in (("l1", "entropy penalty"), ("l2", "temperature")):
         if way in by_arm:
             away = change_of(runs, by_arm[way], locater, "entropy")
@@ -205,4 +205,4 @@ def tried_table(runs: Runs, plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-STUDY = of_runs("cause or company", CLAIMS, rows_of, of_cause)
+STUDY = study_of_runs("cause or company", CLAIMS, rows_of, of_cause)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from locater.numerics import spearman
-from locater_lab.engine.arms import Line, of_runs
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results
+from locater_lab.engine.arms import Line, study_of_runs
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Row, Runs
 from locater_lab.papers.bao2024.arms import PLAIN, STRENGTHS, TARGETS, curve, entropy_rows, rows_of
 from locater_lab.papers.bao2024.judged import PARTS_CLAIMS, end_of, of_parts
@@ -90,7 +90,7 @@ def _difference(lines: list[Line]) -> float:
     return float(lines[0]["report_loss"] - lines[1]["report_loss"])
 
 
-def _each_seed(runs: Runs, groups: Sequence[Sequence[Row]], of: Callable[[list[Line]], float]) -> Measured | None:
+def _each_seed(runs: Runs, groups: Sequence[Sequence[Row]], of: Callable[[list[Line]], float]) -> Measurement | None:
     """A number for each seed, from one line of each group; None while a run is missing."""
     lines = [_finished(runs, rows) for rows in groups]
     return by_seed([of(list(each)) for each in zip(*lines, strict=True)]) if all(lines) else None
@@ -118,10 +118,10 @@ def of_parts_and_curves(runs: Runs) -> Results:
     return Results({**parts.measured, **curves.measured}, {**parts.tables, **curves.tables})
 
 
-PARTS_STUDY = of_runs(
+PARTS_STUDY = study_of_runs(
     "mean against scale",
     tuple(sorted((*PARTS_CLAIMS, *CURVE_CLAIMS), key=lambda claim: int(claim.id[1:]))),
     partial(rows_of, "d"),
     of_parts_and_curves,
 )
-ENTROPY_STUDY = of_runs("is it the entropy", ENTROPY_CLAIMS, partial(rows_of, "h"), of_entropy)
+ENTROPY_STUDY = study_of_runs("is it the entropy", ENTROPY_CLAIMS, partial(rows_of, "h"), of_entropy)

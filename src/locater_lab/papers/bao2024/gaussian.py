@@ -21,8 +21,8 @@ from locater.layers import AttentionLayer, Norm
 from locater.measures import ChannelMoments, normality_distance
 from locater.theory.surrogate import gaussian_tokens
 from locater_lab.engine.claims import Claim, half_range
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.trained_heads import HALVES, inputs, sources
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.trained_models import HALVES, layer_inputs, model_folders
 
 LENGTH = 128
 TOKENS = {True: 2048, False: 8192}  # per half of the text
@@ -116,13 +116,13 @@ def measure(setting: Setting) -> Results:
     """Every model on two halves of a text, which give the spread."""
     size = CHARACTERS[setting.quick]
     halves = [setting.text[i * size : (i + 1) * size] for i in range(2)]
-    plan = [(name, folder, half) for name, folder in sources(setting.models).items() for half in range(2)]
+    plan = [(name, folder, half) for name, folder in model_folders(setting.models).items() for half in range(2)]
     layers: list[list[dict[str, Any]]] = [[], []]
     agreed: list[dict[str, dict[str, float]]] = [{}, {}]
     for name, folder, half in setting.each(plan):
         model = load_model(str(folder))
         text = batches(model, halves[half], length=LENGTH, tokens=TOKENS[setting.quick])
-        layers[half] += [layer_entry(name, number, *pair) for number, pair in enumerate(inputs(model, text))]
+        layers[half] += [layer_entry(name, number, *pair) for number, pair in enumerate(layer_inputs(model, text))]
         agreement = probe(model, halves[half], length=LENGTH, tokens=TOKENS[setting.quick] // 2).agreement
         agreed[half][name] = {f"{k}_{m}": v[m] or 0.0 for k, v in agreement.items() for m in ("spearman", "error")}
     return _results(layers, agreed)

@@ -12,9 +12,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from locater_lab.engine.arms import Line, change, ends_table, of_runs
+from locater_lab.engine.arms import Line, difference, ends_table, study_of_runs
 from locater_lab.engine.claims import Claim, by_seed, verdict_of
-from locater_lab.engine.papers import Results
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers.bao2024.arms import (
     BOTH,
@@ -117,8 +117,8 @@ HOT_CLAIMS = (
 
 def against_plain(runs: Runs) -> Results:
     measured = {
-        "c1": change(runs, BOTH, PLAIN, "report_loss"),
-        "c2": change(runs, BOTH, PLAIN, "entropy"),
+        "c1": difference(runs, BOTH, PLAIN, "report_loss"),
+        "c2": difference(runs, BOTH, PLAIN, "entropy"),
     }
     return Results(measured, {"arms_main": arm_rows(runs, (PLAIN, BOTH), PLAIN)})
 
@@ -141,13 +141,13 @@ def of_parts(runs: Runs) -> Results:
     mean, scale, raw = PARTS["mean only"], PARTS["scale only"], PARTS["raw tr W^2"]
     learned = LEARNED["none"]
     measured = {
-        "d8": change(runs, mean, PLAIN, "report_loss"),
-        "d9": change(runs, scale, PLAIN, "entropy"),
-        "d10": change(runs, scale, PLAIN, "report_loss"),
-        "d13": change(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
-        "d14": change(runs, LEARNED["mean only"], learned, "report_loss"),
-        "d15": change(runs, LEARNED["LocAteR"], learned, "report_loss"),
-        "d16": change(runs, LEARNED["scale only"], learned, "report_loss"),
+        "d8": difference(runs, mean, PLAIN, "report_loss"),
+        "d9": difference(runs, scale, PLAIN, "entropy"),
+        "d10": difference(runs, scale, PLAIN, "report_loss"),
+        "d13": difference(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
+        "d14": difference(runs, LEARNED["mean only"], learned, "report_loss"),
+        "d15": difference(runs, LEARNED["LocAteR"], learned, "report_loss"),
+        "d16": difference(runs, LEARNED["scale only"], learned, "report_loss"),
     }
     tables = {
         "arms_parts": arm_rows(runs, PARTS.values(), PLAIN),
@@ -166,12 +166,12 @@ def of_rivals(runs: Runs) -> Results:
     rivals = [(arm, ends) for arm in RIVALS.values() if "LocAteR" not in arm.name and (ends := arm.ends(runs))]
     best = min(rivals, key=lambda pair: fmean(line["report_loss"] for line in pair[1]), default=(None, []))[0]
     measured = {
-        "e1": change(runs, BOTH, mimetic, "report_loss"),
-        "e2": change(runs, BOTH, normed, "report_loss"),
-        "e3": change(runs, RIVALS["mimetic + LocAteR"], mimetic, "report_loss"),
-        "e4": change(runs, RIVALS["QK-norm + LocAteR"], normed, "report_loss"),
-        "e5": None if best is None else change(runs, BOTH, best, "report_loss", {"best": best.name}),
-        "e6": change(runs, RIVALS["weight decay 0.3 + LocAteR"], decay, "report_loss"),
+        "e1": difference(runs, BOTH, mimetic, "report_loss"),
+        "e2": difference(runs, BOTH, normed, "report_loss"),
+        "e3": difference(runs, RIVALS["mimetic + LocAteR"], mimetic, "report_loss"),
+        "e4": difference(runs, RIVALS["QK-norm + LocAteR"], normed, "report_loss"),
+        "e5": None if best is None else difference(runs, BOTH, best, "report_loss", {"best": best.name}),
+        "e6": difference(runs, RIVALS["weight decay 0.3 + LocAteR"], decay, "report_loss"),
     }
     return Results(measured, {"arms_rivals": arm_rows(runs, RIVALS.values(), PLAIN)})
 
@@ -184,7 +184,7 @@ def of_tasks(runs: Runs) -> Results:
     measured, rows = {}, []
     for id, task, quantity in (("f1", "masked", "report_loss"), ("f2", "image", "accuracy"), ("f3", "sort", "report_loss")):  # fmt: skip
         plain, ours = ELSEWHERE[task]
-        measured[id] = change(runs, ours, plain, quantity)
+        measured[id] = difference(runs, ours, plain, quantity)
         rows += arm_rows(runs, (plain, ours), plain)
     return Results(measured, {"arms_tasks": rows})
 
@@ -299,7 +299,7 @@ def _entropy(line: Line | None) -> float | None:
     return float(line["entropy"]) if line is not None and line["status"] == "done" else None
 
 
-LOCATER = of_runs("LocAteR against no penalty", (LOWER_LOSS, MORE_ENTROPY), partial(rows_of, "c"), against_plain)
-RIVALS_STUDY = of_runs("rivals, each at its best rate", RIVAL_CLAIMS, partial(rows_of, "e"), of_rivals)
-TASKS_STUDY = of_runs("other tasks", TASK_CLAIMS, partial(rows_of, "f"), of_tasks)
-HOT_STUDY = of_runs("hot learning rates", HOT_CLAIMS, partial(rows_of, "i"), of_hot_rates)
+LOCATER = study_of_runs("LocAteR against no penalty", (LOWER_LOSS, MORE_ENTROPY), partial(rows_of, "c"), against_plain)
+RIVALS_STUDY = study_of_runs("rivals, each at its best rate", RIVAL_CLAIMS, partial(rows_of, "e"), of_rivals)
+TASKS_STUDY = study_of_runs("other tasks", TASK_CLAIMS, partial(rows_of, "f"), of_tasks)
+HOT_STUDY = study_of_runs("hot learning rates", HOT_CLAIMS, partial(rows_of, "i"), of_hot_rates)

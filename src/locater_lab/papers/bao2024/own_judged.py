@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from locater_lab.engine.arms import Line, of_runs
+from locater_lab.engine.arms import Line, study_of_runs
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Row, Runs
 from locater_lab.papers.bao2024 import own
 from locater_lab.papers.bao2024.repeats import change_of, differences, finished, level_of
@@ -250,5 +250,5 @@ def arm_table(runs: Runs, role: str, rows: list[Row], plain: list[Row]) -> dict[
     }
 
 
-STUDY = of_runs("the paper's own experiment", CLAIMS, own.rows_of, of_own)
-LONG_STUDY = of_runs("the paper's own experiment, longer", LONG_CLAIMS, own.long_rows_of, of_long)
+STUDY = study_of_runs("the paper's own experiment", CLAIMS, own.rows_of, of_own)
+LONG_STUDY = study_of_runs("the paper's own experiment, longer", LONG_CLAIMS, own.long_rows_of, of_long)

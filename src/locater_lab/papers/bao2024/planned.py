@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from locater_lab.engine.runs import Row, Runs, foreseen
+from locater_lab.engine.runs import Row, Runs, expected_rows
 from locater_lab.papers.bao2024 import acting, arms, cause, own
 
 ROWS: dict[str, Callable[[Runs], Sequence[Row]]] = {
@@ -41,7 +41,7 @@ def new_rows(known: Mapping[str, dict[str, Any]]) -> dict[str, list[Row]]:
     seen, rows = set(known), {}
     for letter, of in ROWS.items():
         # the longer runs wait for the sweep of j
-        every = foreseen(
+        every = expected_rows(
             (lambda runs: [*own.rows_of(runs), *own.long_rows_of(runs)]) if letter == "n" else of, dict(known)
         )
         rows[letter] = [row for row in every if row.key not in seen]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater.theory import mixture_propagation, signal_propagation, unit_moments
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory import simulate
 
 NUMBERS = {True: 24_000_000, False: 240_000_000}  # normal numbers drawn per case, quick or not
@@ -88,7 +88,7 @@ def case(rank: int, length: int, symmetric: bool, quick: bool) -> dict[str, Any]
     }  # fmt: skip
 
 
-def same_moments(quick: bool, rank: int = 16, length: int = 64) -> Measured:
+def same_moments(quick: bool, rank: int = 16, length: int = 64) -> Measurement:
     """W with one eigenvalue up and all others down by as much in sum, and -W: equal in trace, tr W^2 and norm."""
     values = torch.full((rank,), -1.0 / (rank - 1), dtype=torch.float64)
     values[0] = 1.0
@@ -104,10 +104,10 @@ def same_moments(quick: bool, rank: int = 16, length: int = 64) -> Measured:
         "W": float(seen[0].propagated[worst]),
         "minus_W": float(seen[1].propagated[worst]),
     }
-    return Measured(float(gap[worst]), 2 * error, "2 standard errors", numbers)
+    return Measurement(float(gap[worst]), 2 * error, "2 standard errors", numbers)
 
 
-def skew_law(length: int = 64, ranks: tuple[int, ...] = RANKS, seeds: int = 8) -> tuple[Measured, dict[str, float]]:
+def skew_law(length: int = 64, ranks: tuple[int, ...] = RANKS, seeds: int = 8) -> tuple[Measurement, dict[str, float]]:
     """Error of the closed form over |g1| for projectors, with the mixture as the truth; and the same by rank. Seeds are
     draws of the mixture.
     """
@@ -135,9 +135,9 @@ def measure(setting: Setting) -> Results:
     where = {k: many[k] for k in ("rank", "length", "map", "walks")}
     law, by_rank = skew_law()
     measured = {
-        "a1": Measured(many["closed_error"], 2 * many["standard_error"], "2 standard errors", where),
+        "a1": Measurement(many["closed_error"], 2 * many["standard_error"], "2 standard errors", where),
         "a2": same_moments(setting.quick),
-        "a3": Measured(far["mixture_sigmas"], 0.0, "none: in standard errors", farthest),
+        "a3": Measurement(far["mixture_sigmas"], 0.0, "none: in standard errors", farthest),
         "a4": law,
     }
     return Results(measured, {"walks": plain, "profiles": shown, "error_over_skew": by_rank})

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from locater_lab.engine.arms import Line, What, value_of
-from locater_lab.engine.claims import Measured, by_seed
+from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.engine.runs import Row, Runs
 
 FEWEST = 3  # seeds that a claim is judged by
@@ -23,7 +23,7 @@ def finished(runs: Runs, rows: Iterable[Row]) -> dict[int, Line]:
     return {seed: line for seed, line in lines.items() if line is not None and line["status"] == "done"}
 
 
-def level_of(runs: Runs, rows: Iterable[Row], what: What) -> Measured | None:
+def level_of(runs: Runs, rows: Iterable[Row], what: What) -> Measurement | None:
     """The quantity itself; None with fewer than `FEWEST` seeds."""
     values = [value_of(line, what) for line in finished(runs, rows).values()]
     return measured_by([x for x in values if x is not None])
@@ -31,7 +31,7 @@ def level_of(runs: Runs, rows: Iterable[Row], what: What) -> Measured | None:
 
 def change_of(
     runs: Runs, rows: Iterable[Row], against: Iterable[Row], what: What, more: Mapping[str, Any] | None = None
-) -> Measured | None:
+) -> Measurement | None:
     """Differences within a seed; None with fewer than `FEWEST` pairs."""
     return measured_by(list(differences(runs, rows, against, what).values()), more)
 
@@ -43,7 +43,7 @@ def differences(runs: Runs, rows: Iterable[Row], against: Iterable[Row], what: W
     return {seed: a - b for seed, (a, b) in values.items() if a is not None and b is not None}
 
 
-def measured_by(values: list[float], more: Mapping[str, Any] | None = None) -> Measured | None:
+def measured_by(values: list[float], more: Mapping[str, Any] | None = None) -> Measurement | None:
     """Mean and interval over seeds; None with fewer than `FEWEST`.
 
     >>> measured_by([1.0, 2.0]), measured_by([1.0, 2.0, 3.0]).value

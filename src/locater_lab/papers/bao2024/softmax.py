@@ -18,7 +18,7 @@ from locater.numerics import spearman
 from locater.spectrum import moments
 from locater.theory import localization
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 HEAD, LENGTH = 64, 128  # directions of the map; tokens
 SCALE = HEAD**-0.5

@@ -26,7 +26,7 @@ from locater.numerics import one_thread
 from locater.observing.inputs import quiet
 from locater.observing.observation import observe
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.bao2024.judged import LOWER_LOSS, MORE_ENTROPY, in_setting
 
 STEPS, SEEDS = {True: 200, False: 800}, {True: 4, False: 8}

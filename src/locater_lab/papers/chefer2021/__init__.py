@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.chefer2021 import large, perturbation, rules, streams
 
 PAPER = Paper(

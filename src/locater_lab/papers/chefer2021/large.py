@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.papers import Study
+from locater_lab.engine.reproduction import Study
 
 CLAIMS = (
     Claim(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.explanation_tables import MISSING, MODELS, WORDS, measured_areas
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.explanations import MISSING, MODELS, WORDS, measure_areas
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 ADAPTED = ("rollout", "raw_attention")  # of the rivals that the paper names, those that this project has
 OTHERS = ("attention_norms", "gradient_input", "integrated_gradients", "operator logit")
@@ -25,7 +25,7 @@ CLAIMS = (
 
 
 def measure(setting: Setting) -> Results:
-    areas = measured_areas(setting, ("relevance", *ADAPTED), OTHERS)
+    areas = measure_areas(setting, ("relevance", *ADAPTED), OTHERS)
     measured = {key: areas.less_rivals(model, "relevance", ADAPTED) for key, model in MODELS.items()}
     measured["b5"] = areas.less_rivals("text", "relevance", ("integrated_gradients",))
     return Results(measured, {"areas": areas.table()})

@@ -12,8 +12,8 @@ import torch
 from locater.explain import relevance, rollout
 from locater.explain.attention_flow import RelevanceMatrices
 from locater.explain.attention_record import recorded_attention
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.train import Shape, Transformer
 
 LAYERS = (1, 2, 4)
@@ -55,8 +55,8 @@ def measure(setting: Setting) -> Results:
         })  # fmt: skip
     of = f"none: models of {', '.join(map(str, LAYERS))} layers"
     measured = {
-        "a1": Measured(max(row["gap"] for row in rows), 0.0, of),
-        "a2": Measured(min(row["apart"] for row in rows), 0.0, of),
+        "a1": Measurement(max(row["gap"] for row in rows), 0.0, of),
+        "a2": Measurement(min(row["apart"] for row in rows), 0.0, of),
     }
     return Results(measured, {"rules": rows})
 

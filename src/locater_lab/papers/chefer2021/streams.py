@@ -6,11 +6,19 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.explained import planted_model, two_stream_model
-from locater_lab.engine.explanation_tables import COSTLY, known_answers, mean_curves, redrawn, trained_by_seed
-from locater_lab.engine.explanation_tests import areas, cost
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.explanations import (
+    COSTLY,
+    areas,
+    cost,
+    hits_by_method,
+    mean_curves,
+    planted_model,
+    redrawn_likeness,
+    train_by_seed,
+    two_stream_model,
+)
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 METHODS = ("relevance", "rollout", "raw_attention", "attention_norms", "gradient_input")
 
@@ -33,12 +41,12 @@ CLAIMS = (
 
 
 def measure(setting: Setting) -> Results:
-    subjects = trained_by_seed(setting, two_stream_model)
-    shares = known_answers(subjects, METHODS)
+    subjects = train_by_seed(setting, two_stream_model)
+    shares = hits_by_method(subjects, METHODS)
     orders = {name: [fmean(areas(subject, name)) for subject in subjects] for name in METHODS}
-    alone = trained_by_seed(setting, planted_model)
-    alone_shares = known_answers(alone, METHODS)
-    likeness = redrawn(alone, ("relevance", "rollout"))
+    alone = train_by_seed(setting, planted_model)
+    alone_shares = hits_by_method(alone, METHODS)
+    likeness = redrawn_likeness(alone, ("relevance", "rollout"))
     taken = cost(subjects[0], METHODS)
     measured = {
         "c1": by_seed([a - b for a, b in zip(shares["relevance"], shares["rollout"], strict=True)]),
@@ -46,7 +54,7 @@ def measure(setting: Setting) -> Results:
         "c3": by_seed(shares["relevance"]),
         "c4": by_seed(alone_shares["relevance"]),
         "c5": by_seed([values[-1] for values in likeness["relevance"]]),
-        "c6": Measured(taken["relevance"], 0.0, "none: the median of five turns on this machine"),
+        "c6": Measurement(taken["relevance"], 0.0, "none: the median of five turns on this machine"),
     }
     rows = [
         {

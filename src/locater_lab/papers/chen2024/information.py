@@ -26,9 +26,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from locater_lab.data.ngrams import NgramSource, contexts
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import every
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.chen2024.simplified import Counts, Model, drawn, fit, subsets, winner
 
 SEEDS = 8
@@ -142,13 +142,13 @@ def identity() -> float:
 
 
 def measure(setting: Setting) -> Results:
-    runs = every(chosen, list(range(SEEDS)), setting)
+    runs = map_parts(chosen, list(range(SEEDS)), setting)
     first = [run["sources"][0]["values"] for run in runs]
     other = [s["best"] != s["winner"] for run in runs for s in run["sources"]]
     pair, triple = (1, 2), (1, 2, 3)
     measured = {
-        "c1": Measured(identity(), 0.0, "none: largest of 4 draws and 8 subsets"),
-        "c2": Measured(float(sum(other)), 0.0, f"none: counted over {len(other)} runs"),
+        "c1": Measurement(identity(), 0.0, "none: largest of 4 draws and 8 subsets"),
+        "c2": Measurement(float(sum(other)), 0.0, f"none: counted over {len(other)} runs"),
         "c3": by_seed([values[triple][0] - values[pair][0] for values in first]),
         "c4": by_seed([run["deep"][subsets(3, 3).index(pair)] for run in runs]),
         "c5": by_seed([values[pair][1] / values[triple][1] for values in first]),

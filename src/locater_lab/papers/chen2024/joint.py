@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import every
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.chen2024.rivals import posterior
 from locater_lab.papers.chen2024.simplified import (
     HELD_OUT,
@@ -205,7 +205,7 @@ def floor_of_ce(steps: int = 100) -> float:
 
 def measure(setting: Setting) -> Results:
     """Eight seeds, each with sequences of its own."""
-    runs = every(trained, list(range(SEEDS)), setting)
+    runs = map_parts(trained, list(range(SEEDS)), setting)
     curves = [run["curve"] for run in runs]
     shares = [{row["epoch"]: row["shares"][PAIR] for row in curve} for curve in curves]
     scales = [at_epochs(curve, "a") for curve in curves]
@@ -224,9 +224,9 @@ def measure(setting: Setting) -> Results:
         "a4": by_seed([min(gain[:2]) for gain in gains]),
         "a5": by_seed([abs(gain[2]) for gain in gains]),
         "a6": by_seed([end["masses"][1] - end["masses"][0] for end in ends]),
-        "a7": Measured(abs(floor_of_ce() - math.log(1 + 2 / math.e)), 0.0, "none: listed"),
+        "a7": Measurement(abs(floor_of_ce() - math.log(1 + 2 / math.e)), 0.0, "none: listed"),
         "a8": by_seed(left),
-        "a9": Measured(
+        "a9": Measurement(
             float(sum(end["shares"][PAIR] < 0.99 for end in nll)), 0.0, f"none: counted over {len(nll)} seeds"
         ),
     }

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from locater_lab.data.ngrams import NgramSource, contexts
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import every
+from locater_lab.engine.compute import map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.chen2024.simplified import EPS, SOURCE, Counts, Model, drawn, fit, renamed
 
 SEEDS = 8
@@ -104,7 +104,7 @@ def tested(setting: Setting, seed: int) -> dict[str, Any]:
 
 
 def measure(setting: Setting) -> Results:
-    runs = every(tested, list(range(SEEDS)), setting)
+    runs = map_parts(tested, list(range(SEEDS)), setting)
     home = [run["lengths"][100] for run in runs]
     near = [h["divergence"]["trigram"] - min(h["divergence"]["unigram"], h["divergence"]["bigram"]) for h in home]
 

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import every
+from locater_lab.engine.compute import map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.chen2024.joint import PAIR
 from locater_lab.papers.chen2024.simplified import TRAINED, Counts, Model, drawn, fit
 
@@ -76,7 +76,7 @@ def half(values: Sequence[float]) -> int:
 
 
 def measure(setting: Setting) -> Results:
-    runs = every(staged, list(range(SEEDS)), setting)
+    runs = map_parts(staged, list(range(SEEDS)), setting)
     states = [run["states"] for run in runs]
     gains = [[after - before for after, before in zip(s[2]["masses"], s[1]["masses"], strict=True)] for s in states]
     falls = [(s[2]["loss"] - s[3]["loss"]) / (s[0]["loss"] - s[3]["loss"]) for s in states]

@@ -23,9 +23,9 @@ from locater import observe, scan
 from locater.observing.matching import match_scores
 from locater_lab.data.ngrams import NgramSource
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.intervals import interval
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import every
+from locater_lab.engine.compute import map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.significance import interval
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers.chen2024.rivals import divergence
@@ -179,7 +179,7 @@ def half_way(curve: Sequence[dict[str, float]], name: str) -> float:
 
 
 def measure(setting: Setting) -> Results:
-    runs = every(watched, list(range(SEEDS[setting.quick])), setting)
+    runs = map_parts(watched, list(range(SEEDS[setting.quick])), setting)
     ends = [run["curve"][-1] for run in runs]
     done = [run for run in runs if math.isfinite(run["to_bayes"])]  # the others never came half way
     early = [row for run in runs for row in run["curve"] if row["step"] == run["to_unigram"]]

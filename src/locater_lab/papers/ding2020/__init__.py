@@ -4,7 +4,7 @@ away.
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.ding2020 import guarantee, trained
 
 PAPER = Paper(

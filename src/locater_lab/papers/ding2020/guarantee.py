@@ -14,9 +14,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
 Logits = Float[Tensor, "T S"]
@@ -218,14 +218,14 @@ def measure(setting: Setting) -> Results:
     bound = float(map_of("doubly_normalized", tight()).sum(0).min() * TIGHT)
     # to nine digits: some draws are at the bound, and rounding is on either side of it
     measured = {
-        "a1": Measured(round(least["doubly"], 9), 0.0, lowest),
-        "a2": Measured(round(least["hybrid"], 9), 0.0, lowest),
-        "a3": Measured(bound, 0.0, "none: solved"),
-        "a4": Measured(least["softmax"], 0.0, lowest),
-        "a5": Measured(max(row["sinkhorn"] for row in rows), 0.0, largest),
-        "a6": Measured(max(row["biased"] for row in rows), 0.0, largest),
-        "a7": Measured(error, 0.0, "none: largest entry"),
-        "a8": Measured(float((doubly.max(0).values / doubly.sum(0)).max()), 0.0, "none: one draw"),
+        "a1": Measurement(round(least["doubly"], 9), 0.0, lowest),
+        "a2": Measurement(round(least["hybrid"], 9), 0.0, lowest),
+        "a3": Measurement(bound, 0.0, "none: solved"),
+        "a4": Measurement(least["softmax"], 0.0, lowest),
+        "a5": Measurement(max(row["sinkhorn"] for row in rows), 0.0, largest),
+        "a6": Measurement(max(row["biased"] for row in rows), 0.0, largest),
+        "a7": Measurement(error, 0.0, "none: largest entry"),
+        "a8": Measurement(float((doubly.max(0).values / doubly.sum(0)).max()), 0.0, "none: one draw"),
     }
     tables = {
         "column_sums": {"keys": SHOWN, "rows": by_size(drawn, rows)},
@@ -272,11 +272,11 @@ def measure_causal(setting: Setting) -> Results:
         own.append(float((prefix_normalized(E).diagonal() * place).min()))
         plain.append(float((map_of("softmax", E, causal=True).sum(0) * place).min()))
     measured = {
-        "b1": Measured(float(answered()), 0.0, "none: counted"),
+        "b1": Measurement(float(answered()), 0.0, "none: counted"),
         "b2": by_seed(leaks, of="draws"),
-        "b3": Measured(max(prefix_leaks), 0.0, "none: largest of 20 draws"),
-        "b4": Measured(round(min(own), 9), 0.0, f"none: least of {len(own)} draws"),
-        "b5": Measured(min(plain), 0.0, f"none: least of {len(plain)} draws"),
+        "b3": Measurement(max(prefix_leaks), 0.0, "none: largest of 20 draws"),
+        "b4": Measurement(round(min(own), 9), 0.0, f"none: least of {len(own)} draws"),
+        "b5": Measurement(min(plain), 0.0, f"none: least of {len(plain)} draws"),
     }
     return Results(measured)
 

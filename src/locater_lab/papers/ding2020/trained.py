@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.arms import change, ends_table, level, trained
-from locater_lab.engine.claims import Claim, Measured, half_range
+from locater_lab.engine.arms import difference, ends_table, mean_of_arm, study_of_arms
+from locater_lab.engine.claims import Claim, Measurement, half_range
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.trained_heads import HALVES, LENGTH, TrainedLayer, trained_layers
+from locater_lab.engine.trained_models import HALVES, LENGTH, TrainedLayer, trained_layers
 from locater_lab.papers.ding2020.guarantee import Logits, prefix_normalized, sinkhorn
 
 FAINT = 0.1  # a column sum that is a tenth of the mean
@@ -105,7 +105,7 @@ def measure(setting: Setting) -> Results:
         model.halves[part.half].extend(of_layer(part))
         if part.half == 0:
             model.first_logits.append(part.logits()[0])
-    measured: dict[str, Measured | None] = {}
+    measured: dict[str, Measurement | None] = {}
     encoders, decoders = ([m for m in models.values() if m.causal is causal] for causal in (False, True))
     if encoders:
         measured |= of_encoders([[x for m in encoders for x in m.halves[half]] for half in range(2)])
@@ -121,7 +121,7 @@ def measure(setting: Setting) -> Results:
     return Results(measured, {"trained_columns": table})
 
 
-def of_encoders(halves: list[list[dict[str, float]]]) -> dict[str, Measured]:
+def of_encoders(halves: list[list[dict[str, float]]]) -> dict[str, Measurement]:
     return {
         "c1": half_range([fmean(x["away"] for x in half) for half in halves], HALVES),
         "c2": half_range([fmean(x["away_doubly"] for x in half) for half in halves], HALVES),
@@ -169,16 +169,16 @@ TRAINING = (
 
 
 def judged(runs: Runs) -> Results:
-    away = level(runs, DOUBLY, "measures.explained_away")
+    away = mean_of_arm(runs, DOUBLY, "measures.explained_away")
     measured = {
-        "d1": change(runs, DOUBLY, SOFTMAX_MASKED, "report_loss"),
-        "d2": change(runs, HYBRID, SOFTMAX_MASKED, "report_loss"),
+        "d1": difference(runs, DOUBLY, SOFTMAX_MASKED, "report_loss"),
+        "d2": difference(runs, HYBRID, SOFTMAX_MASKED, "report_loss"),
         # the promise is to every key of every model, so that one seed would break it
-        "d3": away and Measured(max(away.sample), 0.0, f"none: largest of {len(away.sample)} seeds", away.numbers),
-        "d4": level(runs, SOFTMAX_MASKED, "measures.explained_away"),
-        "d5": change(runs, HYBRID, SOFTMAX_MASKED, "measures.column_least"),
+        "d3": away and Measurement(max(away.sample), 0.0, f"none: largest of {len(away.sample)} seeds", away.numbers),
+        "d4": mean_of_arm(runs, SOFTMAX_MASKED, "measures.explained_away"),
+        "d5": difference(runs, HYBRID, SOFTMAX_MASKED, "measures.column_least"),
     }
     return Results(measured, {"arms": ends_table(runs, ARMS)})
 
 
-RUNS = trained("training with it", TRAINING, ARMS, judged)
+RUNS = study_of_arms("training with it", TRAINING, ARMS, judged)

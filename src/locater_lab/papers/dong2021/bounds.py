@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import composite_norm, token_residual
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.contraction import FLOOR, block, exact_depth, relu_mlp, worst
 from locater_lab.theory import attention_bound, beta, depth_residuals, layer_bound, mlp_lipschitz, skip_bound
 
@@ -195,7 +195,7 @@ def measure(setting: Setting) -> Results:
         "b3": worst(ratios["pure"], {"least": min(ratios["pure"])}),
         "b4": worst([10**r for r in ratios["skip"]]),
         "b5": worst([10**r for r in ratios["mlp"]]),
-        "b6": Measured(last.residual / last.stated, 0.0, "none: solved"),
+        "b6": Measurement(last.residual / last.stated, 0.0, "none: solved"),
         "b7": worst([d.proved for d in draws] + [c.residual / c.proved for c in crowds]),
     }
     used = {

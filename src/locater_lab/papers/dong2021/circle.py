@@ -22,8 +22,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 POINTS, RADIUS, APART, WALKED = 1000, 0.3, 499, 300
 HEADS, BATCH, RATE = 2, 64, 3e-3
@@ -213,7 +213,7 @@ def _typical(states: Float[Tensor, "states seeds 2 2"], merging: bool) -> list[l
     return [[[round(c, 4) for c in point] for point in path[:, token].tolist()] for token in range(2)]
 
 
-def share(yes: Float[Tensor, " seeds"]) -> Measured:
+def share(yes: Float[Tensor, " seeds"]) -> Measurement:
     """A share with its 95 % interval (Wilson), which stays open where all seeds agree.
 
     >>> measured = share(torch.zeros(24))
@@ -223,10 +223,10 @@ def share(yes: Float[Tensor, " seeds"]) -> Measured:
     n, p, z = len(yes), float(yes.double().mean()), 1.96
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     room = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return Measured(middle, room, f"Wilson interval over {n} seeds", {"share": p}, tuple(yes.tolist()))
+    return Measurement(middle, room, f"Wilson interval over {n} seeds", {"share": p}, tuple(yes.tolist()))
 
 
-def difference(yes: Float[Tensor, " seeds"], other: Float[Tensor, " seeds"]) -> Measured:
+def difference(yes: Float[Tensor, " seeds"], other: Float[Tensor, " seeds"]) -> Measurement:
     """One share less another, their intervals added in squares.
 
     >>> round(difference(torch.ones(24), torch.zeros(24)).value, 3)
@@ -235,7 +235,7 @@ def difference(yes: Float[Tensor, " seeds"], other: Float[Tensor, " seeds"]) -> 
     a, b = share(yes), share(other)
     numbers = {"share": a.numbers["share"], "other": b.numbers["share"]}
     spread = math.hypot(a.spread, b.spread)
-    return Measured(a.value - b.value, spread, a.spread_of, numbers, tuple((yes - other).tolist()))
+    return Measurement(a.value - b.value, spread, a.spread_of, numbers, tuple((yes - other).tolist()))
 
 
 STUDY = Study("points on a circle", CLAIMS, measure)

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from locater_lab.engine.captured import captured
+from locater_lab.engine.compute import as_cuda_graph
 
 DEPTH, DROPOUT, EPS = 6, 0.1, 1e-12
 WARM = 100  # steps
@@ -215,7 +215,7 @@ def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) 
     """
     batch = Data(first.x.clone(), first.y.clone())
     before = [p.detach().clone() for p in model.parameters()]
-    again = captured(partial(_take, model, optimizer, batch))
+    again = as_cuda_graph(partial(_take, model, optimizer, batch))
     with torch.no_grad():
         for p, was in zip(model.parameters(), before, strict=True):
             p.copy_(was)

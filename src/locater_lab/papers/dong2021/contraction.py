@@ -21,9 +21,9 @@ from torch import Tensor
 
 from locater.measures import composite_norm
 from locater.numerics import spearman
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory import Block, contraction_order, contraction_rate, depth_residuals
 
 TOKENS, WIDTH, DEPTH = 16, 8, 12
@@ -215,9 +215,9 @@ def last_ratio(residuals: Sequence[float]) -> float:
 over_draws = partial(by_seed, of="draws")
 
 
-def worst(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measured:
+def worst(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measurement:
     """The largest of all draws, a bound for every one of them: no spread."""
-    return Measured(max(values), 0.0, f"none: the largest of {len(values)} draws", numbers or {})
+    return Measurement(max(values), 0.0, f"none: the largest of {len(values)} draws", numbers or {})
 
 
 def measure(setting: Setting) -> Results:

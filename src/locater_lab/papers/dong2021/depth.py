@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from locater.inputs.text import batches
-from locater_lab.engine.claims import Claim, Measured, by_seed, half_range
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.trained_heads import read_each, sources
+from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.papers.dong2021.encoders import (
     BRANCH_OUT,
     CONFIGS,
@@ -153,7 +153,7 @@ def at_start(setting: Setting) -> Curves:
     return {name: {v: torch.stack(draws) for v, draws in variants.items()} for name, variants in curves.items()}
 
 
-def start_measures(curves: Curves) -> dict[str, Measured]:
+def start_measures(curves: Curves) -> dict[str, Measurement]:
     """Claims c1 to c16, and c21."""
     kept, lost = ("full", "no MLP"), ("no skip", "neither")
     later, ends = range(1, LAYERS + 1), {m: {v: x[:, LAYERS] for v, x in own.items()} for m, own in curves.items()}
@@ -178,17 +178,17 @@ def start_measures(curves: Curves) -> dict[str, Measured]:
     }
 
 
-def _draws(values: Tensor, numbers: Mapping[str, Any] | None = None) -> Measured:
+def _draws(values: Tensor, numbers: Mapping[str, Any] | None = None) -> Measurement:
     return by_seed(values.tolist(), numbers, "draws of weights")
 
 
-def _extreme(quantities: Mapping[str, Tensor], sign: int) -> Measured:
+def _extreme(quantities: Mapping[str, Tensor], sign: int) -> Measurement:
     """The largest (sign 1) or the least (-1) of several quantities (draws,), and which it was."""
     where = max(quantities, key=lambda name: sign * float(quantities[name].mean()))
     return _draws(quantities[where], {"where": where})
 
 
-def _farthest(curves: Mapping[str, Tensor], stated: Mapping[str, Mapping[int, float]]) -> Measured:
+def _farthest(curves: Mapping[str, Tensor], stated: Mapping[str, Mapping[int, float]]) -> Measurement:
     """How far the mean curve is from the figure's where it is farthest."""
     cells = [(variant, layer, value) for variant, curve in stated.items() for layer, value in curve.items()]
     variant, layer, value = max(cells, key=lambda c: abs(float(curves[c[0]][:, c[1]].mean()) - c[2]))
@@ -213,7 +213,7 @@ def trained(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Curves of the trained models at hand on two halves of the text, and what was left out, with the reason."""
     text, samples = setting.text[:TEXT], 2 * SAMPLES[setting.quick]
     entries, left_out = read_each(
-        sources(setting.models).items(), lambda name, folder: _trained_one(name, folder, text, samples)
+        model_folders(setting.models).items(), lambda name, folder: _trained_one(name, folder, text, samples)
     )
     return list(entries.values()), left_out
 
@@ -226,7 +226,7 @@ def _trained_one(name: str, folder: Path, text: str, samples: int) -> dict[str, 
     return {"model": name, "causal": is_causal(model), "curves": halves}
 
 
-def trained_measures(entries: list[dict[str, Any]]) -> dict[str, Measured]:
+def trained_measures(entries: list[dict[str, Any]]) -> dict[str, Measurement]:
     """Claims c17 to c20, each half of the text by itself."""
     both, causal = ([entry for entry in entries if entry["causal"] is mask] for mask in (False, True))
     lost = ("no skip", "neither")
@@ -254,7 +254,7 @@ def first_below(curve: list[float], level: float = COLLAPSED) -> int:
     return next((layer for layer, value in enumerate(curve) if value < level), len(curve))
 
 
-def _halves(values: list[float]) -> Measured:
+def _halves(values: list[float]) -> Measurement:
     return half_range(values, "half the difference of two halves of the samples")
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory import length_contributions, length_weights, path_counts, path_lengths
 
 
@@ -112,10 +112,10 @@ def measure(setting: Setting) -> Results:
     weights = length_weights(alpha)
     contributions = length_contributions(alpha, START, RATE)
     measured = {
-        "e1": Measured(max(distance(s) for s in TABLE), 0.0, exact),
-        "e2": Measured(float(wrong), 0.0, exact),
-        "e3": Measured(float(off), 0.0, exact),
-        "e4": Measured(float(weights[:2].sum()), 0.0, exact),
+        "e1": Measurement(max(distance(s) for s in TABLE), 0.0, exact),
+        "e2": Measurement(float(wrong), 0.0, exact),
+        "e3": Measurement(float(off), 0.0, exact),
+        "e4": Measurement(float(weights[:2].sum()), 0.0, exact),
     }
     trained = {
         "weights": weights.tolist(),

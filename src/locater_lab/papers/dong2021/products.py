@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.inputs.text import batches
 from locater.measures import composite_norm, token_residual
-from locater_lab.engine.claims import Claim, Measured, by_seed, half_range
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.trained_heads import read_each, sources
+from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.papers.dong2021.encoders import LENGTH, TEXT, initial, is_causal, trained_model, word_rows
 
 REPEATS, DRAWS, SAMPLES = {True: 24, False: 100}, {True: 2, False: 4}, {True: 2, False: 8}
@@ -170,12 +170,14 @@ def _medians(model: nn.Module, rows: Tensor, setting: Setting, seed: int) -> Med
 def measure(setting: Setting) -> Results:
     """BERT base at several draws, then every trained model beside its own start."""
     draws = [bert(setting, seed) for seed in range(DRAWS[setting.quick])]
-    by_name, left_out = read_each(sources(setting.models).items(), lambda name, folder: pair(name, folder, setting))
+    by_name, left_out = read_each(
+        model_folders(setting.models).items(), lambda name, folder: pair(name, folder, setting)
+    )
     pairs = list(by_name.values())
     return Results(measures(draws, pairs), {"map_products": products_table(draws, pairs, left_out)})
 
 
-def measures(draws: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
+def measures(draws: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> dict[str, Measurement]:
     """Claims on BERT by its draws of weights, on trained models by halves of the text."""
     of_draws = "draws of weights"
     of_halves = "half the difference of two halves of the samples, each with its draw of initial weights"

@@ -21,8 +21,8 @@ from locater.control.eigenspectrum import LocAteR, traces
 from locater.control.surgery import Surgery
 from locater.measures import rank_residual
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import device, every
+from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.contraction import visible
 from locater_lab.papers.dong2021.planted import WIDTH, tokens
 from locater_lab.papers.dong2021.two_collapses import MAIN
@@ -189,13 +189,13 @@ def trained(arm: str, seed: int, steps: int, where: str = "cpu") -> dict[str, An
 def part_of(setting: Setting, part: tuple[str | None, int]) -> dict[str, Any]:
     """An arm's model, or, without an arm, stacks of drawn heads."""
     arm, seed = part
-    return alone(seed) if arm is None else trained(arm, seed, STEPS[setting.quick], device(setting))
+    return alone(seed) if arm is None else trained(arm, seed, STEPS[setting.quick], device_of_study(setting))
 
 
 def measure(setting: Setting) -> Results:
     """All seeds; differences are taken within a seed."""
     plan = [(arm, seed) for arm in (*ARMS, None) for seed in range(SEEDS)]
-    by_part = dict(zip(plan, every(part_of, plan, setting), strict=True))
+    by_part = dict(zip(plan, map_parts(part_of, plan, setting), strict=True))
     stacks = [by_part[None, seed] for seed in range(SEEDS)]
     runs = [{arm: by_part[arm, seed] for arm in ARMS} for seed in range(SEEDS)]
 

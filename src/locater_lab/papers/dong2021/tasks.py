@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from locater.inputs.text import read_text
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import device, every
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.classifier import (
     DEPTH,
     Classifier,
@@ -212,16 +212,16 @@ def part_of(setting: Setting, part: tuple[Task, int | None]) -> Any:
 
 def run(task: Task, setting: Setting, seed: int) -> dict[str, Any]:
     """One model of a task, trained and taken apart."""
-    learn, judged = (part.to(device(setting)) for part in task.make(setting, seed))
+    learn, judged = (part.to(device_of_study(setting)) for part in task.make(setting, seed))
     return taken_apart(train(task.shape, learn, recipe_of(task, setting), seed), learn, judged, seed)
 
 
-def as_published(task: Task, setting: Setting) -> Measured:
+def as_published(task: Task, setting: Setting) -> Measurement:
     """One model at the published rate for the published epochs; the interval is that of the sequences it is judged
     on.
     """
     recipe = replace(task.recipe, rate=task.published_rate, steady=True)
-    learn, judged = (part.to(device(setting)) for part in task.make(setting, 2))
+    learn, judged = (part.to(device_of_study(setting)) for part in task.make(setting, 2))
     model = train(task.shape, learn, recipe, 2)
     each = (model(judged.x, judged.real).argmax(-1) == judged.y).double().mean(-1)
     numbers = {"rate": recipe.rate, "epochs": recipe.epochs, "guess": guess(learn, judged)}
@@ -234,7 +234,7 @@ def as_published(task: Task, setting: Setting) -> Measured:
 def measure(setting: Setting) -> Results:
     """Every task that the setting has epochs for."""
     plan = [(task, seed) for task in TASKS if setting.quick in task.seeds for seed in range(task.seeds[setting.quick])]
-    *done, published = every(part_of, [*plan, (TASKS[0], None)], setting)
+    *done, published = map_parts(part_of, [*plan, (TASKS[0], None)], setting)
     runs: dict[str, list[dict[str, Any]]] = {}
     for (task, _), one in zip(plan, done, strict=True):
         runs.setdefault(task.name, []).append(one)
@@ -242,9 +242,9 @@ def measure(setting: Setting) -> Results:
     return Results({**measures(runs), "f16": published}, {"path_accuracy": rows})
 
 
-def measures(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Measured]:
+def measures(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Measurement]:
     """Five claims on each task that was run, and f17."""
-    measured: dict[str, Measured] = {}
+    measured: dict[str, Measurement] = {}
     for number, task in enumerate(TASKS):
         if task.name not in runs:
             continue

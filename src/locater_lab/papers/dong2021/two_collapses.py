@@ -28,9 +28,9 @@ from torch import Tensor
 
 from locater.numerics import spearman
 from locater.theory import localization
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import every
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.compute import map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.contraction import over_draws
 from locater_lab.papers.dong2021.phases import phase_table, planes
 from locater_lab.papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens
@@ -238,7 +238,7 @@ def measure(setting: Setting) -> Results:
     seeds = range(SEEDS)
     plan = [(kind, seed) for kind in TOKENS for seed in seeds]
     grids, shapes, windows = {}, {}, {}
-    for each, (rows, shapes[each], windows[each]) in zip(plan, every(part_of, plan, setting), strict=True):
+    for each, (rows, shapes[each], windows[each]) in zip(plan, map_parts(part_of, plan, setting), strict=True):
         grids[each] = {causal: _table(heads) for causal, heads in rows.items()}
     measured = _of_kinds(grids, seeds) | _of_equal_norm(grids, seeds)
     measured["h3"] = over_draws(
@@ -261,10 +261,10 @@ def measure(setting: Setting) -> Results:
     return Results(measured, tables)
 
 
-def _of_kinds(grids: Grids, seeds: range) -> dict[str, Measured]:
+def _of_kinds(grids: Grids, seeds: range) -> dict[str, Measurement]:
     """Claims on the worst of three kinds of tokens."""
 
-    def over_kinds(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float]) -> Measured:
+    def over_kinds(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float]) -> Measurement:
         by_tokens = {kind: fmean(one(kind, seed) for seed in seeds) for kind in TOKENS}
         worst = [pick([one(kind, seed) for kind in TOKENS]) for seed in seeds]
         return over_draws(worst, {"by_tokens": by_tokens})
@@ -288,14 +288,14 @@ def _of_kinds(grids: Grids, seeds: range) -> dict[str, Measured]:
     heads = len(prices) * len(grids[MAIN, 0][False]["M"])
     return {
         "h1": over_kinds(both, max),
-        "h2": Measured(max(prices), 0.0, f"none: the largest of {heads:,} heads"),
+        "h2": Measurement(max(prices), 0.0, f"none: the largest of {heads:,} heads"),
         "h4": over_kinds(by_scale, max),
         "h5": over_kinds(by_response, min),
         "h8": over_kinds(has_neither, min),
     }
 
 
-def _of_equal_norm(grids: Grids, seeds: range) -> dict[str, Measured]:
+def _of_equal_norm(grids: Grids, seeds: range) -> dict[str, Measurement]:
     """Claims on rules that tell where neither collapse happens."""
     free = [grids[MAIN, seed][False] for seed in seeds]
     others = [[table for table in free if table is not judged] for judged in free]

@@ -4,7 +4,7 @@ factorises.
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.gerami2024 import cost, forms, leak, limits, training
 
 PAPER = Paper(

@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.fastmax import taylor_features
 
@@ -129,12 +129,12 @@ def measure(setting: Setting) -> Results:
     T, size = TRAINED
     counted = multiplications(T, size, 2) / multiplications(T, size, None)
     measured = {
-        "d1": Measured(growth(2), 0.0, "none: counted"),
-        "d2": Measured(growth(None), 0.0, "none: counted"),
-        "d3": Measured(far, 0.0, "none: counted"),
+        "d1": Measurement(growth(2), 0.0, "none: counted"),
+        "d2": Measurement(growth(None), 0.0, "none: counted"),
+        "d3": Measurement(far, 0.0, "none: counted"),
         "d4": by_seed(times[-1]["order 2 ratio"], of="rounds"),
         "d5": by_seed(times[-1]["order 1 ratio"], of="rounds"),
-        "d6": Measured(counted, 0.0, "none: counted", {"tokens": T, "size": size}),
+        "d6": Measurement(counted, 0.0, "none: counted", {"tokens": T, "size": size}),
     }
     tables = {"features": sizes, "times": {"rows": times, "heads": HEADS, "size": TIMED_SIZE}}
     return Results(measured, tables)

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
 DRAWS = {True: 40, False: 300}
@@ -144,10 +144,10 @@ def measure(setting: Setting) -> Results:
     against = {order: {f"{far:g}": opposed(far, order) for far in AGAINST} for order in (1, 2)}
     second = max(row["factorised"] for row in rounded if row["order"] == 2)
     measured = {
-        "a1": Measured(max(x["free"] for x in drawn), 0.0, largest),
-        "a2": Measured(max(x["causal"] for x in drawn), 0.0, largest),
-        "a3": Measured(max(max(x["free gradient"], x["causal gradient"]) for x in drawn), 0.0, largest),
-        "a4": Measured(second, 0.0, "none: the largest over lengths"),
+        "a1": Measurement(max(x["free"] for x in drawn), 0.0, largest),
+        "a2": Measurement(max(x["causal"] for x in drawn), 0.0, largest),
+        "a3": Measurement(max(max(x["free gradient"], x["causal gradient"]) for x in drawn), 0.0, largest),
+        "a4": Measurement(second, 0.0, "none: the largest over lengths"),
         "a5": by_seed(against[1][f"{AGAINST[-1]:g}"], of="draws"),
     }
     means: list[dict[str, Any]] = [

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.numerics import spearman
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.gerami2024.forms import polynomial
 
@@ -82,7 +82,7 @@ def measure(setting: Setting) -> Results:
     ]
     measured = {
         "c1": by_seed(by_length[TOKENS]),
-        "c2": Measured(max(per_token), 0.0, f"none: the largest of {len(per_token)} draws"),
+        "c2": Measurement(max(per_token), 0.0, f"none: the largest of {len(per_token)} draws"),
         "c3": by_seed(ratio),
         "c4": by_seed(correlations),
     }

@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.gerami2024.forms import polynomial
 
@@ -206,16 +206,18 @@ def measure(setting: Setting) -> Results:
     least_weight = round(min(least_f(seed) for seed in range(count)), 12)
     negative = {"negative": (raw < -1).double().mean().item()}
     measured = {
-        "b1": Measured(least_weight, 0.0, f"none: the least of {count} draws"),
-        "b2": Measured(polynomial(raw, 1).min().item(), 0.0, f"none: the least of {len(raw):,} numbers", negative),
-        "b3": Measured(off, 0.0, "none: computed"),
-        "b4": Measured(max(*weights, *attained) - 1, 0.0, largest, {"drawn": max(weights)}),
-        "b5": Measured(1 - min(attained), 0.0, f"none: the largest of {len(KEYS)}"),
+        "b1": Measurement(least_weight, 0.0, f"none: the least of {count} draws"),
+        "b2": Measurement(polynomial(raw, 1).min().item(), 0.0, f"none: the least of {len(raw):,} numbers", negative),
+        "b3": Measurement(off, 0.0, "none: computed"),
+        "b4": Measurement(max(*weights, *attained) - 1, 0.0, largest, {"drawn": max(weights)}),
+        "b5": Measurement(1 - min(attained), 0.0, f"none: the largest of {len(KEYS)}"),
         "b6": by_seed(ratios[64], of="draws"),
-        "b7": Measured(max(row["gap"] for row in rows), 0.0, GAP_OF, {"gap": widest_gap()}),
-        "b8": Measured(max(*slopes, *steep) - 1, 0.0, largest, {"drawn": max(slopes)}),
-        "b9": Measured(math.log(by_keys[4000]["slope"] / by_keys[40]["slope"]) / math.log(100), 0.0, "none: computed"),
-        "b10": Measured(rows[-1]["half_scale"] / rows[-1]["half_scale_softmax"], 0.0, "none: bisection"),
+        "b7": Measurement(max(row["gap"] for row in rows), 0.0, GAP_OF, {"gap": widest_gap()}),
+        "b8": Measurement(max(*slopes, *steep) - 1, 0.0, largest, {"drawn": max(slopes)}),
+        "b9": Measurement(
+            math.log(by_keys[4000]["slope"] / by_keys[40]["slope"]) / math.log(100), 0.0, "none: computed"
+        ),
+        "b10": Measurement(rows[-1]["half_scale"] / rows[-1]["half_scale_softmax"], 0.0, "none: bisection"),
     }
     tables = {
         "limits_by_keys": rows,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from locater_lab.engine.arms import change, ends_table, level, trained
+from locater_lab.engine.arms import difference, ends_table, mean_of_arm, study_of_arms
 from locater_lab.engine.claims import Claim
 from locater_lab.engine.mechanism_runs import BASE, IMAGE, SOFTMAX, SOFTMAX_IMAGE, arm
-from locater_lab.engine.papers import Results
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Runs
 from locater_lab.train.measured import SINK
 
@@ -43,14 +43,14 @@ CLAIMS = (
 
 def judge(runs: Runs) -> Results:
     measured = {
-        "e1": change(runs, SECOND, SOFTMAX, "report_loss"),
-        "e2": change(runs, FIRST, SOFTMAX, "report_loss"),
-        "e3": change(runs, SECOND, FIRST, "report_loss"),
-        "e4": change(runs, PICTURES, SOFTMAX_IMAGE, "accuracy"),
-        "e5": level(runs, SECOND, "measures.entropy_share"),
-        "e6": level(runs, SOFTMAX, "measures.entropy_share"),
+        "e1": difference(runs, SECOND, SOFTMAX, "report_loss"),
+        "e2": difference(runs, FIRST, SOFTMAX, "report_loss"),
+        "e3": difference(runs, SECOND, FIRST, "report_loss"),
+        "e4": difference(runs, PICTURES, SOFTMAX_IMAGE, "accuracy"),
+        "e5": mean_of_arm(runs, SECOND, "measures.entropy_share"),
+        "e6": mean_of_arm(runs, SOFTMAX, "measures.entropy_share"),
     }
     return Results(measured, {"arms": ends_table(runs, ARMS), "training": {"layers": BASE.layers, "sink": SINK}})
 
 
-STUDY = trained("Fastmax in training", CLAIMS, ARMS, judge)
+STUDY = study_of_arms("Fastmax in training", CLAIMS, ARMS, judge)

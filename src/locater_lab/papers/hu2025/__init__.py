@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.hu2025 import construction, free_head, sequences, trained_layer
 
 PAPER = Paper(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from locater.spectrum import moments
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory.approximation import (
     Anchors,
     anchor_logits,
@@ -151,14 +151,14 @@ def measure(setting: Setting) -> Results:
     maps = [map_row(p, x) for p in (8, 64) for x in (best, HARD)]
     fixed = "none: solved"
     measured = {
-        "a1": Measured(hard[COUNTS[-1]], 0.0, fixed),
-        "a2": Measured(slope([p - 1 for p in COUNTS], list(hard.values())), 0.0, fixed),
-        "a3": Measured(slope(list(HEADS), list(by_heads.values())), 0.0, fixed),
-        "a4": Measured(largest_over_bound(), 0.0, fixed),
-        "a5": Measured(tuned[16] / hard[16], 0.0, fixed, {"sharpness": best}),
-        "a6": Measured(ripple_difference(), 0.0, fixed),
-        "a7": Measured(ranges[1] / ranges[0], 0.0, fixed, {"one_head": ranges[0], "eight_heads": ranges[1]}),
-        "a8": Measured(max(max(row["largest_eigenvalue"], row["third"]) for row in maps), 0.0, fixed),
+        "a1": Measurement(hard[COUNTS[-1]], 0.0, fixed),
+        "a2": Measurement(slope([p - 1 for p in COUNTS], list(hard.values())), 0.0, fixed),
+        "a3": Measurement(slope(list(HEADS), list(by_heads.values())), 0.0, fixed),
+        "a4": Measurement(largest_over_bound(), 0.0, fixed),
+        "a5": Measurement(tuned[16] / hard[16], 0.0, fixed, {"sharpness": best}),
+        "a6": Measurement(ripple_difference(), 0.0, fixed),
+        "a7": Measurement(ranges[1] / ranges[0], 0.0, fixed, {"one_head": ranges[0], "eight_heads": ranges[1]}),
+        "a8": Measurement(max(max(row["largest_eigenvalue"], row["third"]) for row in maps), 0.0, fixed),
     }
     tables = {
         "by_anchors": [{"anchors": p, "hard": hard[p], "half_gap": (HIGH - LOW) / (p - 1) / 2, "tuned": tuned[p]} for p in COUNTS],

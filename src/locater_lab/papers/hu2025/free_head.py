@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.hu2025.construction import slope
 from locater_lab.theory.approximation import Anchors, interpolated
 

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.hu2025.construction import HARD, slope
 from locater_lab.theory.approximation import Anchors, best_sharpness, interpolated
 
@@ -118,10 +118,10 @@ def measure(setting: Setting) -> Results:
     hard, tuned = errors(HARD), errors(best_sharpness(16))
     of = f"none: largest of {POINTS} sequences"
     measured = {
-        "b1": Measured(hard[0][-1], 0.0, of),
-        "b2": Measured(hard[1][-1], 0.0, of),
-        "b3": Measured(slope([p - 1 for p in COUNTS], hard[0]), 0.0, of),
-        "b4": Measured(slope([(n - 1) ** 2 for n in SIDES], hard[1]), 0.0, of),
+        "b1": Measurement(hard[0][-1], 0.0, of),
+        "b2": Measurement(hard[1][-1], 0.0, of),
+        "b3": Measurement(slope([p - 1 for p in COUNTS], hard[0]), 0.0, of),
+        "b4": Measurement(slope([(n - 1) ** 2 for n in SIDES], hard[1]), 0.0, of),
     }
     tables = {
         "two_layers": [{"anchors": p, "in_all": UNITS * p, "hard": a, "tuned": b} for p, a, b in zip(COUNTS, hard[0], tuned[0], strict=True)],

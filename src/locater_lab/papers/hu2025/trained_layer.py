@@ -17,8 +17,8 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import device, every
+from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory.approximation import Anchors, interpolated
 
 WIDTH, HIDDEN, RATE, BATCH = 10, 32, 1e-3, 32
@@ -216,7 +216,7 @@ def described(model: Layers, x: Tensor, s: Tensor, case: Case) -> dict[str, Any]
 
 
 def of_case(setting: Setting, case: Case) -> dict[str, Any]:
-    return described(*trained(case, SIZES[setting.quick], device(setting)), case)
+    return described(*trained(case, SIZES[setting.quick], device_of_study(setting)), case)
 
 
 def _row(case: Case, values: dict[str, Any], places: int) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _row(case: Case, values: dict[str, Any], places: int) -> dict[str, Any]:
 
 def measure(setting: Setting) -> Results:
     cases = list(CASES[setting.quick])
-    results = dict(zip(cases, every(of_case, cases, setting), strict=True))
+    results = dict(zip(cases, map_parts(of_case, cases, setting), strict=True))
     one, size = results[FEW], SIZES[setting.quick]
 
     def ratio(top: list[float], bottom: list[float]) -> list[float]:

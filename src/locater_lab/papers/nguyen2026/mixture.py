@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms.gated import Gate
 from locater_lab.mechanisms.modules import attention_module
 
@@ -133,7 +133,7 @@ def measure(setting: Setting) -> Results:
             off["a3"] = max(off["a3"], float((triple_sum(x, w, causal, value_gate=gate) - out).abs().max()))
     within, after = sums()
     distances = {**off, "a4": within, "a5": after}
-    return Results({key: Measured(value, 0.0, EXACT) for key, value in distances.items()})
+    return Results({key: Measurement(value, 0.0, EXACT) for key, value in distances.items()})
 
 
 def sums() -> tuple[float, float]:

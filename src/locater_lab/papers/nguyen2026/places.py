@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.nguyen2026.mixture import EXACT
 
@@ -145,16 +145,18 @@ def measure(setting: Setting) -> Results:
     gates, per_head = ("1 after attention", "2 values"), ("1, one per head", "2, one per head")
     first = [linear_share("1 after attention", seed, draws, 0.32) for seed in seeds]
     measured = {
-        "b1": Measured(1 - min(linear["none"]), 0.0, EXACT),
+        "b1": Measurement(1 - min(linear["none"]), 0.0, EXACT),
         "b2": by_seed([1 - max(linear[p][s] for p in (*gates, *per_head)) for s in seeds]),
-        "b3": Measured(1 - min(x for p in ("3 keys", "4 queries") for x in linear[p]), 0.0, EXACT),
+        "b3": Measurement(1 - min(x for p in ("3 keys", "4 queries") for x in linear[p]), 0.0, EXACT),
         "b4": by_seed([1 - x for x in linear["5 after W_O"]]),
         "b5": by_seed([1 - x for x in first]),
         "b6": by_seed([min(turned[p][s] for p in gates) for s in seeds]),
         "b7": by_seed([min(turned[p][s] for p in per_head) for s in seeds]),
-        "b8": Measured(max(x for p in ("none", "3 keys", "4 queries", "5 after W_O") for x in turned[p]), 0.0, EXACT),
-        "b9": Measured(float(max(ranks[p] for p in PLACES[:-1]) - SIZE), 0.0, EXACT),
-        "b10": Measured(float(ranks["5 after W_O"] - SIZE), 0.0, EXACT),
+        "b8": Measurement(
+            max(x for p in ("none", "3 keys", "4 queries", "5 after W_O") for x in turned[p]), 0.0, EXACT
+        ),
+        "b9": Measurement(float(max(ranks[p] for p in PLACES[:-1]) - SIZE), 0.0, EXACT),
+        "b10": Measurement(float(ranks["5 after W_O"] - SIZE), 0.0, EXACT),
     }
     rows = [{"place": p, "linear": fmean(linear[p]), "merged": fmean(turned[p]), "rank": ranks[p]} for p in PLACES]
     return Results(measured, {"gate_places": {"size": SIZE, "rows": rows, "curves": _curves(draws)}})

@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 TOKENS, WIDTH = 4, 3  # of a token: a 1 and two numbers
 COUNTS = (100, 200, 400, 800, 1600)
@@ -209,7 +209,7 @@ def measure(setting: Setting) -> Results:
             row = {"gated": gated, "heads": heads, "of": quantity, "slope": fit.value, "spread": fit.spread}
             rows.append({**row, "errors": values.median(1).values.tolist()})
 
-    def less(heads: int, quantity: str) -> Measured:
+    def less(heads: int, quantity: str) -> Measurement:
         return by_seed((slopes(by_kind[True, heads][quantity]) - slopes(by_kind[False, heads][quantity])).tolist())
 
     last = (by_kind[True, 3]["experts"][-1].log() - by_kind[False, 3]["experts"][-1].log()).tolist()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.qiu2025 import gates, nonlinear, qwen, sinks, training, variants
 
 PAPER = Paper(

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms.gated import Gate
 from locater_lab.mechanisms.modules import AttentionModule, attention_module
 
@@ -249,13 +249,13 @@ def measure(setting: Setting) -> Results:
     defined = definitions(draws)
     after, within, values = masses(draws)
     measured = {
-        "a1": Measured(max(errors.values()), 0.0, EXACT, {"draws": draws}),
-        "a4": Measured(halved(draws), 0.0, EXACT),
-        "a5": Measured(max(defined.values()), 0.0, EXACT, {"by_variant": defined}),
-        "a6": Measured(float(_closing().min()), 0.0, EXACT),
-        "a7": Measured(after, 0.0, EXACT),
-        "a8": Measured(within, 0.0, EXACT),
-        "a9": Measured(folded(draws), 0.0, EXACT),
+        "a1": Measurement(max(errors.values()), 0.0, EXACT, {"draws": draws}),
+        "a4": Measurement(halved(draws), 0.0, EXACT),
+        "a5": Measurement(max(defined.values()), 0.0, EXACT, {"by_variant": defined}),
+        "a6": Measurement(float(_closing().min()), 0.0, EXACT),
+        "a7": Measurement(after, 0.0, EXACT),
+        "a8": Measurement(within, 0.0, EXACT),
+        "a9": Measurement(folded(draws), 0.0, EXACT),
     }
     return Results(measured, {"gate_forms": forms, "gates_at_start": at_start(), "row_sums_of_value_gates": values})
 

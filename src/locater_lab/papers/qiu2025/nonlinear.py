@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import ranks
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.qiu2025.gates import EXACT, Layer, module, relative
 from locater_lab.papers.qiu2025.variants import TABLE
@@ -204,14 +204,14 @@ def measure(setting: Setting) -> Results:
     at = SHARPNESS.index(2.0)
     by_kind, spans = ranks_and_spans(many)
     measured = {
-        "b1": Measured(max(1 - c["plain"][0] for c in curves), 0.0, EXACT),
+        "b1": Measurement(max(1 - c["plain"][0] for c in curves), 0.0, EXACT),
         "b2": by_seed([c["fitted"][at] for c in curves], of="draws of weights"),
-        "b3": Measured(min(min(c["fitted"]) for c in curves), 0.0, "none: the least of all"),
-        "b4": Measured(max(off), 0.0, "none: the largest of all"),
+        "b3": Measurement(min(min(c["fitted"]) for c in curves), 0.0, "none: the least of all"),
+        "b4": Measurement(max(off), 0.0, "none: the largest of all"),
         "b5": by_seed([at_gate(c["gate"], c["closed"], BEST) for c in curves], of="draws of weights"),
-        "b6": Measured(max(by_kind.values()), 0.0, EXACT),
-        "b7": Measured(min(span for kind, span in spans.items() if "element" in kind), 0.0, EXACT),
-        "b8": Measured(max(merged(s) for s in range(many)), 0.0, EXACT),
+        "b6": Measurement(max(by_kind.values()), 0.0, EXACT),
+        "b7": Measurement(min(span for kind, span in spans.items() if "element" in kind), 0.0, EXACT),
+        "b8": Measurement(max(merged(s) for s in range(many)), 0.0, EXACT),
     }
     return Results(measured, {"linear_fits": _mean_curves(curves, draws), "head_ranks": by_kind, "map_spans": spans})
 

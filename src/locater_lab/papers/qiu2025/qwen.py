@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.qiu2025.gates import relative
 
@@ -108,8 +108,8 @@ def measure(setting: Setting) -> Results:
         return Results({})
     closest = min(error for name, error in errors.items() if name != PER_HEAD)
     measured = {
-        "a2": Measured(errors[PER_HEAD], 0.0, "none: one layer, float32 norms"),
-        "a3": Measured(closest, 0.0, "none: one layer"),
+        "a2": Measurement(errors[PER_HEAD], 0.0, "none: one layer, float32 norms"),
+        "a3": Measurement(closest, 0.0, "none: one layer"),
     }
     return Results(measured, {"qwen_readings": errors})
 

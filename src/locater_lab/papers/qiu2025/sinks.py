@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from locater_lab.engine.arms import change, level, rank_correlation, trained
+from locater_lab.engine.arms import difference, mean_of_arm, rank_correlation, study_of_arms
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.papers import Results
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.sink_runs import (
+    COPY_SINK,
     HERE,
     LEFT,
     PLAIN,
     SHARE,
-    SINK,
     UNIFORM,
     WEIGHT,
-    left_of,
     sink_arm,
     sink_tables,
+    weight_left,
 )
 
 HEAD, ELEMENT, VALUES = (
@@ -32,13 +32,13 @@ ON_FIRST = f"weight on the first token, as it acts, {HERE}"
 OF_ROWS = f"first token's share of rows made to sum to 1, {HERE}"  # what the paper's table has
 
 CLAIMS = (
-    Claim("f1", "Softmax has a sink to take away", ON_FIRST, "at least", SINK, by="ours"),
+    Claim("f1", "Softmax has a sink to take away", ON_FIRST, "at least", COPY_SINK, by="ours"),
     Claim("f2", "A gate per element takes weight off it", f"change of the {OF_ROWS}", "at most", 0.0, where="Table 4"),
     Claim("f3", "So does one gate per head", f"change of the {OF_ROWS}", "at most", 0.0, where="Table 4"),
     Claim("f4", "Gates on values leave more of it", f"{OF_ROWS}, with gates on values less after attention", "at least", 0.0,
           where="Table 4"),
-    Claim("f5", "A gate on keys leaves it", ON_FIRST, "at least", SINK, by="ours"),
-    Claim("f6", "A gate on queries leaves it", ON_FIRST, "at least", SINK, by="ours"),
+    Claim("f5", "A gate on keys leaves it", ON_FIRST, "at least", COPY_SINK, by="ours"),
+    Claim("f6", "A gate on queries leaves it", ON_FIRST, "at least", COPY_SINK, by="ours"),
     Claim("f7", "Gates that ignore the input leave more of it", f"{OF_ROWS}, without input less with it, per head", "at least", 0.0,
           where="Table 4"),
     Claim("f8", "Gates that cannot close leave more of it", f"{OF_ROWS}, with NS-sigmoid less with the sigmoid", "at least", 0.0,
@@ -55,20 +55,20 @@ CLAIMS = (
 
 def judge(runs: Runs) -> Results:
     measured = {
-        "f1": level(runs, PLAIN, WEIGHT),
-        "f2": change(runs, ELEMENT, PLAIN, SHARE),
-        "f3": change(runs, HEAD, PLAIN, SHARE),
-        "f4": change(runs, VALUES, ELEMENT, SHARE),
-        "f5": level(runs, KEY, WEIGHT),
-        "f6": level(runs, QUERY, WEIGHT),
-        "f7": change(runs, CONSTANT, HEAD, SHARE),
-        "f8": change(runs, NS, ELEMENT, SHARE),
+        "f1": mean_of_arm(runs, PLAIN, WEIGHT),
+        "f2": difference(runs, ELEMENT, PLAIN, SHARE),
+        "f3": difference(runs, HEAD, PLAIN, SHARE),
+        "f4": difference(runs, VALUES, ELEMENT, SHARE),
+        "f5": mean_of_arm(runs, KEY, WEIGHT),
+        "f6": mean_of_arm(runs, QUERY, WEIGHT),
+        "f7": difference(runs, CONSTANT, HEAD, SHARE),
+        "f8": difference(runs, NS, ELEMENT, SHARE),
         "f9": rank_correlation(runs, VARIANTS, "measures.gate", SHARE),
-        "f10": left_of(runs, ELEMENT),
-        "f11": left_of(runs, HEAD),
-        "f12": level(runs, HEAD, SHARE),
+        "f10": weight_left(runs, ELEMENT),
+        "f11": weight_left(runs, HEAD),
+        "f12": mean_of_arm(runs, HEAD, SHARE),
     }
     return Results(measured, sink_tables(runs, ARMS))
 
 
-STUDY = trained("gates where there is a sink", CLAIMS, ARMS, judge)
+STUDY = study_of_arms("gates where there is a sink", CLAIMS, ARMS, judge)

@@ -5,7 +5,7 @@ The paper's models have 15 billion parameters and 400 billion tokens. These have
 tokens, so that every verdict is of this size alone. Softmax and one gate per head are at the better of two learning
 rates, variations at the higher of them.
 
-No head of these models has a sink, so claims on sinks are judged by other ones (`engine/text_sinks.py`), trained on
+No head of these models has a sink, so claims on sinks are judged by other ones (`engine/sink_runs.py`), trained on
 more text by the recipe that grew the most. Where not one head of softmax has a sink there, nothing is said of sinks.
 """
 
@@ -18,28 +18,28 @@ from statistics import fmean
 from typing import Any
 
 from locater_lab.engine.arms import (
-    change,
+    difference,
     ends_table,
     has_sink,
-    level,
     mark_inconclusive,
-    of_runs,
+    mean_of_arm,
     rank_correlation,
-    trained,
+    study_of_arms,
+    study_of_runs,
     uniform_first,
 )
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.mechanism_runs import BASE, SEEN, SOFTMAX, TUNED, VARIED, arm
-from locater_lab.engine.papers import Results
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, BASE, SOFTMAX, TUNED, VARIED, arm
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Arm, Row, Runs
-from locater_lab.engine.text_sinks import (
+from locater_lab.engine.sink_runs import (
     GATE,
     GATES,
     NO_TEXT_SINK,
     ON_TEXT,
     SHARE,
     has_text_sink,
-    picked,
+    pick_recipe,
     text_arms,
     text_rows,
     text_sink_tables,
@@ -97,7 +97,7 @@ CLAIMS = (
 )  # fmt: skip
 HOT_CLAIMS = (
     Claim("e1", "The gate stands a hot learning rate better (in the paper: a rate at which the plain model diverges)",
-          f"report loss per element less softmax at a rate of {HOT:g}, {SHORT} steps, {HOT_SEEDS} seeds, {SEEN}; a run that diverged "
+          f"report loss per element less softmax at a rate of {HOT:g}, {SHORT} steps, {HOT_SEEDS} seeds, {AT_THIS_SIZE}; a run that diverged "
           "counts as a uniform guess", "at most", 0.0, where="its dense model of 48 layers at a rate of 8e-3", bound="ours"),
 )  # fmt: skip
 
@@ -122,37 +122,37 @@ def training_table(runs: Runs, arms: Sequence[Arm]) -> dict[str, Any] | None:
 def judge(runs: Runs) -> Results:
     loss = "report_loss"
     measured = {
-        "d1": change(runs, ELEMENT, SOFTMAX, loss),
-        "d2": change(runs, HEAD, SOFTMAX, loss),
-        "d3": change(runs, ELEMENT, HEAD, loss),
-        "d4": change(runs, ELEMENT, VALUE, loss),
-        "d5": change(runs, HEAD, KEY, loss),
-        "d6": change(runs, HEAD, QUERY, loss),
-        "d13": change(runs, ELEMENT, SOFTMAX, SPIKE),
-        "d14": level(runs, ELEMENT, "measures.gate"),
-        "d16": change(runs, NS, ELEMENT, loss),
-        "d17": change(runs, SHARED, ELEMENT, loss),
-        "d18": change(runs, CONSTANT, SOFTMAX, loss),
+        "d1": difference(runs, ELEMENT, SOFTMAX, loss),
+        "d2": difference(runs, HEAD, SOFTMAX, loss),
+        "d3": difference(runs, ELEMENT, HEAD, loss),
+        "d4": difference(runs, ELEMENT, VALUE, loss),
+        "d5": difference(runs, HEAD, KEY, loss),
+        "d6": difference(runs, HEAD, QUERY, loss),
+        "d13": difference(runs, ELEMENT, SOFTMAX, SPIKE),
+        "d14": mean_of_arm(runs, ELEMENT, "measures.gate"),
+        "d16": difference(runs, NS, ELEMENT, loss),
+        "d17": difference(runs, SHARED, ELEMENT, loss),
+        "d18": difference(runs, CONSTANT, SOFTMAX, loss),
     }
     table = training_table(runs, ARMS)
     tables = {} if table is None else {"gates_in_training": table}
     return Results(measured | judge_sinks(runs), tables | text_sink_tables(runs, ("plain", *GATES)))
 
 
-def judge_sinks(runs: Runs) -> dict[str, Measured | None]:
+def judge_sinks(runs: Runs) -> dict[str, Measurement | None]:
     """Claims on sinks, by the arms of the recipe that was picked; nothing while none is."""
-    recipe = picked(runs)
+    recipe = pick_recipe(runs)
     if recipe is None:
         return {}
     arms = text_arms(recipe)
     plain, element = arms["plain"], arms["element"]
     measured = {
-        "d7": change(runs, element, plain, SHARE),
-        "d8": change(runs, arms["head"], plain, SHARE),
-        "d9": change(runs, arms["values"], element, SHARE),
-        "d10": change(runs, arms["shared"], element, SHARE),
-        "d11": change(runs, arms["ns"], element, SHARE),
-        "d12": change(runs, arms["constant"], arms["head"], SHARE),
+        "d7": difference(runs, element, plain, SHARE),
+        "d8": difference(runs, arms["head"], plain, SHARE),
+        "d9": difference(runs, arms["values"], element, SHARE),
+        "d10": difference(runs, arms["shared"], element, SHARE),
+        "d11": difference(runs, arms["ns"], element, SHARE),
+        "d12": difference(runs, arms["constant"], arms["head"], SHARE),
         "d15": rank_correlation(runs, [arms[name] for name in GATES], GATE, SHARE),
     }
     return measured if has_text_sink(runs, plain) else mark_inconclusive(measured, OF_SINKS, NO_TEXT_SINK)
@@ -160,7 +160,7 @@ def judge_sinks(runs: Runs) -> dict[str, Measured | None]:
 
 def rows(runs: Runs) -> list[Row]:
     """Runs of both kinds of models; of the second, recipes, and arms that gates are judged by."""
-    recipe = picked(runs)
+    recipe = pick_recipe(runs)
     arms = [] if recipe is None else [text_arms(recipe)[name].name for name in ("plain", *GATES)]
     on_text = [row for row in text_rows(runs) if row.plan.observe or row.arm in arms]
     return [row for arm in ARMS for row in arm.rows(runs)] + on_text
@@ -192,7 +192,7 @@ def _loss(line: Mapping[str, Any]) -> float:
     return float(line["report_loss"]) if line["status"] == "done" else UNIFORM
 
 
-STUDY = of_runs("gates in training", CLAIMS, rows, judge)
-HOT_STUDY = trained(
+STUDY = study_of_runs("gates in training", CLAIMS, rows, judge)
+HOT_STUDY = study_of_arms(
     "a hot learning rate", HOT_CLAIMS, (), judge_hot, [row for rows in hot_rows().values() for row in rows]
 )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from locater.numerics import spearman
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def measure(setting: Setting) -> Results:
     exact = "none: the table's own numbers"
     element = gain("after attention, per element")
     measured = {
-        "c1": Measured(correlation(gates, sinks), 0.0, exact),
-        "c2": Measured(correlation(gates, [v.largest for v in TABLE]), 0.0, exact),
-        "c3": Measured(as_high(gates, sinks), 0.0, "none: all 720 orders"),
-        "c4": Measured(correlation(gates, [v.perplexity for v in TABLE]), 0.0, exact),
-        "c5": Measured(gain("after attention, per head") / element, 0.0, exact),
-        "c6": Measured(gain("without input") / element, 0.0, exact),
+        "c1": Measurement(correlation(gates, sinks), 0.0, exact),
+        "c2": Measurement(correlation(gates, [v.largest for v in TABLE]), 0.0, exact),
+        "c3": Measurement(as_high(gates, sinks), 0.0, "none: all 720 orders"),
+        "c4": Measurement(correlation(gates, [v.perplexity for v in TABLE]), 0.0, exact),
+        "c5": Measurement(gain("after attention, per head") / element, 0.0, exact),
+        "c6": Measurement(gain("without input") / element, 0.0, exact),
     }
     return Results(measured, {"variants": [_row(v) for v in (BASELINE, *TABLE)]})
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.saada2024 import causal, gradients, maps, trained, width
 
 PAPER = Paper(

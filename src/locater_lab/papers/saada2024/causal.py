@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.saada2024.maps import Map, random_map
 from locater_lab.papers.saada2024.width import (
     LAYERS,

@@ -17,8 +17,8 @@ from statistics import fmean
 
 import torch
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.saada2024.maps import orthonormal
 from locater_lab.papers.saada2024.width import LENGTHS, Stack, exponent
 
@@ -108,7 +108,7 @@ def measure(setting: Setting) -> Results:
         abs(math.log(jacobian_norm(stack, SMALL, layers, seed) / autograd_norm(stack, SMALL, layers, seed)))
         for stack, layers, seed in product(KINDS.values(), DEPTHS, range(2))
     )
-    measured = {"c1": Measured(off, 0.0, "none: largest of all stacks")}
+    measured = {"c1": Measurement(off, 0.0, "none: largest of all stacks")}
     for key, name in DECIDING.items():
         shallow, deep = by_stack[name][DEPTHS[0]], by_stack[name][DEPTHS[-1]]
         measured[key] = by_seed([b - a for a, b in zip(shallow, deep, strict=True)])

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
 Map = Float[Tensor, "T T"]
@@ -146,7 +146,7 @@ def _independent(T: int, seeds: Sequence[int]) -> Results:
     root = math.sqrt(T)
     first = max(abs(draw["lambda_1"] - 1) for some in draws.values() for draw in some)
     measured = {
-        "a1": Measured(first, 0.0, f"none: largest of {len(SIGMAS) * len(seeds)} maps"),
+        "a1": Measurement(first, 0.0, f"none: largest of {len(SIGMAS) * len(seeds)} maps"),
         "a2": by_seed([draw["lambda_2"] * root for draw in draws[1.0]]),
         "a3": by_seed([draw["s_2"] * root / 2 for draw in draws[1.0]]),
         "a4": by_seed([draw["s_2"] * root / 4 for draw in draws[2.0]]),

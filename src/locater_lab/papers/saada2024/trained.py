@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.arms import Line, change, ends_table, trained
+from locater_lab.engine.arms import Line, difference, ends_table, study_of_arms
 from locater_lab.engine.claims import Claim, half_range
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX, SOFTMAX_MASKED, arm
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs
-from locater_lab.engine.trained_heads import HALVES, LENGTH, trained_layers
+from locater_lab.engine.trained_models import HALVES, LENGTH, trained_layers
 
 CLAIMS = (
     Claim(
@@ -145,14 +145,14 @@ def by_depth(runs: Runs, one: Arm) -> list[list[float]]:
 
 def judge(runs: Runs) -> Results:
     measured = {
-        "f1": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, "report_loss"),
-        "f2": change(runs, CENTRED, SOFTMAX, "report_loss"),
-        "f3": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, "measures.gap"),
-        "f4": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, last_residual),
-        "f5": change(runs, CENTRED, SOFTMAX, last_residual),
+        "f1": difference(runs, CENTRED_MASKED, SOFTMAX_MASKED, "report_loss"),
+        "f2": difference(runs, CENTRED, SOFTMAX, "report_loss"),
+        "f3": difference(runs, CENTRED_MASKED, SOFTMAX_MASKED, "measures.gap"),
+        "f4": difference(runs, CENTRED_MASKED, SOFTMAX_MASKED, last_residual),
+        "f5": difference(runs, CENTRED, SOFTMAX, last_residual),
     }
     curves = {one.name: curve for one in ARMS if (curve := by_depth(runs, one))}
     return Results(measured, {"training_ends": ends_table(runs, ARMS), "residual_by_depth": curves})
 
 
-RUNS = trained("training without the outlier", TRAINING, ARMS, judge)
+RUNS = study_of_arms("training without the outlier", TRAINING, ARMS, judge)

@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.saada2024.maps import Map, orthonormal, random_map
 
@@ -196,9 +196,9 @@ def measure(setting: Setting) -> Results:
     helped = with_norms_and_skips()
     error, apart, same = cure_error()
     measured = {
-        "b6": Measured(max(max(row["softmax"]) for row in helped), 0.0, "none: largest of all draws"),
-        "b7": Measured(error, 0.0, "none: largest entry"),
-        "b8": Measured(apart, 0.0, "none: one map", {"doubly_stochastic": same}),
+        "b6": Measurement(max(max(row["softmax"]) for row in helped), 0.0, "none: largest of all draws"),
+        "b7": Measurement(error, 0.0, "none: largest entry"),
+        "b8": Measurement(apart, 0.0, "none: one map", {"doubly_stochastic": same}),
     }
     rows = [{**row, "softmax": fmean(row["softmax"]), "centred": fmean(row["centred"])} for row in helped]
     table = {"tokens": HELPED, "layers": DEPTH, "rows": rows}

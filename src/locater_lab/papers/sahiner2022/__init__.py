@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.sahiner2022 import clusters, frozen, gated, lifting, optima
 
 PAPER = Paper(

@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex import design, recovered, solve
 from locater_lab.papers.sahiner2022.optima import head_rows
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex import design, split_solve
 
 FILE = "fashion.npz"

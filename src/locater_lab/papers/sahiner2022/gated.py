@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex import Solutions, design, rank, solve
 from locater_lab.papers.sahiner2022.descent import Problems, descended
 
@@ -97,8 +97,8 @@ def measure(setting: Setting) -> Results:
         for n in range(SETS)
     ]  # fmt: skip
     measured = {
-        "c1": Measured(float(far.max()), 0.0, f"none: largest of {SETS} sets"),
-        "c2": Measured(min(leads), 0.0, f"none: least of {SETS} sets"),
+        "c1": Measurement(float(far.max()), 0.0, f"none: largest of {SETS} sets"),
+        "c2": Measurement(min(leads), 0.0, f"none: least of {SETS} sets"),
         "c3": by_seed(leads),
     }
     return Results(measured, {"gated": {"rows": rows, "gates": GATES, "heads": RELU_HEADS}})

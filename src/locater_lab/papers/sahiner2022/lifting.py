@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex import design, heads_output, lift, lifted_output, nuclear, recovered
 
 CASES = ((6, 4, 3, 2, 2), (6, 4, 3, 2, 9), (4, 7, 5, 3, 4), (3, 2, 6, 1, 8))  # sequences, tokens, width, outputs, heads
@@ -104,10 +104,10 @@ def measure(setting: Setting) -> Results:
     cases = [drawn(number) for number in range(len(CASES))]
     of = f"none: largest of {len(cases)} layers"
     measured = {
-        "a1": Measured(max(map(linear_difference, cases)), 0.0, of),
-        "a2": Measured(max(map(gated_difference, cases)), 0.0, of),
-        "a3": Measured(max(map(recovery_difference, cases)), 0.0, of),
-        "a4": Measured(min(map(least_penalty, cases)), 0.0, f"none: least of {21 * len(cases)} sets of heads"),
+        "a1": Measurement(max(map(linear_difference, cases)), 0.0, of),
+        "a2": Measurement(max(map(gated_difference, cases)), 0.0, of),
+        "a3": Measurement(max(map(recovery_difference, cases)), 0.0, of),
+        "a4": Measurement(min(map(least_penalty, cases)), 0.0, f"none: least of {21 * len(cases)} sets of heads"),
     }
     return Results(measured)
 

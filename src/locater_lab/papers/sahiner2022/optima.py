@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from locater.spectrum import moments
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex import Design, Solutions, design, rank, recovered, solve
 from locater_lab.papers.sahiner2022.descent import Heads, Problems, descended, trained
 
@@ -143,14 +143,14 @@ def measure(setting: Setting) -> Results:
     same = [gram_difference(newton[MOST], optima, n) for n in range(SETS)]
     of = f"none: largest of {SETS} sets"
     measured = {
-        "b1": Measured(max(gaps), 0.0, of),
-        "b2": Measured(float(at_rank.min(1).values.max()), 0.0, of, {"by_set": at_rank.min(1).values.tolist(), "ranks": ranks}),
-        "b3": Measured(fewer, 0.0, f"none: least of {SETS} sets"),
+        "b1": Measurement(max(gaps), 0.0, of),
+        "b2": Measurement(float(at_rank.min(1).values.max()), 0.0, of, {"by_set": at_rank.min(1).values.tolist(), "ranks": ranks}),
+        "b3": Measurement(fewer, 0.0, f"none: least of {SETS} sets"),
         "b4": by_seed(_shares(far[MOST], REACHED)),
         "b5": by_seed(_shares(at_rank, REACHED)),
         "b6": by_seed(steps),
         "b7": by_seed([float(last - first) for first, last in zip(by_penalty[0], by_penalty[-1], strict=True)]),
-        "b8": Measured(max(same), 0.0, of),
+        "b8": Measurement(max(same), 0.0, of),
     }  # fmt: skip
     tables = {
         "heads_needed": {"rows": _rows(far, near), "starts": starts, "sets": SETS, "ranks": ranks, "reached": REACHED, "near": NEAR,

@@ -4,7 +4,7 @@ counts.
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.sant2022 import kinds, layouts, models, relevance, training
 
 PAPER = Paper(

@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
 DRAWS = {True: 30, False: 200}
@@ -190,11 +190,11 @@ def measure(setting: Setting) -> Results:
     sums = [row_sums(seed) for seed in seeds]
     off = [(x - 1).abs().mean().item() for x in sums]
     measured = {
-        "a1": Measured(max(full_error(seed) for seed in seeds), 0.0, largest),
-        "a2": Measured(max(x[0] for x in local), 0.0, largest),
-        "a3": Measured(max(identity_error(seed) for seed in seeds), 0.0, largest),
-        "a4": Measured(max(convolution_error(seed) for seed in seeds), 0.0, largest),
-        "a5": Measured(float(window["least"]), 0.0, "none: counted"),
+        "a1": Measurement(max(full_error(seed) for seed in seeds), 0.0, largest),
+        "a2": Measurement(max(x[0] for x in local), 0.0, largest),
+        "a3": Measurement(max(identity_error(seed) for seed in seeds), 0.0, largest),
+        "a4": Measurement(max(convolution_error(seed) for seed in seeds), 0.0, largest),
+        "a5": Measurement(float(window["least"]), 0.0, "none: counted"),
         "a6": by_seed(off, of="kernels"),
     }
     rows = torch.cat(sums)

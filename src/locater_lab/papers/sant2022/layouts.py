@@ -16,8 +16,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
 LAYERS, HEADS, WINDOW = 12, 4, 64
@@ -165,7 +165,7 @@ def measure(setting: Setting) -> Results:
         "b5": min(row["growth"] for row in mixed),
     }
     settings = {"lengths": list(LENGTHS), "layers": LAYERS, "heads": HEADS, "window": WINDOW}
-    measured = {key: Measured(value, 0.0, "none: counted") for key, value in values.items()}
+    measured = {key: Measurement(value, 0.0, "none: counted") for key, value in values.items()}
     return Results(measured, {"layout_costs": {"rows": rows, **settings}})
 
 

@@ -17,9 +17,9 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.inputs.text import batches
 from locater.numerics import spearman
-from locater_lab.engine.claims import Claim, Measured, half_range
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.trained_heads import read_each, sources
+from locater_lab.engine.claims import Claim, Measurement, half_range
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.mechanisms.multiformer import head_relevance
 
 SAMPLES, LENGTH = {True: 3, False: 16}, 48
@@ -141,7 +141,7 @@ def entry(name: str, model: Any, halves: Sequence[Batch]) -> dict[str, Any]:
     }
 
 
-def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured | None]:
+def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measurement | None]:
     """Each half of the samples by itself."""
     if not entries:
         return {}
@@ -154,7 +154,9 @@ def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured | None]:
 
 def measure(setting: Setting) -> Results:
     """The models at hand; those that cannot be read are named."""
-    read, left_out = read_each(sources(setting.models).items(), lambda name, folder: loaded(name, folder, setting))
+    read, left_out = read_each(
+        model_folders(setting.models).items(), lambda name, folder: loaded(name, folder, setting)
+    )
     rows = list(read.values())
     table = {"rows": rows, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}
     return Results(judged(rows), {"trained_models": table} if rows else {})

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms.multiformer import head_relevance
 
 DRAWS = {True: 40, False: 300}
@@ -154,12 +154,12 @@ def measure(setting: Setting) -> Results:
     pairs = [turned_stream(10 * seed) for seed in seeds]
     undone = cancelling()
     measured = {
-        "c1": Measured(max(exact), 0.0, f"none: the largest of {len(exact)} draws"),
-        "c2": Measured(max(once), 0.0, largest),
-        "c3": Measured(max(abs(x) for x in medians), 0.0, largest),
-        "c4": Measured(max(unmoved(10 * seed) for seed in seeds), 0.0, largest),
+        "c1": Measurement(max(exact), 0.0, f"none: the largest of {len(exact)} draws"),
+        "c2": Measurement(max(once), 0.0, largest),
+        "c3": Measurement(max(abs(x) for x in medians), 0.0, largest),
+        "c4": Measurement(max(unmoved(10 * seed) for seed in seeds), 0.0, largest),
         "c5": by_seed([b - a for a, b in pairs], of="draws"),
-        "c6": Measured(undone["change"], 0.0, "none: built"),
+        "c6": Measurement(undone["change"], 0.0, "none: built"),
     }
     tables = {
         "sum_of_medians": 1 + fmean(medians),

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from locater_lab.engine.arms import Line, change, end_of, ends_table, rank_correlation, trained
-from locater_lab.engine.claims import Claim, Measured
+from locater_lab.engine.arms import Line, difference, end_of, ends_table, rank_correlation, study_of_arms
+from locater_lab.engine.claims import Claim, Measurement
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
-from locater_lab.engine.papers import Results, Study
+from locater_lab.engine.reproduction import Results, Study
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers.sant2022.models import variation
 
@@ -100,7 +100,7 @@ def unevenness(line: Line) -> float:
     return fmean(variation(torch.tensor(layer, dtype=torch.float64)) for layer in layers) if layers else math.nan
 
 
-def correlation(runs: Runs) -> Measured | None:
+def correlation(runs: Runs) -> Measurement | None:
     """Over arms, seed by seed; None until all arms are whole and measured."""
     if any(math.isnan(unevenness(line)) for each in ARMS for line in each.ends(runs) or ()):
         return None
@@ -118,10 +118,10 @@ def better(runs: Runs) -> Arm | None:
 def judge(runs: Runs) -> Results:
     best = better(runs)
     measured = {
-        "e1": change(runs, MIX, LOCAL, "report_loss"),
-        "e2": change(runs, MIX, COMPRESSED, "report_loss"),
-        "e3": None if best is None else change(runs, best, SOFTMAX_MASKED, "report_loss", {"best": best.name}),
-        "e4": change(runs, MIX, SOFTMAX_MASKED, unevenness),
+        "e1": difference(runs, MIX, LOCAL, "report_loss"),
+        "e2": difference(runs, MIX, COMPRESSED, "report_loss"),
+        "e3": None if best is None else difference(runs, best, SOFTMAX_MASKED, "report_loss", {"best": best.name}),
+        "e4": difference(runs, MIX, SOFTMAX_MASKED, unevenness),
         "e5": correlation(runs),
     }
     arms = ends_table(runs, ARMS, _end)
@@ -134,5 +134,5 @@ def _end(line: Line) -> dict[str, Any]:
     return {**end_of(line), "unevenness": None if math.isnan(uneven) else uneven}
 
 
-STUDY = trained("mixed heads in training", CLAIMS, ARMS, judge)
+STUDY = study_of_arms("mixed heads in training", CLAIMS, ARMS, judge)
 SCORES = Study("translation scores", TRANSLATION, needs=SPEECH)

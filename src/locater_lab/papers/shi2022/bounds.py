@@ -19,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.shi2022.cosine import distance
 
 DRAWS = {True: 600, False: 6000}
@@ -115,12 +115,12 @@ def measure(setting: Setting) -> Results:
     free, causal = lambdas(setting, causal=False), lambdas(setting, causal=True)
     which = f"none: the largest of {len(draws)} draws"
 
-    def largest(name: str) -> Measured:
-        return Measured(max(parts[name]), 0.0, which)
+    def largest(name: str) -> Measurement:
+        return Measurement(max(parts[name]), 0.0, which)
 
     measured = {
         "b1": largest("attention"),
-        "b2": Measured(1 - min(parts["attained"]), 0.0, which),
+        "b2": Measurement(1 - min(parts["attained"]), 0.0, which),
         "b3": by_seed(free[4.0], of="maps"),
         "b4": by_seed(causal[0.1], of="maps"),
         "b5": largest("weights"),

@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float
 
 from locater.measures import ranks, token_cosine, token_residual
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 DRAWS = {True: 60, False: 600}
 SEEDS = {True: 16, False: 64}
@@ -116,10 +116,10 @@ def measure(setting: Setting) -> Results:
     low = [draw["rank"] / WIDTH for draws in few.values() for draw in draws if draw["cosine"] < 0.05]
     largest = f"none: the largest of {len(errors)} draws"
     measured = {
-        "a1": Measured(max(e[0] for e in errors), 0.0, largest),
-        "a2": Measured(max(e[1] for e in errors), 0.0, largest),
-        "a3": Measured(max(lost), 0.0, f"none: the largest of {len(lost)} draws", {"draws": len(lost)}),
-        "a4": Measured(min(low), 0.0, f"none: the least of {len(low)} draws", {"draws": len(low)}),
+        "a1": Measurement(max(e[0] for e in errors), 0.0, largest),
+        "a2": Measurement(max(e[1] for e in errors), 0.0, largest),
+        "a3": Measurement(max(lost), 0.0, f"none: the largest of {len(lost)} draws", {"draws": len(lost)}),
+        "a4": Measurement(min(low), 0.0, f"none: the least of {len(low)} draws", {"draws": len(low)}),
         "a5": by_seed(centred_range(list(few.values())), {"equal": -1 / (TOKENS - 1)}),
     }
     sets = {f"shared vector {c:g}": draws for c, draws in shifted.items()}

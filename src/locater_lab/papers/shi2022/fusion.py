@@ -10,14 +10,14 @@ from statistics import fmean
 import torch
 
 from locater.numerics import spearman
-from locater_lab.engine.arms import Line, change, ends_table, level, trained
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm, cool
-from locater_lab.engine.papers import Results
+from locater_lab.engine.arms import Line, difference, ends_table, mean_of_arm, study_of_arms
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm, at_lower_rates
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Arm, Runs
 
 FUSIONS = {kind: arm(base=MASKED, fusion=kind) for kind in ("concat", "max", "gate")}
-POST = cool(arm(base=MASKED, norm="post"))
+POST = at_lower_rates(arm(base=MASKED, norm="post"))
 ARMS = (SOFTMAX_MASKED, *FUSIONS.values(), POST)
 SIZE = "masked language model of this size"
 VARIED = f"{SIZE}, variations at one rate"
@@ -78,14 +78,14 @@ def curve_of(runs: Runs, one: Arm, name: str) -> list[float]:
 
 def judge(runs: Runs) -> Results:
     """Seed by seed against the same model without fusion."""
-    measured: dict[str, Measured | None] = {}
+    measured: dict[str, Measurement | None] = {}
     for n, one in enumerate(FUSIONS.values(), 1):
-        measured[f"f{n}"] = change(runs, one, SOFTMAX_MASKED, "report_loss")
+        measured[f"f{n}"] = difference(runs, one, SOFTMAX_MASKED, "report_loss")
     for n, one in enumerate(FUSIONS.values(), 4):
-        measured[f"f{n}"] = change(runs, one, SOFTMAX_MASKED, last_cosine)
-    measured["f7"] = level(runs, SOFTMAX_MASKED, with_depth)
-    measured["f8"] = change(runs, POST, SOFTMAX_MASKED, last_cosine)
-    measured["f9"] = change(runs, POST, SOFTMAX_MASKED, "report_loss")
+        measured[f"f{n}"] = difference(runs, one, SOFTMAX_MASKED, last_cosine)
+    measured["f7"] = mean_of_arm(runs, SOFTMAX_MASKED, with_depth)
+    measured["f8"] = difference(runs, POST, SOFTMAX_MASKED, last_cosine)
+    measured["f9"] = difference(runs, POST, SOFTMAX_MASKED, "report_loss")
     curves = {
         name: {one.name: curve for one in ARMS if (curve := curve_of(runs, one, name))}
         for name in ("cosine", "centred_cosine")
@@ -95,4 +95,4 @@ def judge(runs: Runs) -> Results:
     )
 
 
-STUDY = trained("fusion in training", CLAIMS, ARMS, judge)
+STUDY = study_of_arms("fusion in training", CLAIMS, ARMS, judge)

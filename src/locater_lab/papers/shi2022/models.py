@@ -22,9 +22,9 @@ from locater.commands.load import load_model
 from locater.inputs.text import batches
 from locater.measures import ranks, token_cosine
 from locater.numerics import spearman
-from locater_lab.engine.claims import Claim, Measured, half_range
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.trained_heads import read_each, sources
+from locater_lab.engine.claims import Claim, Measurement, half_range
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.papers.dong2021.encoders import LENGTH, TEXT, is_causal
 from locater_lab.papers.shi2022.bounds import STEEPEST, lam, least_deviation
 from locater_lab.papers.shi2022.cosine import distance
@@ -137,7 +137,9 @@ def _norm(w: Tensor) -> float:
 
 def trained(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Every model at hand on two halves of the samples, and what was left out, with the reason."""
-    models, left_out = read_each(sources(setting.models).items(), lambda name, folder: _one(name, folder, setting))
+    models, left_out = read_each(
+        model_folders(setting.models).items(), lambda name, folder: _one(name, folder, setting)
+    )
     return list(models.values()), left_out
 
 
@@ -150,11 +152,11 @@ def _one(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
     return {"model": name, "causal": is_causal(model), "curves": curves, "blocks": blocks}
 
 
-def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
+def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measurement]:
     """Claims, each half of the samples by itself."""
     kinds = {causal: [entry for entry in entries if entry["causal"] is causal] for causal in (False, True)}
     blocks = [block for entry in entries for block in entry["blocks"]]
-    measured: dict[str, Measured] = {}
+    measured: dict[str, Measurement] = {}
     for key, causal in (("e1", False), ("e2", True)):
         if kinds[causal]:
             measured[key] = _halves([min(_with_depth(entry, half) for entry in kinds[causal]) for half in range(2)])
@@ -163,8 +165,8 @@ def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
         measured["e4"] = _halves([max(_shown(entry, half) for entry in entries) for half in range(2)])
     if blocks:
         of = f"of {len(blocks)} blocks and all samples"
-        measured["e5"] = Measured(min(block["least_v"] for block in blocks), 0.0, f"none: the least {of}")
-        measured["e6"] = Measured(max(block["share"] for block in blocks), 0.0, f"none: the largest {of}")
+        measured["e5"] = Measurement(min(block["least_v"] for block in blocks), 0.0, f"none: the least {of}")
+        measured["e6"] = Measurement(max(block["share"] for block in blocks), 0.0, f"none: the largest {of}")
     return measured
 
 
@@ -183,7 +185,7 @@ def _shown(entry: Mapping[str, Any], half: int) -> float:
     return float((centred[-1] - centred[0]) / (raw[-1] - raw[0]))
 
 
-def _halves(values: list[float]) -> Measured:
+def _halves(values: list[float]) -> Measurement:
     return half_range(values, "half the difference of two halves of the samples")
 
 

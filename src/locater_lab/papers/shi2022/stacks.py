@@ -14,7 +14,7 @@ from torch import Tensor
 
 from locater.measures import token_cosine
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.shi2022.bounds import layer_norm
 
 SEEDS = {True: 16, False: 24}

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from locater.measures import token_cosine
 from locater.numerics import spearman
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.shi2022.bounds import lam, layer_norm, least_deviation
 from locater_lab.papers.shi2022.cosine import distance
 
@@ -144,7 +144,7 @@ def correlation(steps: Sequence[Step], name: str) -> float:
     return spearman(x, y) or 0.0
 
 
-def by_parts(draws: Sequence[Step], name: str) -> Measured:
+def by_parts(draws: Sequence[Step], name: str) -> Measurement:
     """The correlation in each part of the draws; that of all draws is beside them."""
     ends = [len(draws) * n // PARTS for n in range(PARTS + 1)]
     values = [correlation(draws[start:end], name) for start, end in pairwise(ends)]
@@ -162,14 +162,14 @@ def measure(setting: Setting) -> Results:
     above = sum(step.v > 1 for step in closer) / len(closer)
     least = {"least": min(step.v for step in draws)}
     measured = {
-        "c1": Measured(max(step.kept / step.v for step in draws), 0.0, f"none: the largest of {len(draws)} draws"),
-        "c2": Measured(median(step.kept / step.v for step in usual), 0.0, f"none: the median of {len(usual)} draws"),
-        "c3": Measured(min(step.v for step in usual), 0.0, f"none: the least of {len(usual)} draws", least),
-        "c4": Measured(stacks[0.0][-1].v, 0.0, "none: computed"),
-        "c5": Measured(rate, 0.0, "none: computed"),
+        "c1": Measurement(max(step.kept / step.v for step in draws), 0.0, f"none: the largest of {len(draws)} draws"),
+        "c2": Measurement(median(step.kept / step.v for step in usual), 0.0, f"none: the median of {len(usual)} draws"),
+        "c3": Measurement(min(step.v for step in usual), 0.0, f"none: the least of {len(usual)} draws", least),
+        "c4": Measurement(stacks[0.0][-1].v, 0.0, "none: computed"),
+        "c5": Measurement(rate, 0.0, "none: computed"),
         "c6": by_parts(draws, "sigma"),
         "c7": by_parts(draws, "v"),
-        "c8": Measured(above, 0.0, f"none: counted over {len(closer)} draws"),
+        "c8": Measurement(above, 0.0, f"none: counted over {len(closer)} draws"),
     }
     tables: dict[str, Any] = {
         "drawn_blocks": [_row(size, [step for step in draws if step.size == size]) for size in SIZES],

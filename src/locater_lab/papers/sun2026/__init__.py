@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.sun2026 import first, growth, metrics, norms, sinks, spikes, training
 
 PAPER = Paper(

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism, mechanisms
 from locater_lab.mechanisms.modules import attention_module
 
@@ -89,9 +89,9 @@ def measure(setting: Setting) -> Results:
     rows = [{"mechanism": n, "kind": mechanism(n).kind, "R2": fits[n], "size": sizes[n]} for n in firsts]
     summing = {name: first.error for name, first in firsts.items() if mechanism(name).kind == "stochastic"}
     measured = {
-        "c1": Measured(summing["softmax"], 0.0, EXACT),
-        "c2": Measured(max(summing.values()), 0.0, EXACT, {"errors": summing}),
-        "c3": Measured(max(fits[name] for name in AWAY), 0.0, "none: a fit over draws of tokens"),
+        "c1": Measurement(summing["softmax"], 0.0, EXACT),
+        "c2": Measurement(max(summing.values()), 0.0, EXACT, {"errors": summing}),
+        "c3": Measurement(max(fits[name] for name in AWAY), 0.0, "none: a fit over draws of tokens"),
     }
     return Results(measured, {"first_position": rows})
 

@@ -4,22 +4,23 @@ qiu2025 too.
 
 from __future__ import annotations
 
-from locater_lab.engine.arms import change, level, mark_inconclusive, of_runs
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results
+from locater_lab.engine.arms import difference, mark_inconclusive, mean_of_arm, study_of_runs
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.sink_runs import LEFT, left_of
-from locater_lab.engine.text_sinks import (
+from locater_lab.engine.sink_runs import (
+    LEFT,
     NO_TEXT_SINK,
     ON_TEXT,
     SHARE,
     SPIKE,
     VALUE,
     has_text_sink,
-    picked,
+    pick_recipe,
     text_arms,
     text_rows,
     text_sink_tables,
+    weight_left,
 )
 
 GU = "Gu et al. 2024"
@@ -42,23 +43,23 @@ CLAIMS = (
 
 
 def judge(runs: Runs) -> Results:
-    recipe = picked(runs)
+    recipe = pick_recipe(runs)
     if recipe is None:
         return Results({}, text_sink_tables(runs, ()))
     arms = text_arms(recipe)
     plain, start = arms["plain"], (arms["plain"], arms["other start"])
     with_start, without = start if plain.base.bos else start[::-1]
-    measured: dict[str, Measured | None] = {
-        "g1": left_of(runs, arms["sigmoid"], plain),
-        "g2": left_of(runs, arms["plus one"], plain),
-        "g3": change(runs, with_start, without, SHARE),
-        "g4": level(runs, plain, VALUE),
-        "g5": level(runs, plain, SPIKE),
-        "g6": change(runs, arms["no decay"], plain, SHARE),
+    measured: dict[str, Measurement | None] = {
+        "g1": weight_left(runs, arms["sigmoid"], plain),
+        "g2": weight_left(runs, arms["plus one"], plain),
+        "g3": difference(runs, with_start, without, SHARE),
+        "g4": mean_of_arm(runs, plain, VALUE),
+        "g5": mean_of_arm(runs, plain, SPIKE),
+        "g6": difference(runs, arms["no decay"], plain, SHARE),
     }
     if not has_text_sink(runs, plain):
         measured = mark_inconclusive(measured, OF_SINKS, NO_TEXT_SINK)
     return Results(measured, text_sink_tables(runs, arms))
 
 
-STUDY = of_runs("how a sink grows on text", CLAIMS, text_rows, judge)
+STUDY = study_of_runs("how a sink grows on text", CLAIMS, text_rows, judge)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from locater.kernels import attention_statistics
 from locater.measures import massive_activations
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.train.measured import SINK, of_map
 
 THRESHOLD = SINK
@@ -150,10 +150,10 @@ def measure(setting: Setting) -> Results:
     count = RANDOM[setting.quick]
     shares = {f"{spread:g}": called(count, spread) for spread in SPREADS}
     measured = {
-        "a1": Measured(worst, 0.0, EXACT),
-        "a2": Measured(wrong, 0.0, EXACT),
-        "a3": Measured(massive_errors(10 * HEADS[setting.quick]), 0.0, EXACT),
-        "a4": Measured(float(uniform_limit()), 0.0, EXACT),
+        "a1": Measurement(worst, 0.0, EXACT),
+        "a2": Measurement(wrong, 0.0, EXACT),
+        "a3": Measurement(massive_errors(10 * HEADS[setting.quick]), 0.0, EXACT),
+        "a4": Measurement(float(uniform_limit()), 0.0, EXACT),
         "a5": _share(max(a for a, _ in shares.values()), count),
         "a6": _share(max(b for _, b in shares.values()), count),
     }
@@ -161,9 +161,9 @@ def measure(setting: Setting) -> Results:
     return Results(measured, {"sink_metric": metric})
 
 
-def _share(p: float, count: int) -> Measured:
+def _share(p: float, count: int) -> Measurement:
     low, high = share_interval(round(p * count), count)
-    return Measured(p, max(high - p, p - low), f"95 % interval (Clopper and Pearson) of a share of {count} heads")
+    return Measurement(p, max(high - p, p - low), f"95 % interval (Clopper and Pearson) of a share of {count} heads")
 
 
 STUDY = Study("sinks and spikes as numbers", CLAIMS, measure)

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from locater.measures import ranks, token_cosine
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 WIDTHS = (64, 256, 1024, 4096)
 SPIKES = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 100.0)  # s / sqrt(n)
@@ -145,16 +145,16 @@ def measure(setting: Setting) -> Results:
         "b2": _farthest(draws, "cosine", "predicted"),
         "b3": _farthest(draws, "small", "predicted_small"),
         "b4": by_seed([first_direction(4096, 1000, count, seed) for seed in range(seeds)], of="draws"),
-        "b5": Measured(needed["4096"] / needed["64"], 0.0, "none: one draw, by bisection"),
-        "b6": Measured(max(abs(e["cosine"] - e["layernorm"]) for e in wide), 0.0, "none: the farthest of all"),
-        "b7": Measured(curves["4096"][-1]["tanh"], 0.0, "none: mean over pairs and draws"),
+        "b5": Measurement(needed["4096"] / needed["64"], 0.0, "none: one draw, by bisection"),
+        "b6": Measurement(max(abs(e["cosine"] - e["layernorm"]) for e in wide), 0.0, "none: the farthest of all"),
+        "b7": Measurement(curves["4096"][-1]["tanh"], 0.0, "none: mean over pairs and draws"),
         "b8": by_seed([float((y.abs() < SMALL).double().mean()) for y in at], of="draws"),
     }
     tables = {"spike_curves": curves, "medians_needed": [{"width": w, "medians": x} for w, x in needed.items()]}
     return Results(measured, tables)
 
 
-def _farthest(draws: Draws, name: str, predicted: str) -> Measured:
+def _farthest(draws: Draws, name: str, predicted: str) -> Measurement:
     """Where the mean is farthest from what is predicted: its distance, draw by draw."""
     cells = [
         ({"width": width, "spike": points[0]["spike"]}, [point[name] - point[predicted] for point in points])

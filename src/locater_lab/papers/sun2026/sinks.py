@@ -6,11 +6,18 @@ from __future__ import annotations
 
 import math
 
-from locater_lab.engine.arms import change, level, mark_inconclusive, rank_correlation, trained, value_of
+from locater_lab.engine.arms import (
+    difference,
+    mark_inconclusive,
+    mean_of_arm,
+    rank_correlation,
+    study_of_arms,
+    value_of,
+)
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.papers import Results
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sink_tables
+from locater_lab.engine.sink_runs import COPY, COPY_SINK, HERE, PLAIN, SHORT, SPIKE, WEIGHT, sink_arm, sink_tables
 from locater_lab.papers.sun2026.training import unless_massive
 
 SIZES = {
@@ -28,7 +35,7 @@ OF_SPIKES = ("f4", "f6", "f9", "f10", "f12")
 UNLEARNED = "without an MLP the source is not learned, so that heads have something to add"
 
 CLAIMS = (
-    Claim("f1", "There is a sink to drive away", f"weight on the first token, plain model, {HERE}", "at least", SINK, by="ours"),
+    Claim("f1", "There is a sink to drive away", f"weight on the first token, plain model, {HERE}", "at least", COPY_SINK, by="ours"),
     Claim("f2", "Small heads have less of a sink", f"weight on the first token, heads of 8 less one of 64, {HERE}", "at most", 0.0,
           by="summary"),
     Claim("f3", "Sinks grow with head size", "rank correlation of head size (8, 16, 32, 64) with the weight on the first token, seed by "
@@ -50,24 +57,24 @@ CLAIMS = (
 
 def judge(runs: Runs) -> Results:
     measured = {
-        "f1": level(runs, PLAIN, WEIGHT),
-        "f2": change(runs, SIZES[8], PLAIN, WEIGHT),
+        "f1": mean_of_arm(runs, PLAIN, WEIGHT),
+        "f2": difference(runs, SIZES[8], PLAIN, WEIGHT),
         "f3": rank_correlation(runs, SIZES.values(), list(SIZES), WEIGHT),
-        "f4": change(runs, SANDWICH, PLAIN, SPIKE),
-        "f5": change(runs, SANDWICH, PLAIN, lambda line: math.log(value_of(line, WEIGHT) or math.nan)),
-        "f6": change(runs, POST, PLAIN, SPIKE),
-        "f7": change(runs, GELU, PLAIN, WEIGHT),
-        "f8": change(runs, NONE, PLAIN, WEIGHT),
-        "f9": change(runs, NONE, PLAIN, SPIKE),
-        "f10": change(runs, NO_DECAY, PLAIN, SPIKE),
-        "f11": change(runs, GATE, PLAIN, WEIGHT),
+        "f4": difference(runs, SANDWICH, PLAIN, SPIKE),
+        "f5": difference(runs, SANDWICH, PLAIN, lambda line: math.log(value_of(line, WEIGHT) or math.nan)),
+        "f6": difference(runs, POST, PLAIN, SPIKE),
+        "f7": difference(runs, GELU, PLAIN, WEIGHT),
+        "f8": difference(runs, NONE, PLAIN, WEIGHT),
+        "f9": difference(runs, NONE, PLAIN, SPIKE),
+        "f10": difference(runs, NO_DECAY, PLAIN, SPIKE),
+        "f11": difference(runs, GATE, PLAIN, WEIGHT),
         "f12": rank_correlation(runs, ARMS, SPIKE, WEIGHT),
     }
-    measured = unless_massive(measured, level(runs, PLAIN, SPIKE), OF_SPIKES)
-    unlearned = change(runs, NONE, PLAIN, "report_loss")
+    measured = unless_massive(measured, mean_of_arm(runs, PLAIN, SPIKE), OF_SPIKES)
+    unlearned = difference(runs, NONE, PLAIN, "report_loss")
     if unlearned is not None and unlearned.value > SHORT:
         measured = mark_inconclusive(measured, ("f8", "f9"), UNLEARNED)
     return Results(measured, sink_tables(runs, ARMS))
 
 
-STUDY = trained("sinks and spikes where there is a sink", CLAIMS, ARMS, judge)
+STUDY = study_of_arms("sinks and spikes where there is a sink", CLAIMS, ARMS, judge)

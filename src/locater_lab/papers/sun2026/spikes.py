@@ -26,9 +26,9 @@ from locater.errors import LocaterError
 from locater.inputs.text import batches
 from locater.layers import Norm
 from locater.measures import massive_activations, token_cosine
-from locater_lab.engine.claims import Claim, Measured, half_range
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.trained_heads import HALVES, read_each, sources
+from locater_lab.engine.claims import Claim, Measurement, half_range
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.trained_models import HALVES, model_folders, read_each
 from locater_lab.papers.sun2026.metrics import LENGTH
 from locater_lab.train.measured import of_map
 
@@ -269,7 +269,7 @@ def models(setting: Setting) -> tuple[dict[str, list[dict[str, Any]]], dict[str,
         blocks(model)
         return [one_half(model, ids) for ids in _halves(model, setting)]
 
-    return read_each(setting.each(list(sources(setting.models).items())), halves)
+    return read_each(setting.each(list(model_folders(setting.models).items())), halves)
 
 
 def _halves(model: Any, setting: Setting) -> list[Tensor]:
@@ -292,8 +292,8 @@ def measure(setting: Setting) -> Results:
     massive = [sum(halves[i]["massive"] for halves in by_model.values()) / len(by_model) for i in range(2)]
     worst = "none: the largest of all"
     measured = {
-        "d1": Measured(max(half["first_error"] for half in every), 0.0, worst),
-        "d2": Measured(max(half["form_error"] for half in every), 0.0, worst),
+        "d1": Measurement(max(half["first_error"] for half in every), 0.0, worst),
+        "d2": Measurement(max(half["form_error"] for half in every), 0.0, worst),
         "d3": half_range(massive, HALVES),
         "d4": half_range([half["factor"] for half in own], HALVES),
     }

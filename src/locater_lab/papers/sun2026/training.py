@@ -6,7 +6,7 @@ mechanisms are compared in: softmax and the gate per head at the better of two l
 of them, and "post" at the better of two lower ones: it is a norm of the sum, not the paper's norm of branches with
 QK-norm. Where the plain model has no massive entry nothing is said of spikes.
 
-No head of those models has a sink, so sinks are judged by other ones (`engine/text_sinks.py`), trained on more text by
+No head of those models has a sink, so sinks are judged by other ones (`engine/sink_runs.py`), trained on more text by
 the recipe that grew the most. They are compared by the first token's share of rows. Where not one head of the plain
 model has a sink, nothing is said of sinks.
 """
@@ -16,25 +16,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from locater_lab.engine.arms import change, level, mark_inconclusive, of_runs, rank_correlation, value_of
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.mechanism_runs import MASSIVE, NO_SPIKE, SEEN, SOFTMAX, VARIED, arm, cool
-from locater_lab.engine.papers import Results
+from locater_lab.engine.arms import (
+    difference,
+    mark_inconclusive,
+    mean_of_arm,
+    rank_correlation,
+    study_of_runs,
+    value_of,
+)
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, MASSIVE, NO_SPIKE, SOFTMAX, VARIED, arm, at_lower_rates
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Row, Runs
-from locater_lab.engine.text_sinks import (
+from locater_lab.engine.sink_runs import (
     NO_TEXT_SINK,
     ON_TEXT,
-    RATIO,
     SHARE,
+    SINK_RATIO,
     has_text_sink,
-    picked,
+    pick_recipe,
     text_arms,
     text_rows,
 )
 from locater_lab.papers.qiu2025.training import ELEMENT, HEAD, training_table
 
 SIZES = {8: arm(heads=32), 16: arm(heads=16), 64: SOFTMAX, 128: arm(heads=2)}  # by head size
-SANDWICH, POST = arm(norm="sandwich"), cool(arm(norm="post"))
+SANDWICH, POST = arm(norm="sandwich"), at_lower_rates(arm(norm="post"))
 GELU, NONE, NO_DECAY = arm(mlp="gelu"), arm(mlp="none"), arm(decay=0.0)
 OTHERS = (SANDWICH, POST, GELU, NONE, NO_DECAY, HEAD, ELEMENT)
 ARMS = (*SIZES.values(), *OTHERS)
@@ -47,7 +54,7 @@ CHANGE = f"change of the first token's share, {ON_TEXT}"
 
 CLAIMS = (
     Claim("e1", "There are sinks to drive away", f"sink ratio of the plain model, {ON_TEXT}", "at least", 0.1, by="ours"),
-    Claim("e2", "There are spikes to drive away", f"largest entry over the median in the plain model, {SEEN}", "at least", MASSIVE,
+    Claim("e2", "There are spikes to drive away", f"largest entry over the median in the plain model, {AT_THIS_SIZE}", "at least", MASSIVE,
           by="ours"),
     Claim("e3", "Small heads have less of a sink", f"first token's share with heads of 8 less with heads of 64, equal width, {ON_TEXT}",
           "at most", 0.0, by="summary"),
@@ -60,7 +67,7 @@ CLAIMS = (
     Claim("e8", "They leave sinks as they are", f"log of the first token's share with sandwich norms over that without, {ON_TEXT}",
           "about", 0.0, 0.25, by="summary", bound="ours"),
     Claim("e9", "A norm of the sum lowers spikes", f"change of the largest entry over the median, at the better of two lower "
-          f"rates, {SEEN}", "at most", 0.0, by="ours"),
+          f"rates, {AT_THIS_SIZE}", "at most", 0.0, by="ours"),
     Claim("e10", "GELU in the place of SwiGLU has more of a sink", CHANGE, "at least", 0.0, by="summary"),
     Claim("e11", "Without MLPs there is more of a sink", CHANGE, "at least", 0.0, by="summary"),
     Claim("e12", "Without MLPs spikes shrink", f"change of the largest entry over the median, {VARIED}", "at most", 0.0, by="summary"),
@@ -73,44 +80,44 @@ CLAIMS = (
 
 
 def unless_massive(
-    measured: Mapping[str, Measured | None], plain: Measured | None, ids: tuple[str, ...]
-) -> dict[str, Measured | None]:
+    measured: Mapping[str, Measurement | None], plain: Measurement | None, ids: tuple[str, ...]
+) -> dict[str, Measurement | None]:
     """The same measurements, those of `ids`, on spikes, left open where the plain model has none."""
     return mark_inconclusive(measured, ids if plain is not None and plain.value < MASSIVE else (), NO_SPIKE)
 
 
 def judge(runs: Runs) -> Results:
     measured = {
-        "e2": level(runs, SOFTMAX, SPIKE_RATIO),
-        "e7": change(runs, SANDWICH, SOFTMAX, SPIKE_RATIO),
-        "e9": change(runs, POST, SOFTMAX, SPIKE_RATIO),
-        "e12": change(runs, NONE, SOFTMAX, SPIKE_RATIO),
-        "e13": change(runs, NO_DECAY, SOFTMAX, SPIKE),
+        "e2": mean_of_arm(runs, SOFTMAX, SPIKE_RATIO),
+        "e7": difference(runs, SANDWICH, SOFTMAX, SPIKE_RATIO),
+        "e9": difference(runs, POST, SOFTMAX, SPIKE_RATIO),
+        "e12": difference(runs, NONE, SOFTMAX, SPIKE_RATIO),
+        "e13": difference(runs, NO_DECAY, SOFTMAX, SPIKE),
     }
     measured = unless_massive(measured, measured["e2"], OF_SPIKES)
     table = training_table(runs, ARMS)
     return Results(measured | judge_sinks(runs), {} if table is None else {"drivers": table})
 
 
-def judge_sinks(runs: Runs) -> dict[str, Measured | None]:
+def judge_sinks(runs: Runs) -> dict[str, Measurement | None]:
     """Claims on sinks, by the arms of the recipe that was picked; nothing while none is."""
-    recipe = picked(runs)
+    recipe = pick_recipe(runs)
     if recipe is None:
         return {}
     arms = text_arms(recipe)
     plain = arms["plain"]
     measured = {
-        "e1": level(runs, plain, RATIO),
-        "e3": change(runs, arms["heads of 8"], plain, SHARE),
+        "e1": mean_of_arm(runs, plain, SINK_RATIO),
+        "e3": difference(runs, arms["heads of 8"], plain, SHARE),
         "e4": rank_correlation(runs, [arms[name] for name in TEXT_SIZES.values()], list(TEXT_SIZES), SHARE),
-        "e5": change(runs, arms["head"], plain, SHARE),
-        "e6": change(runs, arms["element"], plain, SHARE),
-        "e8": change(runs, arms["sandwich"], plain, lambda line: math.log(value_of(line, SHARE) or math.nan)),
-        "e10": change(runs, arms["gelu"], plain, SHARE),
-        "e11": change(runs, arms["no mlp"], plain, SHARE),
+        "e5": difference(runs, arms["head"], plain, SHARE),
+        "e6": difference(runs, arms["element"], plain, SHARE),
+        "e8": difference(runs, arms["sandwich"], plain, lambda line: math.log(value_of(line, SHARE) or math.nan)),
+        "e10": difference(runs, arms["gelu"], plain, SHARE),
+        "e11": difference(runs, arms["no mlp"], plain, SHARE),
         "e14": rank_correlation(runs, [arms[name] for name in TEXT_ARMS], SPIKE_RATIO, SHARE),
     }
-    measured = unless_massive(measured, level(runs, plain, SPIKE_RATIO), ("e14",))
+    measured = unless_massive(measured, mean_of_arm(runs, plain, SPIKE_RATIO), ("e14",))
     return measured if has_text_sink(runs, plain) else mark_inconclusive(measured, OF_SINKS, NO_TEXT_SINK)
 
 
@@ -119,4 +126,4 @@ def rows(runs: Runs) -> list[Row]:
     return [row for arm in ARMS for row in arm.rows(runs)] + text_rows(runs)
 
 
-STUDY = of_runs("what drives sinks and spikes", CLAIMS, rows, judge)
+STUDY = study_of_runs("what drives sinks and spikes", CLAIMS, rows, judge)

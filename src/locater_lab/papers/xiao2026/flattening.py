@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.theory import second_order_entropy
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.binary import sign
 
@@ -156,11 +156,11 @@ def measure(setting: Setting) -> Results:
         "arcsine_law": {"rows": law, "curve": [[i / 50, arcsine(i / 50)] for i in range(-50, 51)]},
         "gaussian_heads": {"keys": TOKENS, "rows": means},
     }
-    measured = {"b1": Measured(off, 0.0, "none: in standard errors"), **of_rows(by_size), **of_sharp_rows(sharp)}
+    measured = {"b1": Measurement(off, 0.0, "none: in standard errors"), **of_rows(by_size), **of_sharp_rows(sharp)}
     return Results(measured, tables)
 
 
-def of_rows(by_size: dict[int, list[Rows]]) -> dict[str, Measured]:
+def of_rows(by_size: dict[int, list[Rows]]) -> dict[str, Measurement]:
     """Claims on rows of heads; b7 is judged at the size whose rank correlation is farthest from the stated one."""
     plain, widest = by_size[64], by_size[SIZES[-1]]
     estimate = float(second_order_entropy((2 / math.pi) ** 2, TOKENS))
@@ -178,7 +178,7 @@ def of_rows(by_size: dict[int, list[Rows]]) -> dict[str, Measured]:
     }
 
 
-def of_sharp_rows(sharp: list[Rows]) -> dict[str, Measured]:
+def of_sharp_rows(sharp: list[Rows]) -> dict[str, Measurement]:
     return {
         "b9": by_seed([x.real for x in sharp], of="draws"),
         "b10": by_seed([x.binary for x in sharp], of="draws"),

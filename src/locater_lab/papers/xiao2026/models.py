@@ -23,9 +23,9 @@ from locater.control.base import Layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
 from locater.observing.inputs import run
-from locater_lab.engine.claims import Claim, Measured, half_range
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.trained_heads import HALVES, inputs, sources
+from locater_lab.engine.claims import Claim, Measurement, half_range
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.engine.trained_models import HALVES, layer_inputs, model_folders
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.swap import SwapMechanism
 from locater_lab.papers.xiao2026.flattening import ranks, row_correlation, top_agreement
@@ -132,7 +132,7 @@ def model_entry(folder: Path, text: str, quick: bool) -> dict[str, Any]:
     """One model on one text: means over layers, and what it gives out as it is, binary, and with the spread back."""
     model = load_model(str(folder))
     batch = batches(model, text, length=LENGTH, tokens=TOKENS[quick])
-    layers = [layer_entry(layer, x) for layer, x in inputs(model, batch)]
+    layers = [layer_entry(layer, x) for layer, x in layer_inputs(model, batch)]
     entry: dict[str, Any] = {name: sum(row[name] for row in layers) / len(layers) for name in layers[0]}
     entry |= {"layers": layers, "causal": "CausalLM" in type(model).__name__}
     outputs = next_token if entry["causal"] else pooled
@@ -163,13 +163,13 @@ def measure(setting: Setting) -> Results:
     """Every model on two halves of a text, which give the spread."""
     size = CHARACTERS[setting.quick]
     by_half: list[dict[str, dict[str, Any]]] = [{}, {}]
-    plan = [(name, folder, half) for name, folder in sources(setting.models).items() for half in range(2)]
+    plan = [(name, folder, half) for name, folder in model_folders(setting.models).items() for half in range(2)]
     for name, folder, half in setting.each(plan):
         by_half[half][name] = model_entry(folder, setting.text[half * size : (half + 1) * size], setting.quick)
     models = [list(half.values()) for half in by_half]
     causal = [[m for m in half if m["causal"]] for half in models]
 
-    def halves(values: list[float]) -> Measured:
+    def halves(values: list[float]) -> Measurement:
         return half_range(values, HALVES)
 
     measured = {

@@ -7,7 +7,7 @@ ImageNet and then fine-tuned for 300 epochs with binary attention; speed is that
 from __future__ import annotations
 
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.papers import Study
+from locater_lab.engine.reproduction import Study
 
 FINE_TUNED = (
     "ImageNet, ADE20K and the paper's fine-tuning of large trained models, 300 epochs on eight GPUs for its classifiers"

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.theory import entropy_floor_of_range
-from locater_lab.engine.claims import Claim, Measured, by_seed, half_range
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.binary import sign
 
@@ -131,15 +131,15 @@ def counts() -> Results:
     """Bits against signs, weights against counts, steps, bounds and floors, for every size of a head."""
     rows = [of_size(d) for d in SIZES]
 
-    def largest(name: str) -> Measured:
-        return Measured(max(row[name] for row in rows), 0.0, EXACT)
+    def largest(name: str) -> Measurement:
+        return Measurement(max(row[name] for row in rows), 0.0, EXACT)
 
     measured = {
         "a1": largest("count_error"),
         "a2": largest("map_error"),
         "a3": largest("step_error"),
         "a4": half_range([row["range_share"] for row in rows], "half the range over sizes of a head"),
-        "a5": Measured(min(row["least_entropy"] - row["floor"] for row in rows), 0.0, EXACT),
+        "a5": Measurement(min(row["least_entropy"] - row["floor"] for row in rows), 0.0, EXACT),
     }
     shown = ("size", "levels", "most", "bound", "floor", "least_entropy")
     table = {"keys": KEYS, "rows": [{name: row[name] for name in shown} for row in rows]}
@@ -186,8 +186,8 @@ def floors() -> Results:
     tried = torch.special.entr((2 * high.double()).softmax(-1)).sum(-1)
     numbers = {"one_key": float(tried[0]), "high_keys": int(tried.argmin()) + 1}
     measured = {
-        "a6": Measured(max(row["above"] for row in rows), 0.0, EXACT),
-        "a7": Measured(float(tried.min()), 0.0, EXACT, numbers),
+        "a6": Measurement(max(row["above"] for row in rows), 0.0, EXACT),
+        "a7": Measurement(float(tried.min()), 0.0, EXACT, numbers),
     }
     return Results(measured, {"sharpest_rows": rows})
 
@@ -246,10 +246,10 @@ def invariances() -> Results:
     )
     moved = rotary()
     measured = {
-        "a9": Measured(float((one_head(other, k) - plain).abs().max()), 0.0, EXACT),
-        "a10": Measured(channels, 0.0, EXACT),
-        "a11": Measured(moved["signs after"], 0.0, EXACT),
-        "a12": Measured(levels_before(), 0.0, EXACT),
+        "a9": Measurement(float((one_head(other, k) - plain).abs().max()), 0.0, EXACT),
+        "a10": Measurement(channels, 0.0, EXACT),
+        "a11": Measurement(moved["signs after"], 0.0, EXACT),
+        "a12": Measurement(levels_before(), 0.0, EXACT),
     }
     return Results(measured, {"rotary": {"moved": moved, "shift": SHIFT}})
 
@@ -267,7 +267,7 @@ def heads() -> Results:
             for t in range(12):
                 row = (step(query[t], key[: t + 1]) * bits[t, : t + 1]).softmax(-1)
                 worst = max(worst, float((past[b, h, t, : t + 1] - row).abs().max()))
-    return Results({"a13": Measured(worst, 0.0, EXACT)})
+    return Results({"a13": Measurement(worst, 0.0, EXACT)})
 
 
 def leak() -> Results:
@@ -283,7 +283,7 @@ def leak() -> Results:
     ours = one_head(q, k, causal=True)[5] - one_head(longer[0], longer[1], causal=True)[5]
     published = float((then - first)[top].abs())
     changes = {"a14": published, "a15": float(ours.abs().max())}
-    return Results({id: Measured(x, 0.0, EXACT) for id, x in changes.items()})
+    return Results({id: Measurement(x, 0.0, EXACT) for id, x in changes.items()})
 
 
 def measure(setting: Setting) -> Results:

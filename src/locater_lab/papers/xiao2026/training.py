@@ -4,10 +4,10 @@ d.
 
 from __future__ import annotations
 
-from locater_lab.engine.arms import change, ends_table, trained
+from locater_lab.engine.arms import difference, ends_table, study_of_arms
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.mechanism_runs import IMAGE, SEEN, SOFTMAX, SOFTMAX_IMAGE, TUNED, arm
-from locater_lab.engine.papers import Results
+from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, IMAGE, SOFTMAX, SOFTMAX_IMAGE, TUNED, arm
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Runs
 
 BINARY = arm("binary")
@@ -22,7 +22,7 @@ CLAIMS = (
     ),
     Claim(
         "d2", "A learned bias makes up for some of what one bit loses (in the paper: on images, after fine-tuning)",
-        f"change of report loss by the bias, at the better of two rates with it and at the higher without, {SEEN}", "at most", 0.0,
+        f"change of report loss by the bias, at the better of two rates with it and at the higher without, {AT_THIS_SIZE}", "at most", 0.0,
         where="abstract",
     ),
     Claim(
@@ -31,19 +31,19 @@ CLAIMS = (
     ),
     Claim(
         "d4", "On images, the paper's own ground, it comes within one point of accuracy from scratch too",
-        f"change of test accuracy by binary attention with a bias per offset, both at one rate, {SEEN}", "at least", -0.01, by="ours",
+        f"change of test accuracy by binary attention with a bias per offset, both at one rate, {AT_THIS_SIZE}", "at least", -0.01, by="ours",
     ),
 )  # fmt: skip
 
 
 def judge(runs: Runs) -> Results:
     measured = {
-        "d1": change(runs, BINARY, SOFTMAX, "report_loss"),
-        "d2": change(runs, BINARY, PLAIN, "report_loss"),
-        "d3": change(runs, BINARY, SOFTMAX, "measures.entropy"),
-        "d4": change(runs, ON_IMAGES, SOFTMAX_IMAGE, "accuracy"),
+        "d1": difference(runs, BINARY, SOFTMAX, "report_loss"),
+        "d2": difference(runs, BINARY, PLAIN, "report_loss"),
+        "d3": difference(runs, BINARY, SOFTMAX, "measures.entropy"),
+        "d4": difference(runs, ON_IMAGES, SOFTMAX_IMAGE, "accuracy"),
     }
     return Results(measured, {"arms": ends_table(runs, ARMS)})
 
 
-STUDY = trained("training with binary attention", CLAIMS, ARMS, judge)
+STUDY = study_of_arms("training with binary attention", CLAIMS, ARMS, judge)

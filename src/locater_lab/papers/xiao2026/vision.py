@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from locater_lab.engine.arms import Line, change, end_of, ends_table, level, trained
+from locater_lab.engine.arms import Line, difference, end_of, ends_table, mean_of_arm, study_of_arms
 from locater_lab.engine.claims import Claim
-from locater_lab.engine.mechanism_runs import IMAGE, IMAGE_RATES, SEEN
-from locater_lab.engine.papers import Results
+from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, IMAGE, IMAGE_RATES
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.train.plan import Plan
 
@@ -40,7 +40,7 @@ IMAGES, NOISE = arms_of(IMAGE, IMAGE_RATES), arms_of(DIFFUSION, DIFFUSION_RATES)
 ARMS = (*IMAGES.values(), *NOISE.values())
 
 AFTER = f"softmax made binary after {CONVERTED_AT:,} of {IMAGE.steps:,} steps"
-ON_IMAGES = f"each at the better of two rates, Fashion-MNIST, {SEEN}"
+ON_IMAGES = f"each at the better of two rates, Fashion-MNIST, {AT_THIS_SIZE}"
 ACCURACY, LOSS = "change of test accuracy", "log ratio of denoising losses"
 
 CLAIMS = (
@@ -85,14 +85,14 @@ def risen_loss(line: Line) -> float:
 
 def judge(runs: Runs) -> Results:
     measured = {
-        "g3": level(runs, IMAGES["converted"], lost_accuracy),
-        "g8": level(runs, NOISE["converted"], risen_loss),
+        "g3": mean_of_arm(runs, IMAGES["converted"], lost_accuracy),
+        "g8": mean_of_arm(runs, NOISE["converted"], risen_loss),
     }
     against = (("converted", "softmax"), ("converted", "binary"), ("binary", "softmax"))
     for ids, (arm, other) in zip((("g1", "g2"), ("g4",), ("g5",)), against, strict=True):
-        measured |= dict.fromkeys(ids, change(runs, IMAGES[arm], IMAGES[other], "accuracy"))
+        measured |= dict.fromkeys(ids, difference(runs, IMAGES[arm], IMAGES[other], "accuracy"))
     for ids, (arm, other) in zip((("g6", "g7"), ("g9",), ("g10",)), against, strict=True):
-        measured |= dict.fromkeys(ids, change(runs, NOISE[arm], NOISE[other], log_loss))
+        measured |= dict.fromkeys(ids, difference(runs, NOISE[arm], NOISE[other], log_loss))
     return Results(measured, {"vision": ends_table(runs, ARMS, end_with_change), "samples": samples_of(runs)})
 
 
@@ -111,4 +111,4 @@ def samples_of(runs: Runs) -> dict[str, str]:
     return {name: lines[0]["samples"] for name, lines in ends.items() if lines and "samples" in lines[0]}
 
 
-STUDY = trained("binary attention on images: trained, and converted", CLAIMS, ARMS, judge)
+STUDY = study_of_arms("binary attention on images: trained, and converted", CLAIMS, ARMS, judge)

@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
 POINTS = 3  # of the functions that are listed in full: 27 of them
@@ -265,12 +265,12 @@ def measure(setting: Setting) -> Results:
     table, every = state_table(POINTS), POINTS**POINTS
     batch = prompts(TASK, BATCH, torch.Generator().manual_seed(0))
     measured = {
-        "c1": Measured(float(on_the_fly(True).sum()), 0.0, EXACT),
+        "c1": Measurement(float(on_the_fly(True).sum()), 0.0, EXACT),
         "c2": by_seed(on_the_fly(False).tolist(), of="prompts"),
-        "c3": Measured(table["reverse, start last"][-1] / every, 0.0, EXACT),
-        "c4": Measured(max(table["forward, start last"]) / POINTS, 0.0, EXACT),
-        "c5": Measured(float(hopped(batch, TASK, "softmax", TASK.pairs).sum()), 0.0, EXACT),
-        "c6": Measured(float(hopped(batch, TASK, "delta", TASK.pairs).sum()), 0.0, EXACT),
+        "c3": Measurement(table["reverse, start last"][-1] / every, 0.0, EXACT),
+        "c4": Measurement(max(table["forward, start last"]) / POINTS, 0.0, EXACT),
+        "c5": Measurement(float(hopped(batch, TASK, "softmax", TASK.pairs).sum()), 0.0, EXACT),
+        "c6": Measurement(float(hopped(batch, TASK, "delta", TASK.pairs).sum()), 0.0, EXACT),
         "c7": by_seed(hopped(batch, TASK, "delta", TASK.pairs // 4).tolist(), of="prompts"),
     }
     states_needed = {

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
 SIZE = 32  # d_k, of a key
@@ -157,8 +157,8 @@ def measure(setting: Setting) -> Results:
     }
     first, again = exact_recall()
     measured = {
-        "b1": Measured(first, 0.0, EXACT),
-        "b2": Measured(again, 0.0, EXACT),
+        "b1": Measurement(first, 0.0, EXACT),
+        "b2": Measurement(again, 0.0, EXACT),
         "b3": by_seed(shares["linear"][1.0]),
         "b4": by_seed([max(shares[name][2.0][s] for name in ("linear", ADDED)) for s in seeds]),
         "b5": by_seed([min(x[s] for by_load in over.values() for x in by_load.values()) for s in seeds]),

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
 TOKENS, SIZE, VALUES = 150, 8, 5  # more tokens than two of the package's chunks
@@ -163,7 +163,7 @@ def measure(setting: Setting) -> Results:
         "a4": float((erased(q, k, v, beta, decay) - corrected(q, k, v, beta, decay)).abs().max()),
         "a5": ranks["softmax"] / SIZE,
     }
-    measured = {key: Measured(value, 0.0, EXACT) for key, value in values.items()}
+    measured = {key: Measurement(value, 0.0, EXACT) for key, value in values.items()}
     return Results(measured, {"state_ranks": {"ranks": ranks, "size": SIZE, "tokens": TOKENS}})
 
 

@@ -8,8 +8,8 @@ of each other are one recurrence, whose states can be counted.
 
 from __future__ import annotations
 
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.ye2026.composing import EXACT, states
 
 SIZES = (2, 3, 4, 5)  # points m of the one function; m^m functions, all of them
@@ -66,7 +66,7 @@ def measure(setting: Setting) -> Results:
     """One function, then the start: states that any left-to-right machine needs between them."""
     counts = {m: states(("f1", "start"), 1, m) for m in SIZES}
     least = min(count / m**m for m, count in counts.items())
-    return Results({"e3": Measured(least, 0.0, EXACT)})
+    return Results({"e3": Measurement(least, 0.0, EXACT)})
 
 
 STUDIES = (

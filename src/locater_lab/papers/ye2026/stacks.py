@@ -26,8 +26,8 @@ from torch import Tensor
 from locater.numerics import spearman
 from locater_lab.engine.arms import mark_inconclusive
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.papers import Results, Setting, Study
-from locater_lab.engine.parts import device, every
+from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.hybrid import hybrid
 from locater_lab.papers.ye2026.composing import Prompts, Task, prompts
@@ -211,16 +211,16 @@ def answered(model: Stack, device: torch.device) -> Float[Tensor, "seeds layers"
 def measure(setting: Setting) -> Results:
     """Every layout trained with all seeds."""
     size = _size(setting)
-    shares = every(_of_layout, list(size.layouts), setting)
-    return judged(dict(zip(size.layouts, shares, strict=True)), size, device(setting))
+    shares = map_parts(_of_layout, list(size.layouts), setting)
+    return judged(dict(zip(size.layouts, shares, strict=True)), size, device_of_study(setting))
 
 
 def _size(setting: Setting) -> Size:
-    return QUICK if setting.quick else FULL if device(setting) == "cuda" else MIDDLE
+    return QUICK if setting.quick else FULL if device_of_study(setting) == "cuda" else MIDDLE
 
 
 def _of_layout(setting: Setting, layout: str) -> list[list[float]]:
-    shares: list[list[float]] = trained(_size(setting), layout, torch.device(device(setting))).tolist()
+    shares: list[list[float]] = trained(_size(setting), layout, torch.device(device_of_study(setting))).tolist()
     return shares
 
 

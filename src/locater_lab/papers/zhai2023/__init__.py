@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from locater_lab.engine.papers import Paper
+from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.zhai2023 import floor, reparam, trained
 
 PAPER = Paper(

@@ -20,9 +20,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.theory import entropy_floor, entropy_floor_of_range
-from locater_lab.engine.claims import Claim, Measured
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 
 Row = Float[Tensor, "*n T"]
 
@@ -151,12 +151,12 @@ def measure(setting: Setting) -> Results:
     of = f"none: least of {len(found)} layers"
     within_range = measure_range(setting)
     measured = {
-        "a1": Measured(min(found), 0.0, of),
-        "a2": Measured(off, 0.0, f"none: largest of {len(cases)} layers"),
-        "a3": Measured(min(*own, *lower), 0.0, f"{of} and {len(lower)} descents", {"closest": min(lower)}),
-        "a4": Measured(float(others), 0.0, "none: counted"),
-        "a5": Measured(float(entropy_floor(20.0, 1024)) / (1024 * 20 * math.exp(-20)), 0.0, "none: solved"),
-        "a6": Measured(float(torch.tensor(shares).median()), 0.0, f"none: median of {len(shares)} rows"),
+        "a1": Measurement(min(found), 0.0, of),
+        "a2": Measurement(off, 0.0, f"none: largest of {len(cases)} layers"),
+        "a3": Measurement(min(*own, *lower), 0.0, f"{of} and {len(lower)} descents", {"closest": min(lower)}),
+        "a4": Measurement(float(others), 0.0, "none: counted"),
+        "a5": Measurement(float(entropy_floor(20.0, 1024)) / (1024 * 20 * math.exp(-20)), 0.0, "none: solved"),
+        "a6": Measurement(float(torch.tensor(shares).median()), 0.0, f"none: median of {len(shares)} rows"),
     }
     tables = {"floor_curve": _curve(), "theorem_share": float(torch.tensor(shares).median())}
     return Results({**measured, **within_range.measured}, {**tables, **within_range.tables})
@@ -175,8 +175,8 @@ def measure_range(setting: Setting) -> Results:
     entropies = row_entropy(high)
     lowest = {"tokens": 64, "range": 2.0, "high": int(entropies.argmin()) + 1, "one": float(entropies[0])}
     measured = {
-        "a7": Measured(floor, 0.0, "none: solved"),
-        "a8": Measured(min(apart), 0.0, f"none: least of {len(apart)}", {"closest": min(apart)}),
+        "a7": Measurement(floor, 0.0, "none: solved"),
+        "a8": Measurement(min(apart), 0.0, f"none: least of {len(apart)}", {"closest": min(apart)}),
     }
     return Results(measured, {"least_within_range": lowest})
 

@@ -11,9 +11,9 @@ from torch.nn.utils import parametrize
 
 from locater.control.sigma_reparam import SigmaReparam, SpectralScale
 from locater.theory import entropy_floor
-from locater_lab.engine.claims import Claim, Measured, by_seed
-from locater_lab.engine.draws import normal
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import normal
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 
@@ -147,12 +147,12 @@ def measure(setting: Setting) -> Results:
     s, bound = promised()
     needed = max(g / 100 for g in range(1, 101) if promised(gamma=g / 100)[1] >= 1.0)
     measured = {
-        "b1": Measured(max(unchanged(seed) for seed in range(SEEDS)), 0.0, f"none: largest of {SEEDS} models"),
+        "b1": Measurement(max(unchanged(seed) for seed in range(SEEDS)), 0.0, f"none: largest of {SEEDS} models"),
         "b2": by_seed(worst[RATES[1]]),
         "b3": by_seed(max(middle.values(), key=fmean)),
-        "b4": Measured(max(x[0] for x in checks), 0.0, "none: largest of 5 maps"),
-        "b5": Measured(max(x[1] for x in checks), 0.0, "none: largest of 5 maps"),
-        "b6": Measured(bound, 0.0, "none: solved"),
+        "b4": Measurement(max(x[0] for x in checks), 0.0, "none: largest of 5 maps"),
+        "b5": Measurement(max(x[1] for x in checks), 0.0, "none: largest of 5 maps"),
+        "b6": Measurement(bound, 0.0, "none: solved"),
     }
     tables = {
         "power_iteration": {"rows": rows, "steps": steps, "first": min(FIRST, steps), "curve": curve},

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from locater.numerics import spearman
 from locater.theory import entropy_floor, entropy_floor_of_range
-from locater_lab.engine.arms import change, ends_table, trained
+from locater_lab.engine.arms import difference, ends_table, study_of_arms
 from locater_lab.engine.claims import Claim, by_seed, half_range
 from locater_lab.engine.mechanism_runs import SOFTMAX, arm
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.trained_heads import HALVES, LENGTH, TrainedLayer, trained_layers
+from locater_lab.engine.trained_models import HALVES, LENGTH, TrainedLayer, trained_layers
 from locater_lab.papers.bao2024.arms import PLAIN, RIVALS, SHORT, stability_rows
 from locater_lab.papers.bao2024.judged import hot_losses, rates_survived
 from locater_lab.papers.zhai2023.floor import centred_norm, row_entropy
@@ -222,7 +222,7 @@ def tuned(runs: Runs) -> Results:
     for arm_ in arms:  # these runs keep it beside `measures`
         for end in arm_["ends"]:
             end["entropy"] = entropy[arm_["arm"]]
-    measured = {"d4": change(runs, own, PLAIN, "report_loss"), "d5": change(runs, own, PLAIN, "entropy")}
+    measured = {"d4": difference(runs, own, PLAIN, "report_loss"), "d5": difference(runs, own, PLAIN, "entropy")}
     return Results(measured, {"best_rates": arms})
 
 
@@ -265,11 +265,11 @@ TRAINING = (
 
 def judged(runs: Runs) -> Results:
     measured = {
-        "e1": change(runs, UNIT, SPECTRAL, "report_loss"),
-        "e2": change(runs, UNIT, SOFTMAX, "report_loss"),
-        "e3": change(runs, UNIT, SOFTMAX, "measures.entropy"),
+        "e1": difference(runs, UNIT, SPECTRAL, "report_loss"),
+        "e2": difference(runs, UNIT, SOFTMAX, "report_loss"),
+        "e3": difference(runs, UNIT, SOFTMAX, "measures.entropy"),
     }
     return Results(measured, {"gamma_start": ends_table(runs, ARMS)})
 
 
-RUNS = trained("where gamma begins", TRAINING, ARMS, judged)
+RUNS = study_of_arms("where gamma begins", TRAINING, ARMS, judged)

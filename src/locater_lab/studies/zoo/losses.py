@@ -12,10 +12,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from locater_lab.engine.arms import change, ends_table, trained, uniform_first
+from locater_lab.engine.arms import difference, ends_table, study_of_arms, uniform_first
 from locater_lab.engine.claims import Claim, Relation
-from locater_lab.engine.mechanism_runs import BASE, MASKED, RATES, SEEN, SOFTMAX, SOFTMAX_MASKED, arm
-from locater_lab.engine.papers import Results
+from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, BASE, MASKED, RATES, SOFTMAX, SOFTMAX_MASKED, arm
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.mechanisms import mechanisms
 
@@ -36,7 +36,7 @@ MEASURES = ("entropy", "row_mass", "first_mass", "sink_rate", "spike_ratio", "re
 
 def seen(id: str, says: str, quantity: str, relation: Relation, stated: float) -> Claim:
     """A claim of this project about this size: papers speak of larger models."""
-    return Claim(id, says, f"{quantity}, {SEEN}", relation, stated, by="ours")
+    return Claim(id, says, f"{quantity}, {AT_THIS_SIZE}", relation, stated, by="ours")
 
 
 def _loss(id: str, says: str, at_most: float) -> Claim:
@@ -106,7 +106,7 @@ PAIRS: dict[str, tuple[Arm, Arm]] = {
 
 
 def judge(runs: Runs) -> Results:
-    measured = {id: change(runs, of, against, "report_loss") for id, (of, against) in PAIRS.items()}
+    measured = {id: difference(runs, of, against, "report_loss") for id, (of, against) in PAIRS.items()}
     causal, masked = arm_rows(runs, tuple(CAUSAL.values())), arm_rows(runs, tuple(BOTH_WAYS.values()))
     if not causal:
         return Results(measured)
@@ -138,4 +138,4 @@ def _mean(ends: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return None if None in values else fmean(x for x in values if x is not None)
 
 
-STUDY = trained("losses", CLAIMS, ARMS, judge)
+STUDY = study_of_arms("losses", CLAIMS, ARMS, judge)

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from locater_lab.engine.arms import (
     Line,
-    change,
+    difference,
     has_sink,
-    level,
     mark_inconclusive,
+    mean_of_arm,
     rank_correlation,
-    trained,
+    study_of_arms,
     value_of,
 )
-from locater_lab.engine.claims import Measured
+from locater_lab.engine.claims import Measurement
 from locater_lab.engine.mechanism_runs import NO_SINK, SOFTMAX, SOFTMAX_MASKED
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.studies.zoo.losses import ARMS, BOTH_WAYS, CAUSAL, seen
@@ -95,47 +95,47 @@ COLLAPSE = (
 )
 
 
-def judge_sinks(runs: Runs) -> Mapping[str, Measured | None]:
+def judge_sinks(runs: Runs) -> Mapping[str, Measurement | None]:
     """Where softmax has no sink, that others have none either says nothing, nor that it needs no massive activation for
     one.
     """
     measured = {
-        "b1": level(runs, SOFTMAX, "measures.sink_rate"),
-        **{id: change(runs, CAUSAL[name], SOFTMAX, "measures.first_mass") for id, name in AWAY.items()},
+        "b1": mean_of_arm(runs, SOFTMAX, "measures.sink_rate"),
+        **{id: difference(runs, CAUSAL[name], SOFTMAX, "measures.first_mass") for id, name in AWAY.items()},
         "b6": largest(runs, CAUSAL["sigmoid"], "measures.sink_rate"),
-        "b7": change(runs, CAUSAL["gated"], SOFTMAX, "measures.spike_ratio"),
-        "b8": level(runs, SOFTMAX, "measures.spike_ratio"),
+        "b7": difference(runs, CAUSAL["gated"], SOFTMAX, "measures.spike_ratio"),
+        "b8": mean_of_arm(runs, SOFTMAX, "measures.spike_ratio"),
     }
     return measured if has_sink(runs, SOFTMAX) else mark_inconclusive(measured, ("b6", "b8"), NO_SINK)
 
 
-def judge_entropy(runs: Runs) -> Mapping[str, Measured | None]:
+def judge_entropy(runs: Runs) -> Mapping[str, Measurement | None]:
     return {
-        "c1": level(runs, CAUSAL["fastmax"], "measures.entropy_share"),
-        "c2": change(runs, CAUSAL["binary"], SOFTMAX, "measures.entropy"),
-        "c3": change(runs, CAUSAL["qk_norm"], SOFTMAX, "measures.entropy"),
+        "c1": mean_of_arm(runs, CAUSAL["fastmax"], "measures.entropy_share"),
+        "c2": difference(runs, CAUSAL["binary"], SOFTMAX, "measures.entropy"),
+        "c3": difference(runs, CAUSAL["qk_norm"], SOFTMAX, "measures.entropy"),
         "c4": sharpness(runs),
     }
 
 
-def judge_collapse(runs: Runs) -> Mapping[str, Measured | None]:
+def judge_collapse(runs: Runs) -> Mapping[str, Measurement | None]:
     away = "measures.explained_away"
     return {
-        "d1": change(runs, CAUSAL["centred"], SOFTMAX, "measures.gap"),
-        "d2": change(runs, CAUSAL["centred"], SOFTMAX, last_residual),
+        "d1": difference(runs, CAUSAL["centred"], SOFTMAX, "measures.gap"),
+        "d2": difference(runs, CAUSAL["centred"], SOFTMAX, last_residual),
         "d3": largest(runs, BOTH_WAYS["doubly_normalized"], away),
-        "d4": level(runs, SOFTMAX_MASKED, away),
-        "d5": change(runs, BOTH_WAYS["hybrid_normalized"], SOFTMAX_MASKED, away),
+        "d4": mean_of_arm(runs, SOFTMAX_MASKED, away),
+        "d5": difference(runs, BOTH_WAYS["hybrid_normalized"], SOFTMAX_MASKED, away),
     }
 
 
-def largest(runs: Runs, arm: Arm, measure: str) -> Measured | None:
+def largest(runs: Runs, arm: Arm, measure: str) -> Measurement | None:
     """Over seeds: for a claim that no head, or no key, has something, which one seed could refute."""
     values = [value_of(line, measure) for line in arm.ends(runs) or ()]
     known = [x for x in values if x is not None]
     if not known or len(known) < len(values):
         return None
-    return Measured(max(known), 0.0, f"none: the largest of {len(known)} seeds", {"by_seed": known})
+    return Measurement(max(known), 0.0, f"none: the largest of {len(known)} seeds", {"by_seed": known})
 
 
 def last_residual(line: Line) -> float:
@@ -143,7 +143,7 @@ def last_residual(line: Line) -> float:
     return float(line["measures"]["halves"][-1]["residual"])
 
 
-def sharpness(runs: Runs) -> Measured | None:
+def sharpness(runs: Runs) -> Measurement | None:
     """Over the mechanisms whose every layer, or some, has an entropy; None while an arm is not whole."""
     ends = {arm: arm.ends(runs) for arm in CAUSAL.values()}
     if any(lines is None for lines in ends.values()):
@@ -157,7 +157,7 @@ def sharpness(runs: Runs) -> Measured | None:
 
 
 STUDIES = (
-    trained("sinks and spikes", SINKS, ARMS, judge_sinks),
-    trained("entropy", ENTROPY, ARMS, judge_entropy),
-    trained("collapse", COLLAPSE, ARMS, judge_collapse),
+    study_of_arms("sinks and spikes", SINKS, ARMS, judge_sinks),
+    study_of_arms("entropy", ENTROPY, ARMS, judge_entropy),
+    study_of_arms("collapse", COLLAPSE, ARMS, judge_collapse),
 )

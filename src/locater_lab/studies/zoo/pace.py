@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from locater_lab.engine.captured import captured
 from locater_lab.engine.claims import Claim, half_range
+from locater_lab.engine.compute import as_cuda_graph
 from locater_lab.engine.mechanism_runs import BASE
-from locater_lab.engine.papers import Results, Setting, Study
+from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
@@ -83,7 +83,7 @@ def stepper(shape: Shape, batch: int, device: torch.device) -> Callable[[], None
     if device.type != "cuda":
         step()
         return step
-    return captured(step)
+    return as_cuda_graph(step)
 
 
 def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:

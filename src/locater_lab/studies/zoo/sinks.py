@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from locater_lab.engine.arms import change, level, trained, value_of
-from locater_lab.engine.claims import Claim, Measured, Relation, by_seed
-from locater_lab.engine.papers import Results
+from locater_lab.engine.arms import difference, mean_of_arm, study_of_arms, value_of
+from locater_lab.engine.claims import Claim, Measurement, Relation, by_seed
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.sink_runs import (
+    COPY_SINK,
     HERE,
     LEFT,
     PLAIN,
     SHARE,
-    SINK,
     SPIKE,
     UNIFORM,
     VALUE,
     WEIGHT,
-    left_of,
     sink_arm,
     sink_tables,
+    weight_left,
 )
 from locater_lab.mechanisms import mechanisms
 
@@ -42,7 +42,7 @@ def _left(id: str, says: str) -> Claim:
 
 
 CLAIMS = (
-    _weight("f1", "A softmax head that has nothing to add forms a sink", "at least", SINK),
+    _weight("f1", "A softmax head that has nothing to add forms a sink", "at least", COPY_SINK),
     _left("f2", "A gate takes it away, as it acts"),
     _left("f3", "So does sigmoid attention"),
     _left("f4", "So does a sink in the softmax, fixed at zero"),
@@ -52,9 +52,9 @@ CLAIMS = (
         "What has no softmax forms none",
         f"largest weight on the first token of {', '.join(SUMS)}",
         "at most",
-        SINK,
+        COPY_SINK,
     ),
-    _weight("f7", "QK-norm, which bounds logits, has it still", "at least", SINK),
+    _weight("f7", "QK-norm, which bounds logits, has it still", "at least", COPY_SINK),
     _claim(
         "f8",
         "A sink adds nothing: its value is small",
@@ -105,24 +105,24 @@ CLAIMS = (
 
 def judge(runs: Runs) -> Results:
     measured = {
-        "f1": level(runs, PLAIN, WEIGHT),
-        **{id: left_of(runs, ARMS[name]) for id, name in AWAY.items()},
+        "f1": mean_of_arm(runs, PLAIN, WEIGHT),
+        **{id: weight_left(runs, ARMS[name]) for id, name in AWAY.items()},
         "f6": largest_weight(runs),
-        "f7": level(runs, ARMS["qk_norm"], WEIGHT),
-        "f8": level(runs, PLAIN, VALUE),
-        "f9": change(runs, ARMS["gated"], PLAIN, VALUE),
-        "f10": change(runs, ARMS["gated"], PLAIN, "report_loss"),
-        "f11": change(runs, ARMS["sigmoid"], PLAIN, "report_loss"),
-        "f12": level(runs, PLAIN, SPIKE),
-        "f13": change(runs, ARMS["gated"], PLAIN, SPIKE),
-        "f14": change(runs, ROTARY, PLAIN, WEIGHT),
-        "f15": level(runs, ARMS["gated"], SHARE),
-        "f16": level(runs, ARMS["sigmoid"], SHARE),
+        "f7": mean_of_arm(runs, ARMS["qk_norm"], WEIGHT),
+        "f8": mean_of_arm(runs, PLAIN, VALUE),
+        "f9": difference(runs, ARMS["gated"], PLAIN, VALUE),
+        "f10": difference(runs, ARMS["gated"], PLAIN, "report_loss"),
+        "f11": difference(runs, ARMS["sigmoid"], PLAIN, "report_loss"),
+        "f12": mean_of_arm(runs, PLAIN, SPIKE),
+        "f13": difference(runs, ARMS["gated"], PLAIN, SPIKE),
+        "f14": difference(runs, ROTARY, PLAIN, WEIGHT),
+        "f15": mean_of_arm(runs, ARMS["gated"], SHARE),
+        "f16": mean_of_arm(runs, ARMS["sigmoid"], SHARE),
     }
     return Results(measured, sink_tables(runs, (*ARMS.values(), ROTARY)))
 
 
-def largest_weight(runs: Runs) -> Measured | None:
+def largest_weight(runs: Runs) -> Measurement | None:
     """Of the mechanisms without a softmax, seed by seed; None where one was not measured."""
     ends = [ARMS[name].ends(runs) or [] for name in SUMS]
     weights = [[value_of(line, WEIGHT) for line in lines] for lines in zip(*ends, strict=False)]
@@ -132,4 +132,4 @@ def largest_weight(runs: Runs) -> Measured | None:
     return by_seed([max(values) for values in known])
 
 
-STUDY = trained("sinks where a head has nothing to add", CLAIMS, (*ARMS.values(), ROTARY), judge)
+STUDY = study_of_arms("sinks where a head has nothing to add", CLAIMS, (*ARMS.values(), ROTARY), judge)

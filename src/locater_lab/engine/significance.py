@@ -11,9 +11,9 @@ rule: with a true difference of 0 it decides 50 % of samples of two and 25 % of 
 spread, such as counts that are all equal, has no s: it is judged by signs, p = 2^(1 - n), and so decides from six seeds
 on.
 
-A page with many claims would decide some by chance, so its claims are judged together (Holm): the smallest p must be at
-most 0.05 / m, the next 0.05 / (m - 1), and so on. The chance that one claim or more of the page is decided wrongly is
-then at most 5 %.
+A page with many claims would decide some by chance, so its claims are corrected for multiple comparisons (Holm): the
+smallest p must be at most 0.05 / m, the next 0.05 / (m - 1), and so on. The chance that one claim or more of the page
+is decided wrongly is then at most 5 %.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from statistics import fmean, stdev
 LEVEL = 0.05
 
 
-def within(t: float, freedom: int) -> float:
+def probability_within(t: float, freedom: int) -> float:
     """P(|T| <= t) of Student's t with a whole number of degrees of freedom, by its finite sum.
 
-    >>> round(within(12.706, 1), 4), round(within(4.303, 2), 4), round(within(2.365, 7), 4)
+    >>> round(probability_within(12.706, 1), 4), round(probability_within(4.303, 2), 4), round(probability_within(2.365, 7), 4)
     (0.95, 0.95, 0.95)
     """
     angle = math.atan(t / math.sqrt(freedom))
@@ -49,11 +49,11 @@ def quantile(freedom: int, level: float = LEVEL) -> float:
     [12.706, 4.303, 2.365]
     """
     low, high = 0.0, 1.0
-    while within(high, freedom) < 1 - level:
+    while probability_within(high, freedom) < 1 - level:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if within(middle, freedom) < 1 - level else (low, middle)
+        low, high = (middle, high) if probability_within(middle, freedom) < 1 - level else (low, middle)
     return high
 
 
@@ -80,15 +80,15 @@ def p_value(values: Sequence[float], stated: float) -> float:
     distance, error = abs(fmean(values) - stated), stdev(values) / math.sqrt(n)
     if error <= 1e-12 * max(map(abs, values), default=0.0):
         return 2.0 ** (1 - n) if distance else 1.0
-    return 1 - within(distance / error, n - 1)
+    return 1 - probability_within(distance / error, n - 1)
 
 
-def decided_together(p_values: Mapping[str, float], level: float = LEVEL) -> set[str]:
+def decided_by_holm(p_values: Mapping[str, float], level: float = LEVEL) -> set[str]:
     """Names of the claims that stay decided when all are judged together (Holm's step-down rule).
 
-    >>> sorted(decided_together({"a": 0.001, "b": 0.02, "c": 0.04}))
+    >>> sorted(decided_by_holm({"a": 0.001, "b": 0.02, "c": 0.04}))
     ['a', 'b', 'c']
-    >>> sorted(decided_together({"a": 0.001, "b": 0.04, "c": 0.04}))
+    >>> sorted(decided_by_holm({"a": 0.001, "b": 0.04, "c": 0.04}))
     ['a']
     """
     decided: set[str] = set()

@@ -12,9 +12,22 @@ import torch
 from locater.errors import LocaterError
 from locater.explain import Explanation, Target, decompose, rollout
 from locater.explain.linear_operator import FrozenOperator
-from locater_lab.engine import explained, explanation_tests
-from locater_lab.engine.explained import CLASSES, TOKENS, Explained, image_model, planted_model, planted_rows
-from locater_lab.engine.explanation_tests import areas, blocks_of, difference, hits, likeness, method, redraw
+from locater_lab.engine import explanations
+from locater_lab.engine.explanations import (
+    CLASSES,
+    TOKENS,
+    ExplainedModel,
+    areas,
+    blocks_of,
+    difference,
+    hits,
+    image_model,
+    likeness,
+    method_named,
+    planted_model,
+    planted_rows,
+    redraw_block,
+)
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import PAPERS, Setting
 from locater_lab.papers.atad2026 import one_operator
@@ -23,9 +36,9 @@ from tests import ROOT
 
 
 @pytest.fixture(scope="module")
-def planted() -> Explained:
+def planted() -> ExplainedModel:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explained, "STEPS", 120)
+        patch.setattr(explanations, "STEPS", 120)
         return planted_model(6)
 
 
@@ -47,9 +60,9 @@ def blind(model: Any, inputs: Any, target: Any) -> Explanation:
     return Explanation("blind", Target(target, None, 1.0), -perfect(model, inputs, target).scores)
 
 
-def test_the_known_answer_is_better_than_its_opposite(planted: Explained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(explanation_tests.METHODS, "perfect", perfect)
-    monkeypatch.setitem(explanation_tests.METHODS, "blind", blind)
+def test_the_known_answer_is_better_than_its_opposite(planted: ExplainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(explanations.METHODS, "perfect", perfect)
+    monkeypatch.setitem(explanations.METHODS, "blind", blind)
     assert planted.facts["accuracy"] == 1.0
     assert (hits(planted, "perfect"), hits(planted, "blind")) == (1.0, 0.0)
     better, worse = areas(planted, "perfect"), areas(planted, "blind")
@@ -59,9 +72,9 @@ def test_the_known_answer_is_better_than_its_opposite(planted: Explained, monkey
     assert likeness(planted, "operator logit")[-1] < 0.9
 
 
-def test_the_operator_finds_the_planted_token(planted: Explained) -> None:
+def test_the_operator_finds_the_planted_token(planted: ExplainedModel) -> None:
     assert hits(planted, "operator logit") == 1.0
-    assert method("operator norm")(planted.model, planted.inputs[0], planted.targets[0]).method == "operator"
+    assert method_named("operator norm")(planted.model, planted.inputs[0], planted.targets[0]).method == "operator"
 
 
 def test_the_best_rival_counts() -> None:
@@ -70,11 +83,11 @@ def test_the_best_rival_counts() -> None:
     assert difference(by_method, "ours", ("raw_attention",)) == [-2.0, 5.0]
 
 
-def test_blocks_are_drawn_anew_with_their_own_size(planted: Explained) -> None:
-    model = explained.Transformer(explained.PLANTED, 0.2)
+def test_blocks_are_drawn_anew_with_their_own_size(planted: ExplainedModel) -> None:
+    model = explanations.Transformer(explanations.PLANTED, 0.2)
     block = blocks_of(model)[0]
     before = {name: p.detach().clone() for name, p in block.named_parameters()}
-    redraw(block, 0)
+    redraw_block(block, 0)
     for name, p in block.named_parameters():
         assert torch.equal(p, before[name]) == (p.ndim < 2)
         assert float(p.detach().std()) == pytest.approx(float(before[name].std()), rel=0.2)

@@ -15,10 +15,10 @@ import pytest
 import locater_lab.papers
 from locater.errors import LocaterError
 from locater.inputs.corpus import fingerprint
-from locater_lab.engine import papers
-from locater_lab.engine.claims import Measured
+from locater_lab.engine import reproduction
+from locater_lab.engine.claims import Measurement
+from locater_lab.engine.compute import measure_in_parallel
 from locater_lab.engine.pages import page
-from locater_lab.engine.parallel import measure_at_once
 from locater_lab.papers import Claim, Paper, Setting, Study, reproduce
 from tests.conftest import Result
 
@@ -26,7 +26,7 @@ STUDIES = """
 from pathlib import Path
 
 from locater_lab.papers import Claim, Paper, Results, Study
-from locater_lab.engine.claims import Measured, by_seed
+from locater_lab.engine.claims import Measurement, by_seed
 
 CLAIMS = (
     Claim("a1", "Halves are small", "half of one", "at most", 0.6, where="Theorem 1"),
@@ -36,7 +36,7 @@ CLAIMS = (
 
 def measure(setting):
     seeds = [-0.3, -0.2, -0.25, -0.28, -0.22]
-    return Results({"a1": Measured(0.5, 0.0, "none: counted"), "a2": by_seed(seeds)}, {"halves": [{"n": 1, "half": 0.5}]})
+    return Results({"a1": Measurement(0.5, 0.0, "none: counted"), "a2": by_seed(seeds)}, {"halves": [{"n": 1, "half": 0.5}]})
 
 
 OTHER = Study("never", (Claim("b1", "More", "more", "at least", 1.0, by="ours"),), None, "a larger machine")
@@ -121,7 +121,7 @@ def test_several_papers_at_once(paper: Paper, run: Callable[..., Result], tmp_pa
 def test_studies_at_once_give_what_they_give_one_by_one(paper: Paper) -> None:
     told: list[str] = []
     settings = [(paper, Setting(tell=told.append)), (locater_lab.papers.paper("gerami2024"), Setting(tell=told.append))]
-    at_once = measure_at_once(settings, "a1", 2)
+    at_once = measure_in_parallel(settings, "a1", 2)
     assert len(told) == 2
     for each, setting in settings:
         documents = [reproduce(each, setting, "a1", done).to_dict() for done in (at_once[each.name], {})]
@@ -131,12 +131,14 @@ def test_studies_at_once_give_what_they_give_one_by_one(paper: Paper) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="studies are measured one after the other without fork")
 def test_a_document_names_the_text_that_another_process_read(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(papers, "_text", lambda: "words")
+    monkeypatch.setattr(reproduction, "_text", lambda: "words")
     claim = Claim("r1", "There is text", "characters", "at least", 1.0, by="ours")
-    study = Study("length of the text", (claim,), lambda s: {"r1": Measured(float(len(s.text)), 0.0, "none: counted")})
+    study = Study(
+        "length of the text", (claim,), lambda s: {"r1": Measurement(float(len(s.text)), 0.0, "none: counted")}
+    )
     reader = Paper("reader", "A paper that reads", "Nobody (2026)", (study,))
     settings = [(reader, Setting()), (paper, Setting())]
-    at_once = measure_at_once(settings, None, 2)
+    at_once = measure_in_parallel(settings, None, 2)
     read, unread = (reproduce(each, s, None, at_once[each.name]).assumptions for each, s in settings)
     assert read["text_sha256"] == fingerprint("words")
     assert "text_sha256" not in unread

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater_lab.engine import runs as runs_module
-from locater_lab.engine.arms import known
-from locater_lab.engine.one_run import placed
+from locater_lab.engine import runs
+from locater_lab.engine.arms import known_measurements
 from locater_lab.engine.pages import page
-from locater_lab.engine.runs import Arm, Row, Runs, complete
+from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.bao2024 import arms, judged
 from locater_lab.train.controls import parse_control
@@ -58,7 +57,7 @@ def line(loss: float, **more: Any) -> dict[str, Any]:
 def test_rows_are_told_apart_by_what_they_train_alone() -> None:
     a, b = Row("c", "none", TINY), Row("d", "the same", replace(TINY, out="elsewhere", log=3))
     assert a.key == b.key != Row("c", "none", replace(TINY, seed=1)).key
-    assert placed(replace(TINY, task="causal", corpus=("x.txt",)), Path("/data"), Path("/run")).corpus == (
+    assert with_data_folder(replace(TINY, task="causal", corpus=("x.txt",)), Path("/data"), Path("/run")).corpus == (
         "/data/x.txt",
     )
 
@@ -83,10 +82,10 @@ def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path, monkeypat
     everything imported; the next test starts a fresh one.
     """
     if sys.platform == "linux":
-        monkeypatch.setattr(runs_module, "get_context", lambda method: multiprocessing.get_context("fork"))
+        monkeypatch.setattr(runs, "get_context", lambda method: multiprocessing.get_context("fork"))
     path, arm = tmp_path / "runs.jsonl", Arm("arm", "c", TINY, rates=(1e-3, 1e-2), seeds=2)
     told: list[str] = []
-    complete(lambda held: list(arm.rows(held)), Runs(path), tmp_path, 2, told.append)
+    train_missing(lambda held: list(arm.rows(held)), Runs(path), tmp_path, 2, told.append)
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert len(lines) == len(told) == 3
     assert {x["status"] for x in lines} == {"done"}
@@ -98,7 +97,7 @@ def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path, monkeypat
     more = Arm("arm", "c", replace(TINY, width=32), rates=(1e-3,), seeds=1)
     again.add(more.row(1e-3, 0), line(1.0))
     assert len(Runs(path).lines) == 4, "the half line spoils none that follows"
-    complete(lambda held: list(arm.rows(held)), again, tmp_path, 2, told.append)
+    train_missing(lambda held: list(arm.rows(held)), again, tmp_path, 2, told.append)
     assert len(told) == 3
 
 
@@ -106,17 +105,17 @@ def test_a_run_that_breaks_stops_no_other_and_is_told(tmp_path: Path) -> None:
     rows = [Row("c", "good", TINY), Row("c", "bad", replace(TINY, control=("qkclip(limit=-1)",)))]
     path = tmp_path / "runs.jsonl"
     with pytest.raises(LocaterError, match=r"^1 runs broke .* bad, seed 0"):
-        complete(lambda held: rows, Runs(path), tmp_path, 1)
+        train_missing(lambda held: rows, Runs(path), tmp_path, 1)
     assert [json.loads(text)["arm"] for text in path.read_text().splitlines()] == ["good"]
 
 
 PROCESSES = """
 import os
 from concurrent.futures import ProcessPoolExecutor
-from locater_lab.engine.runs import _begin, _processes
+from locater_lab.engine.runs import _set_token_folder, _processes
 from locater_lab.train.token_files import FOLDER
 for folder in ("first", "second"):
-    with ProcessPoolExecutor(1, _processes(), _begin, (folder,)) as pool:
+    with ProcessPoolExecutor(1, _processes(), _set_token_folder, (folder,)) as pool:
         assert pool.submit(os.getenv, FOLDER).result() == folder
         assert pool.submit(eval, "'torch._dynamo' in __import__('sys').modules").result()
         assert not pool.submit(eval, "__import__('torch').cuda.is_initialized()").result(), "it could not be forked"
@@ -133,7 +132,7 @@ def test_processes_begin_with_what_a_run_imports_and_with_the_tokens_of_their_pl
 
 def test_missing_data_is_told_before_anything_is_trained(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match=r"speeches\.tar\.xz: no such file"):
-        complete(lambda held: list(arms.PLAIN.rows(held)), Runs(), tmp_path, 1)
+        train_missing(lambda held: list(arms.PLAIN.rows(held)), Runs(), tmp_path, 1)
 
 
 def test_the_plan_is_whole_and_its_controls_exist() -> None:
@@ -184,7 +183,10 @@ def saved(runs: Runs, path: Path) -> Path:
 
 def test_verdicts_follow_the_runs() -> None:
     runs = made_up(LocAteR=2.9, mimetic=2.95)
-    c, e, i = (known(judge(runs).measured) for judge in (judged.against_plain, judged.of_rivals, judged.of_hot_rates))
+    c, e, i = (
+        known_measurements(judge(runs).measured)
+        for judge in (judged.against_plain, judged.of_rivals, judged.of_hot_rates)
+    )
     assert (c["c1"].value, len(c["c1"].sample)) == (pytest.approx(-0.1, abs=2e-3), 8)
     assert c["c1"].spread < 3e-3
     assert e["e1"].value == pytest.approx(-0.05, abs=2e-3)
@@ -216,7 +218,7 @@ def test_a_seed_that_is_missing_pairs_no_others() -> None:
 def test_hot_rates_are_compared_with_the_first_at_which_the_plain_model_fails() -> None:
     """From the kept runs: 0.1 over 0.015; that over the hottest rate it survives would flatter."""
     results = judged.of_hot_rates(Runs(KEPT))
-    assert known(results.measured)["i1"].value == pytest.approx(0.1 / 0.015)
+    assert known_measurements(results.measured)["i1"].value == pytest.approx(0.1 / 0.015)
     table = results.tables["hot_rates"]
     entropies = [
         x for row in table["rows"] if row["arm"] == "LocAteR" and row["rate"] >= 0.015 for x in row["entropies"]

@@ -8,18 +8,27 @@ from typing import Any
 
 import pytest
 
-from locater_lab.engine.arms import level
+from locater_lab.engine.arms import mean_of_arm
 from locater_lab.engine.claims import Claim, verdict_of
-from locater_lab.engine.one_run import train
 from locater_lab.engine.pages import page
-from locater_lab.engine.papers import Paper, Results
-from locater_lab.engine.runs import Arm, Runs
-from locater_lab.engine.sink_runs import COPY, PLAIN, RATE, SEEDS, UNIFORM, WEIGHT, left_of, sink_arm, sink_tables
+from locater_lab.engine.reproduction import Paper, Results
+from locater_lab.engine.runs import Arm, Runs, train
+from locater_lab.engine.sink_runs import (
+    COPY,
+    COPY_RATE,
+    COPY_SEEDS,
+    PLAIN,
+    UNIFORM,
+    WEIGHT,
+    sink_arm,
+    sink_tables,
+    weight_left,
+)
 from locater_lab.papers.qiu2025 import sinks as gates
 from locater_lab.papers.sun2026 import sinks as blocks
 from locater_lab.studies.zoo import sinks as zoo
 from tests import ROOT
-from tests.lab.papers.made_runs import fill, made_line
+from tests.lab.made_runs import fill, made_line
 
 EMPTY = {
     "first_weight": 0.01,
@@ -41,10 +50,10 @@ def made_up(arms: Any, empty: set[str]) -> Runs:
 
 def add(runs: Runs, arm: Arm, measures: dict[str, Any], loss: float = 2.2) -> None:
     """Six seeds, their measures up to 2 % apart."""
-    for seed in range(SEEDS):
+    for seed in range(COPY_SEEDS):
         factor = 1 + 0.01 * ((7 * seed + len(arm.name)) % 5 - 2)
         noisy = {name: None if value is None else factor * value for name, value in measures.items()}
-        runs.add(arm.row(RATE, seed), made_line(loss + 0.001 * seed, measures=noisy))
+        runs.add(arm.row(COPY_RATE, seed), made_line(loss + 0.001 * seed, measures=noisy))
 
 
 def verdicts_of(claims: tuple[Claim, ...], results: Any) -> dict[str, str]:
@@ -71,13 +80,13 @@ def test_the_zoo_says_who_takes_a_sink_away() -> None:
 
 def test_a_measure_that_is_missing_decides_nothing() -> None:
     runs = made_up((*zoo.ARMS.values(), zoo.ROTARY), {"gated"})
-    fill(runs, zoo.ARMS["gated_delta"], [2.2] * SEEDS, {**EMPTY, "first_weight": None})
+    fill(runs, zoo.ARMS["gated_delta"], [2.2] * COPY_SEEDS, {**EMPTY, "first_weight": None})
     assert verdicts_of(zoo.CLAIMS, zoo.judge(runs))["f6"] == "unknown"
     means = sink_tables(runs, zoo.ARMS.values())["sinks"]["means"]["first_weight"]
     assert means["gated"] == pytest.approx(0.01, rel=0.02)
     assert "gated_delta" not in means
-    fill(runs, PLAIN, [2.2] * SEEDS, {**FULL, "first_weight": None})
-    assert left_of(runs, zoo.ARMS["gated"]) is None
+    fill(runs, PLAIN, [2.2] * COPY_SEEDS, {**FULL, "first_weight": None})
+    assert weight_left(runs, zoo.ARMS["gated"]) is None
 
 
 def test_gates_that_close_and_gates_that_cannot() -> None:
@@ -133,21 +142,24 @@ def test_the_section_has_a_row_per_arm_and_a_picture(tmp_path: Path) -> None:
     section = text[text.index("## f. Where a head has nothing to add") :]
     assert section.count("\n| ") == len(gates.ARMS) + 1
     assert "| plain | 0.006 | 2.2000, 2.2010" in section
-    assert f"more than 0.1 nat above the plain arm: gated(position=value, per=element) ({SEEDS} of {SEEDS})" in section
+    assert (
+        f"more than 0.1 nat above the plain arm: gated(position=value, per=element) ({COPY_SEEDS} of {COPY_SEEDS})"
+        in section
+    )
     assert ">gated<" in figures["sink"]
     assert "![sink](figure:sink)" in section
     assert sink_tables(Runs(), gates.ARMS) == {}
 
 
 def test_the_readme_has_the_kept_figure() -> None:
-    weight = level(Runs(ROOT / "docs/results/mechanisms-runs.jsonl"), PLAIN, WEIGHT)
+    weight = mean_of_arm(Runs(ROOT / "docs/results/mechanisms-runs.jsonl"), PLAIN, WEIGHT)
     assert weight is not None
     assert f"softmax gives its first token {weight.value:.2f} of a row" in (ROOT / "README.md").read_text()
 
 
 def test_a_short_run_brings_what_is_judged(tmp_path: Any) -> None:
     """Trained here, a few steps: the measures that claims name are in its line."""
-    line = train(replace(sink_arm("gated").row(RATE, 0).plan, steps=3, evaluate=0).to_dict(), str(tmp_path))
+    line = train(replace(sink_arm("gated").row(COPY_RATE, 0).plan, steps=3, evaluate=0).to_dict(), str(tmp_path))
     assert line["status"] == "done"
     for name in EMPTY:
         assert isinstance(line["measures"][name], float), name

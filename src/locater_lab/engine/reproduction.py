@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
@@ -20,8 +21,21 @@ from locater.files import write_whole
 from locater.inputs.corpus import embedded_text, fingerprint
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
-from locater_lab.engine.claims import Claim, Measured, Verdict, corrections, judged_together, verdict_of
-from locater_lab.engine.rounding import rounded
+from locater_lab.engine.claims import Claim, Measurement, Verdict, corrections, judge_together, verdict_of
+
+
+def rounded(x: Any, digits: int) -> Any:
+    """Data for JSON with so many digits of every number, which has no place for NaN and infinity.
+
+    >>> rounded({"loss": (1.23456, float("nan")), 2: "seeds"}, 3)
+    {'loss': [1.23, None], '2': 'seeds'}
+    """
+    if isinstance(x, float):
+        return float(f"{x:.{digits}g}") if math.isfinite(x) else None
+    if isinstance(x, Mapping):
+        return {str(key): rounded(value, digits) for key, value in x.items()}
+    return [rounded(value, digits) for value in x] if isinstance(x, list | tuple) else x
+
 
 DIGITS = 5  # more than any of these numbers has
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -63,12 +77,12 @@ class Results:
     reads them, verdicts do not.
     """
 
-    measured: Mapping[str, Measured | None]
+    measured: Mapping[str, Measurement | None]
     tables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedResults:
     """Results of a study, and what they took."""
 
     results: Results
@@ -85,12 +99,12 @@ class Study:
 
     title: str
     claims: tuple[Claim, ...]
-    measure: Callable[[Setting], Results | Mapping[str, Measured | None]] | None = None
+    measure: Callable[[Setting], Results | Mapping[str, Measurement | None]] | None = None
     needs: str = ""  # what an undecided study waits for
     on_models: bool = False  # whether it runs trained models, those of `Setting.models` too
     on_runs: bool = False  # whether it judges training runs
     needs_data: bool = True  # whether making those runs reads files; False where the training data is drawn at random
-    rows: Callable[[Any], list[Any]] | None = None  # of those, given the runs that there are (`papers.runs`)
+    rows: Callable[[Any], list[Any]] | None = None  # of those, given the runs that there are (`runs.Runs`)
 
 
 @dataclass(frozen=True)
@@ -140,24 +154,27 @@ class Reproduction:
 
 
 def reproduce(
-    paper: Paper, setting: Setting | None = None, claim: str | None = None, done: Mapping[str, Timed] | None = None
+    paper: Paper,
+    setting: Setting | None = None,
+    claim: str | None = None,
+    done: Mapping[str, TimedResults] | None = None,
 ) -> Reproduction:
     """Measure what can be measured and judge every claim, or those that `claim` names: an id (`a2`) or a letter for its
     group. Claims that rest on seeds are judged together, as many as are measured here. `done` has results of studies
     that were measured already, by title.
     """
     setting, done = setting or Setting(), done or {}
-    ids = {c.id for c in chosen(paper, claim)}
+    ids = {c.id for c in select_claims(paper, claim)}
     verdicts: list[Verdict] = []
     tables: dict[str, Mapping[str, Any]] = {}
-    times: dict[str, Timed] = {}
+    times: dict[str, TimedResults] = {}
     studies = studies_of(paper, claim)
     start = time.perf_counter()
     for number, study in enumerate(studies, 1):
         if study.title not in done:
             since = time.perf_counter() - start
             setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({since:.0f} s so far)")
-        result = done.get(study.title) or timed(study, setting)
+        result = done.get(study.title) or measure_timed(study, setting)
         if study.measure is not None:
             times[study.title] = result
         if result.results.tables:
@@ -165,23 +182,23 @@ def reproduce(
         for each in study.claims:
             if each.id in ids:
                 measured = result.results.measured.get(each.id)
-                how = command(paper, each, study, setting, measured is not None)
+                how = command_for(paper, each, study, setting, measured is not None)
                 verdicts.append(verdict_of(each, measured, how, study.needs))
-    return Reproduction(paper, judged_together(verdicts), _assumptions(setting, times), tables)
+    return Reproduction(paper, judge_together(verdicts), _assumptions(setting, times), tables)
 
 
 def studies_of(paper: Paper, claim: str | None) -> list[Study]:
     """The studies that decide the claims of this name."""
-    ids = {c.id for c in chosen(paper, claim)}
+    ids = {c.id for c in select_claims(paper, claim)}
     return [study for study in paper.studies if ids & {c.id for c in study.claims}]
 
 
-def timed(study: Study, setting: Setting) -> Timed:
+def measure_timed(study: Study, setting: Setting) -> TimedResults:
     """One study, and what it took."""
     clock, processor = time.perf_counter(), _processor()
     results = measure(study, setting)
     text = fingerprint(setting.text) if "text" in vars(setting) else None
-    return Timed(results, time.perf_counter() - clock, _processor() - processor, text)
+    return TimedResults(results, time.perf_counter() - clock, _processor() - processor, text)
 
 
 def measure(study: Study, setting: Setting) -> Results:
@@ -193,9 +210,9 @@ def measure(study: Study, setting: Setting) -> Results:
     return results if isinstance(results, Results) else Results(results)
 
 
-def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
+def join_documents(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
     """Several runs as one document: of a claim or a table that several measured, the last; in the paper's order, judged
-    together. `command` tells how each was run.
+    together. `command_for` tells how each was run.
     """
     claims: dict[str, dict[str, Any]] = {}
     tables: dict[str, dict[str, Any]] = {}
@@ -226,7 +243,7 @@ def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
     }
 
 
-def chosen(paper: Paper, claim: str | None) -> list[Claim]:
+def select_claims(paper: Paper, claim: str | None) -> list[Claim]:
     """The claims that a name stands for, all without one."""
     found = [c for c in paper.claims if claim is None or c.id == claim or c.id[0] == claim]
     if not found:
@@ -236,14 +253,14 @@ def chosen(paper: Paper, claim: str | None) -> list[Claim]:
     return found
 
 
-def command(paper: Paper, claim: Claim, study: Study, setting: Setting, measured: bool) -> str:
+def command_for(paper: Paper, claim: Claim, study: Study, setting: Setting, measured: bool) -> str:
     """What decides a claim from a shell; one that was not measured may need more than a quick run."""
     how = " --quick" if setting.quick and measured and not study.on_runs else ""
     where = " --models FOLDER" if study.on_models and setting.models else " --runs FILE" if study.on_runs else ""
     return f"locater reproduce {paper.name} --claim {claim.id}{how}{where}"
 
 
-def _assumptions(setting: Setting, times: Mapping[str, Timed]) -> dict[str, Any]:
+def _assumptions(setting: Setting, times: Mapping[str, TimedResults]) -> dict[str, Any]:
     about: dict[str, Any] = {
         "quick": setting.quick,
         "seconds": {title: round(x.seconds, 1) for title, x in times.items()},

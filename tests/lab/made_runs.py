@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locater_lab.engine.runs import Arm, Runs
-from locater_lab.engine.text_sinks import PROBE_SEED, RECIPES, SEEDS, probe, text_arms, text_rows
+from locater_lab.engine.sink_runs import PROBE_SEED, RECIPES, TEXT_SEEDS, recipe_row, text_arms, text_rows
 
 
 def made_line(loss: float, **more: Any) -> dict[str, Any]:
@@ -46,13 +46,13 @@ def fill_text(
     differ.
     """
     for name in RECIPES:
-        runs.add(probe(name), text_line(3.0, 0.4, rate if name == recipe else 0.0))
+        runs.add(recipe_row(name), text_line(3.0, 0.4, rate if name == recipe else 0.0))
     for number, (name, arm) in enumerate(text_arms(recipe).items()):
-        for seed in range(SEEDS):
+        for seed in range(TEXT_SEEDS):
             noise = 1e-4 * (1 + number) * ((7 * seed + number) % 5 - 2)
             own = {"share": 0.4, "rate": rate} | levels.get(name, {})
             runs.add(
                 arm.row(arm.rates[0], seed), text_line(3.0 + noise, own.pop("share") + noise, own.pop("rate"), **own)
             )
     assert not runs.missing(text_rows(runs))
-    assert PROBE_SEED not in range(SEEDS)
+    assert PROBE_SEED not in range(TEXT_SEEDS)

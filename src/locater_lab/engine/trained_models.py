@@ -1,4 +1,4 @@
-"""Trained models at hand, and their attention layers on real text: what each reads, so that logits and maps can be
+"""Available trained models, and their attention layers on real text: what each reads, so that logits and maps can be
 measured.
 """
 
@@ -25,7 +25,7 @@ from locater.errors import LocaterError, first_line
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
 from locater.observing.inputs import Read, on_input, run
-from locater_lab.engine.papers import Setting
+from locater_lab.engine.reproduction import Setting
 
 # The sentence encoder all-MiniLM-L6-v2, known by the hash of its files wherever they come from.
 
@@ -86,7 +86,7 @@ CHARACTERS = {True: 20_000, False: 80_000}  # of each half
 HALVES = "half the difference of two halves of the text"
 
 
-def sources(models: Path | None) -> dict[str, Path]:
+def model_folders(models: Path | None) -> dict[str, Path]:
     """Trained models at hand: the package's own, the sentence encoder where installed, and folders below `models`."""
     found = {"demo (in the package)": Path(str(files("locater") / "demo"))}
     if (sentence := sentence_model()) is not None:
@@ -96,7 +96,7 @@ def sources(models: Path | None) -> dict[str, Path]:
     return found
 
 
-def inputs(model: nn.Module, held: list[dict[str, Tensor]]) -> list[tuple[AttentionLayer, Tensor]]:
+def layer_inputs(model: nn.Module, held: list[dict[str, Tensor]]) -> list[tuple[AttentionLayer, Tensor]]:
     """Self-attention layers with what they read, (sequences, tokens, width)."""
     modules = dict(model.named_modules())
     kept: dict[int, list[Tensor]] = {}
@@ -168,12 +168,12 @@ class TrainedLayer:
 def trained_layers(setting: Setting) -> Iterator[TrainedLayer]:
     """Every model at hand, on two halves of a text, which give the spread."""
     size = CHARACTERS[setting.quick]
-    for name, folder in setting.each(list(sources(setting.models).items())):
+    for name, folder in setting.each(list(model_folders(setting.models).items())):
         model = load_model(str(folder))
         for half in range(2):
             text = setting.text[half * size : (half + 1) * size]
             held = batches(model, text, length=LENGTH, tokens=LENGTH * SEQUENCES[setting.quick])
-            for number, (layer, x) in enumerate(inputs(model, held)):
+            for number, (layer, x) in enumerate(layer_inputs(model, held)):
                 yield TrainedLayer(
                     name, number, half, replace(layer, norm=Norm(), memory_norm=None), x[: SEQUENCES[setting.quick]]
                 )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from locater_lab.engine.claims import Claim, by_seed, judged_together, verdict_of
-from locater_lab.engine.intervals import LEVEL, decided_together, interval, p_value, quantile, within
+from locater_lab.engine.claims import Claim, by_seed, judge_together, verdict_of
+from locater_lab.engine.significance import LEVEL, decided_by_holm, interval, p_value, probability_within, quantile
 
 SAMPLES, PAGES, CLAIMS = 100_000, 2_000, 20
 BETTER = Claim("x", "it is better", "change of loss", "at most", 0.0)
@@ -31,7 +31,7 @@ def test_quantiles_are_those_of_students_t(freedom: int) -> None:
     for level in (0.05, 0.01, 0.05 / 40):
         assert quantile(freedom, level) == pytest.approx(stats.t.isf(level / 2, freedom), rel=1e-9)
     for t in (0.0, 0.3, 2.0, 40.0):
-        assert within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-12)
+        assert probability_within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-12)
 
 
 def test_intervals_and_p_values_are_those_of_a_t_test() -> None:
@@ -74,7 +74,7 @@ def test_a_page_of_true_nulls_is_wrong_somewhere_in_five_of_a_hundred(common: fl
     generator = np.random.default_rng(0)
     samples = generator.standard_normal((PAGES, CLAIMS, 8)) + common * generator.standard_normal((PAGES, 1, 8))
     pages = stats.ttest_1samp(samples, 0.0, axis=2).pvalue
-    wrong = [bool(decided_together({str(n): float(p) for n, p in enumerate(page)})) for page in pages]
+    wrong = [bool(decided_by_holm({str(n): float(p) for n, p in enumerate(page)})) for page in pages]
     assert np.mean(wrong) <= LEVEL + error(PAGES)
     assert (pages <= LEVEL).any(1).mean() > 0.3
 
@@ -83,7 +83,7 @@ def test_one_clear_claim_among_nulls_is_still_decided() -> None:
     clear = [-0.025, -0.029, -0.023, -0.026, -0.021, -0.027, -0.024, -0.026]
     noise = np.random.default_rng(1).standard_normal((CLAIMS, 8)).tolist()
     claims = [Claim(f"x{n}", "", "", "at most", 0.0) for n in range(CLAIMS + 1)]
-    verdicts = judged_together([verdict_of(c, by_seed(v), "") for c, v in zip(claims, [clear, *noise], strict=True)])
+    verdicts = judge_together([verdict_of(c, by_seed(v), "") for c, v in zip(claims, [clear, *noise], strict=True)])
     assert [v.claim.id for v in verdicts if v.decided] == ["x0"]
     assert verdicts[0].verdict == "holds"
 

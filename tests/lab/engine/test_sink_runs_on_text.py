@@ -10,29 +10,28 @@ from typing import Any
 
 import pytest
 
-from locater_lab.engine.one_run import train
-from locater_lab.engine.runs import Runs
-from locater_lab.engine.text_sinks import (
+from locater_lab.engine.runs import Runs, train
+from locater_lab.engine.sink_runs import (
     RECIPES,
-    SEEDS,
+    TEXT_SEEDS,
     TIERS,
-    cost,
     has_text_sink,
-    picked,
-    probe,
+    pick_recipe,
+    recipe_row,
+    relative_cost,
     text_arms,
     text_rows,
     text_sink_tables,
 )
 from locater_lab.train.measured import SINK
-from tests.lab.papers.made_runs import fill_text, text_line
+from tests.lab.made_runs import fill_text, text_line
 
 
 def tried(**rates: tuple[float, float, float]) -> Runs:
     """Recipes with their loss, share and sink rate; others have learned the text and have no sink."""
     runs = Runs()
     for name in RECIPES:
-        runs.add(probe(name), text_line(*rates.get(name.replace(" ", "_"), (3.0, 0.1, 0.0))))
+        runs.add(recipe_row(name), text_line(*rates.get(name.replace(" ", "_"), (3.0, 0.1, 0.0))))
     return runs
 
 
@@ -46,35 +45,35 @@ def tried(**rates: tuple[float, float, float]) -> Runs:
     ],
 )
 def test_the_rule_picks(rates: dict[str, Any], recipe: str) -> None:
-    assert picked(tried(**rates)) == recipe
+    assert pick_recipe(tried(**rates)) == recipe
 
 
 def test_nothing_is_picked_before_all_recipes_were_tried() -> None:
     runs = tried()
-    del runs.lines[probe("long").key]
-    assert picked(runs) is None
+    del runs.lines[recipe_row("long").key]
+    assert pick_recipe(runs) is None
     assert [row.arm for row in text_rows(runs)] == [f"recipe: {name}" for name in RECIPES]
-    runs.add(probe("long"), {"status": "diverged", "message": "", "device": "cpu"})
-    assert picked(runs) == "start token"
+    runs.add(recipe_row("long"), {"status": "diverged", "message": "", "device": "cpu"})
+    assert pick_recipe(runs) == "start token"
     (table,) = text_sink_tables(runs, ()).values()
     assert table["recipes"][-1]["loss"] is None
     for name in RECIPES:
-        runs.add(probe(name), {"status": "diverged", "message": "", "device": "cpu"})
-    assert picked(runs) is None
+        runs.add(recipe_row(name), {"status": "diverged", "message": "", "device": "cpu"})
+    assert pick_recipe(runs) is None
 
 
 def test_a_recipe_computes_more_with_more_steps_or_layers() -> None:
-    plain = cost(probe("start token").plan)
-    assert cost(probe("long").plan) == 2 * plain
-    assert cost(probe("10 layers").plan) == pytest.approx(10 / 6 * plain)
-    assert cost(probe("512 tokens").plan) == plain, "half as many sequences"
+    plain = relative_cost(recipe_row("start token").plan)
+    assert relative_cost(recipe_row("long").plan) == 2 * plain
+    assert relative_cost(recipe_row("10 layers").plan) == pytest.approx(10 / 6 * plain)
+    assert relative_cost(recipe_row("512 tokens").plan) == plain, "half as many sequences"
 
 
 def test_arms_differ_from_the_recipe_in_one_thing_each() -> None:
     for recipe, start in (("long", True), ("no start token", False)):
         arms = text_arms(recipe)
         assert len({arm.name for arm in arms.values()}) == len(arms) == sum(map(len, TIERS))
-        assert arms["plain"].base.steps == probe(recipe).plan.steps
+        assert arms["plain"].base.steps == recipe_row(recipe).plan.steps
         assert (arms["plain"].base.bos, arms["other start"].base.bos) == (start, not start)
         for name, arm in arms.items():
             ours, plain = arm.base.to_dict(), arms["plain"].base.to_dict()
@@ -86,18 +85,18 @@ def test_runs_of_a_tier_are_seed_by_seed() -> None:
     rows = text_rows(runs)[len(RECIPES) :]
     first = len(TIERS[0])
     assert [row.plan.seed for row in rows[: 2 * first]] == [0] * first + [1] * first
-    assert len(rows) == SEEDS * sum(map(len, TIERS))
+    assert len(rows) == TEXT_SEEDS * sum(map(len, TIERS))
 
 
 def test_an_arm_is_judged_by_the_seeds_up_to_a_gap() -> None:
     runs = Runs()
     fill_text(runs, {})
     plain = text_arms("start token")["plain"]
-    assert len(plain.ends(runs) or ()) == SEEDS
+    assert len(plain.ends(runs) or ()) == TEXT_SEEDS
     assert has_text_sink(runs, plain)
-    last = plain.row(plain.rates[0], SEEDS - 1)
+    last = plain.row(plain.rates[0], TEXT_SEEDS - 1)
     kept = runs.lines.pop(last.key)
-    assert len(plain.ends(runs) or ()) == SEEDS - 1
+    assert len(plain.ends(runs) or ()) == TEXT_SEEDS - 1
     runs.add(last, {"status": "diverged", "message": "", "device": "cpu"})
     assert plain.ends(runs) is None
     runs.lines[last.key] = kept
@@ -122,7 +121,7 @@ def test_a_short_run_brings_what_the_rule_and_the_claims_read(tmp_path: Path) ->
         "steps": 4,
         "compile": False,
     }
-    line = train(replace(probe("start token").plan, **tiny, observe=2).to_dict(), str(tmp_path))
+    line = train(replace(recipe_row("start token").plan, **tiny, observe=2).to_dict(), str(tmp_path))
     assert line["status"] == "done"
     assert [step for step, _ in line["sinks"]] == [step for step, _ in line["sink_rates"]] == [1, 3]
     first = sum(1 / n for n in range(1, 9)) / 8  # of even attention over 8 tokens, as new weights have it
