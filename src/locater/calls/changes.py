@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from locater.calls.call import Call, from_interface, scale_of
 from locater.errors import LocaterError
+from locater.torch_private import assume_constant_result
 
 CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
 
@@ -93,14 +94,13 @@ def changed(request: AttentionRequest) -> AttentionRequest:
     return request
 
 
+@assume_constant_result
 def _reach(number: int) -> bool:
     """Noted when it runs, or when it is compiled: an attribute set in a checkpointed region would break the graph."""
     _reached.add(number)
     return True
 
 
-# what torch.compiler.assume_constant_result does, without the second that its import takes
-_reach._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _reached: set[int] = set()
 _numbers = itertools.count()
 

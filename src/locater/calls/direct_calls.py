@@ -23,6 +23,7 @@ from locater.calls.direct import from_fused, from_multi_head, from_softmax
 from locater.calls.head_axes import HeadAxes, axes_by_count, axes_by_labels
 from locater.calls.origins import Origins, Step, factors, flat, labels_of, right_of, signature
 from locater.errors import LocaterError
+from locater.torch_private import base_of_view, write_count
 
 # The logits of softmaxes that modules compute themselves: products of two activations, and what was made of them.
 
@@ -200,7 +201,7 @@ class DirectCalls(TorchFunctionMode):
         if len(tensors) < 2:
             return False
         both = factors(args, kwargs)
-        if isinstance(both[1], nn.Parameter) or isinstance(both[1]._base, nn.Parameter):
+        if isinstance(both[1], nn.Parameter) or isinstance(base_of_view(both[1]), nn.Parameter):
             return False
         return all(x.ndim >= 3 for x in both) or all(self._origins.of(x) is not None for x in both)
 
@@ -283,12 +284,12 @@ class Kept:
     def __init__(self, *tensors: Tensor) -> None:
         # tensors of inference mode do not count how often they are written to
         self._tensors = [x.clone() if x.is_inference() else x for x in tensors]
-        self._versions = [None if x.is_inference() else x._version for x in self._tensors]
+        self._versions = [None if x.is_inference() else write_count(x) for x in self._tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
         for x, version in zip(self._tensors, self._versions, strict=True):
-            if version is not None and x._version != version:
+            if version is not None and write_count(x) != version:
                 raise LocaterError("its attention was overwritten in place before the module returned")
         return self._tensors
 

@@ -9,11 +9,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from locater.calls.direct import from_flex
 from locater.calls.direct_calls import DirectCalls, Heard
 from locater.calls.patching import Undo
+from locater.torch_private import current_function_mode, without_current_function_mode
 
 HOME = "torch.nn.attention.flex_attention"
 
@@ -30,8 +30,8 @@ def flex_calls(report: Callable[[Heard], None]) -> Iterator[Undo]:
         if torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)
         with ExitStack() as stack:  # it compiles itself, which goes without a mode
-            if isinstance(_get_current_function_mode(), DirectCalls):
-                stack.enter_context(_pop_mode_temporarily())
+            if isinstance(current_function_mode(), DirectCalls):
+                stack.enter_context(without_current_function_mode())
             out = original(*args, **kwargs)
         report(Heard(lambda caller: _described(out, *args, **kwargs)))
         return out

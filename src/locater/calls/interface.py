@@ -23,6 +23,7 @@ from locater.calls.call import Call, from_interface
 from locater.calls.changes import CHANGES, AttentionRequest, changed
 from locater.calls.listeners import KEY, Listener, described, listening
 from locater.kernels.fused import attend_with_numbers, is_fused
+from locater.torch_private import attention_tables
 
 # The output of a model's attention and its statistics from one kernel, in place of the model's own attention.
 
@@ -122,9 +123,7 @@ def _tables() -> list[dict[str, Any]]:
     """The global table of attention functions and the local overrides, if transformers is in use."""
     if "transformers" not in sys.modules:
         return []
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-
-    return [AttentionInterface._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping]
+    return attention_tables()
 
 
 def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:

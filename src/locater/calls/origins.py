@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.head_axes import BASE
 from locater.errors import LocaterError
+from locater.torch_private import base_of_view, tree_leaves, tree_map, write_count
 
 MOVES = frozenset(
     """view reshape flatten unflatten transpose permute movedim moveaxis swapaxes swapdims unsqueeze squeeze expand
@@ -43,9 +43,9 @@ class Memory:
 
     @classmethod
     def of(cls, x: Tensor) -> Memory:
-        learned = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x.is_inference()
+        learned = isinstance(x, nn.Parameter) or isinstance(base_of_view(x), nn.Parameter) or x.is_inference()
         place = x.storage_offset(), x.shape, x.stride(), x.dtype
-        return cls(StorageWeakRef(x.untyped_storage()), place, None if learned else x._version)
+        return cls(StorageWeakRef(x.untyped_storage()), place, None if learned else write_count(x))
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from locater.sources.remote import Traffic, session
 from locater.sources.remote.address import remote_address
 from locater.sources.sources import Source, open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights
+from locater.torch_private import unsaved_buffers
 
 # What a scan's document says beside the rows: the conditions of the numbers, what they leave out, and its layers.
 
@@ -239,7 +240,7 @@ def _all_numbers(weights: Weights) -> int:
         once = {
             id(getattr(x.module, x.attribute, x)): name
             for name, x in tensors.items()
-            if x.attribute not in x.module._non_persistent_buffers_set
+            if x.attribute not in unsaved_buffers(x.module)
         }
         names = once.values()
     try:

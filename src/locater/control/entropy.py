@@ -21,6 +21,7 @@ from locater.control.base import Layers, device_of
 from locater.control.forward import MEASURE, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import row_entropy
 from locater.errors import LocaterError
+from locater.torch_private import in_backward_pass
 
 
 class EntropyPenalty(ForwardControl["_Collected"]):
@@ -121,7 +122,7 @@ class _Collected(ForwardChange):
             return request
         penalty = self._penalty(request)
         if not torch.compiler.is_compiling():
-            if _in_backward():
+            if in_backward_pass():
                 self._refuse_reentrant()
                 return request
             self.calls += 1
@@ -146,8 +147,3 @@ class _Collected(ForwardChange):
                 f"{self.heads.name}: EntropyPenalty cannot follow reentrant activation checkpointing: "
                 "model.gradient_checkpointing_enable({'use_reentrant': False})"
             )
-
-
-def _in_backward() -> bool:
-    """Whether a backward pass is under way: then this is the second forward pass of activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1

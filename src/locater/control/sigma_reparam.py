@@ -25,6 +25,7 @@ from locater.numerics import upcast
 from locater.observing.stream import streams
 from locater.sources.live_tensors import LiveTensor, is_a, stored_map
 from locater.sources.sources import config_of
+from locater.torch_private import own_parameters
 
 Only = Literal["linear", "query-key"]
 
@@ -76,7 +77,7 @@ class SigmaReparam(Control):
     def _attach(self, model: nn.Module) -> None:
         tensors = self._check(model)
         # with each tensor, the order of its module's parameters, which registering a parametrization changes
-        self.tensors = [(tensor, list(tensor.module._parameters)) for tensor in tensors]
+        self.tensors = [(tensor, list(own_parameters(tensor.module))) for tensor in tensors]
         self.parts: list[SpectralScale] = []
         for tensor in tensors:
             part = SpectralScale(getattr(tensor.module, tensor.attribute).detach(), self.gamma)
@@ -113,9 +114,9 @@ class SigmaReparam(Control):
             _own_class(tensor.module)
             parametrize.remove_parametrizations(tensor.module, tensor.attribute, leave_parametrized=True)
         for tensor, order in self.tensors:  # optimizers and checkpoints go by the order
-            parameters = dict(tensor.module._parameters)
-            tensor.module._parameters.clear()
-            tensor.module._parameters.update({name: parameters[name] for name in order})
+            parameters = dict(own_parameters(tensor.module))
+            own_parameters(tensor.module).clear()
+            own_parameters(tensor.module).update({name: parameters[name] for name in order})
         self.tensors, self.parts = [], []
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from locater.layers.effective import Effective
+from locater.torch_private import without_fake_tensors
 
 STACKED = 1 << 26  # numbers, of the tensors read and the maps made, that are in memory at a time
 OUTPUTS = 3  # of each layer: queries, keys, key terms
@@ -145,7 +145,7 @@ def _operation(node: fx.Node, place: dict[fx.Node, int], whole: fx.GraphModule) 
         return tensor_kind(node.meta["val"])
     if node.op == "get_attr":  # a constant of the reader, such as an order of rows
         constant = getattr(whole, str(node.target))
-        with unset_fake_temporarily():
+        with without_fake_tensors():
             return constant.dtype, constant.device, str(constant.tolist())
     by_place = fx.node.map_arg((node.args, dict(node.kwargs)), lambda other: f"node {place[other]}")
     return node.op, node.target, repr(by_place)

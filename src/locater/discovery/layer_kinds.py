@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from locater.discovery.small_config import OTHER_PARTS
+from locater.torch_private import own_buffers, own_parameters
 
 INDEX = re.compile(r"(layer|block|attn)?_?(idx|id|index|num|number)|layer")  # attributes that number a layer
 INDICES = re.compile(r".*(indices|indexes|idxs|layer_ids|layers|blocks)")  # lists of numbers of layers
@@ -86,7 +87,7 @@ class Kinds:
                     same = type(value) is int and value == number and INDEX.fullmatch(name)
                     facts[inner, name] = "its number" if same else value
             if deep or inner == "":
-                shapes = {**module._parameters, **module._buffers}
+                shapes = {**own_parameters(module), **own_buffers(module)}
                 facts.update({(inner, f"{name}: shape"): _shape(x) for name, x in shapes.items() if deep or _small(x)})
         return facts
 

@@ -15,14 +15,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from locater.discovery.plain_settings import settings_of
 from locater.errors import LocaterError
 from locater.sources.sources import config_of
+from locater.torch_private import is_batch_norm, tree_flatten, without_dispatch_modes
 
 Facts = dict[str, Any]
 Result = TypeVar("Result")
@@ -36,7 +34,7 @@ def facts_of(model: nn.Module) -> Facts:
         facts[f"parameter {name}"] = None if is_lazy(parameter) else tuple(parameter.shape)
     seen: set[int] = set()
     for path, module in model.named_modules():
-        if not isinstance(module, _NormBase):  # statistics of batches are no part of attention
+        if not is_batch_norm(module):  # statistics of batches are no part of attention
             for name, buffer in module.named_buffers(recurse=False):
                 facts[f"buffer {path}.{name}"] = _numbers(buffer)
         for setting in settings_of(module, seen):
@@ -107,6 +105,6 @@ def _numbers(x: Tensor) -> tuple[Any, ...]:
         return kind
     if x.numel() > LARGEST:
         return (*kind, x.data_ptr())
-    with _disable_current_modes():  # maps are also read while a graph of them is recorded
+    with without_dispatch_modes():  # maps are also read while a graph of them is recorded
         flat = x.detach().cpu().contiguous().reshape(-1)
         return (*kind, zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0)

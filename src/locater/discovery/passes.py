@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from locater.calls.direct import at_each_place
 from locater.discovery.calls import FUSED, SOFTMAX, Call, attention_calls
@@ -29,6 +28,20 @@ from locater.discovery.memory import changed, facts_of
 from locater.discovery.tape import Tape
 from locater.errors import LocaterError, first_line
 from locater.sources.live_tensors import copy_in_use, is_a
+from locater.torch_private import (
+    convert_tensors,
+    drop_compiled_call,
+    forget_output_hooks,
+    hook_tables,
+    is_compiled_wrapper,
+    is_dynamo_error,
+    is_output_hook,
+    own_buffers,
+    tree_map,
+    unwrap_compiled,
+    without_function_modes,
+    write_count,
+)
 
 # Random parameters of any size in little memory: the rows of a large one are overlapping parts of one line of
 # numbers.
@@ -124,10 +137,6 @@ class ThinProducts(TorchFunctionMode):
 # memory.
 
 
-HOOKS = (
-    "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _state_dict_hooks _state_dict_pre_hooks"
-    " _load_state_dict_pre_hooks _load_state_dict_post_hooks"
-).split()
 Memo = dict[int, Any]  # id of an object -> what stands for it in the copy, as `copy.deepcopy` takes it
 
 
@@ -147,8 +156,8 @@ def light_copy(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
         raise LocaterError(
             f"{where}: it cannot be copied ({type(error).__name__}: {first_line(error):.120})"
         ) from error
-    for part in copied.modules():  # transformers puts hooks of its own, once: they are gone, so it has to do it again
-        vars(part).pop("_output_capturing_hooks_installed", None)
+    for part in copied.modules():
+        forget_output_hooks(part)
     copied = _cast(copied, dtype).eval().requires_grad_(False)
     choose: Any = getattr(copied, "set_experts_implementation", None)
     if choose is not None:  # fused products of experts do not run in float64
@@ -162,8 +171,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     parts.
     """
     kinds = {True: dtype.to_complex(), False: dtype}
-    return model._apply(
-        lambda t: t.to("cpu", kinds[t.is_complex()] if t.is_floating_point() or t.is_complex() else t.dtype)
+    return convert_tensors(
+        model, lambda t: t.to("cpu", kinds[t.is_complex()] if t.is_floating_point() or t.is_complex() else t.dtype)
     )
 
 
@@ -204,23 +213,21 @@ def _without_hooks(part: nn.Module) -> Memo:
     the model and stay: those that compute a weight (weight_norm), and those by which models of transformers collect
     hidden states.
     """
-    hooks = (those for name, those in vars(part).items() if name in HOOKS or name.startswith("__composable_api"))
     return {
-        id(those): type(those)((key, hook) for key, hook in those.items() if _is_of_model(hook))
-        for those in hooks
-        if those is not None
+        id(table): type(table)((key, hook) for key, hook in table.items() if _is_of_model(hook))  # type: ignore[call-arg]
+        for table in hook_tables(part)
     }
 
 
 def _is_of_model(hook: object) -> bool:
-    return hasattr(hook, "compute_weight") or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    return hasattr(hook, "compute_weight") or is_output_hook(hook)
 
 
 def _own_tensors(part: nn.Module) -> Memo:
     """Buffers, and tensors that a module keeps as plain attributes without their gradients; copied to the CPU at once,
     so that the device of the model needs no memory for it.
     """
-    kept = [x for x in (*vars(part).values(), *part._buffers.values()) if isinstance(x, Tensor)]
+    kept = [x for x in (*vars(part).values(), *own_buffers(part).values()) if isinstance(x, Tensor)]
     return {id(x): x.detach().to("cpu", copy=True) for x in kept}
 
 
@@ -237,15 +244,15 @@ class Around(nn.Module):
 
 def _put_stand_in(part: Any, memo: Memo) -> None:
     """Into `memo`, what the copy has in place of a wrapper."""
-    if is_a(part, "torch._dynamo.eval_frame", "OptimizedModule"):
-        memo[id(part)] = copy.deepcopy(part._orig_mod, memo)
+    if is_compiled_wrapper(part):
+        memo[id(part)] = copy.deepcopy(unwrap_compiled(part), memo)
     elif is_a(part, "torch.nn.parallel.distributed", "DistributedDataParallel"):
         memo[id(part)] = type(type(part).__name__, (Around,), {})(copy.deepcopy(part.module, memo))
     elif is_a(part, "torch.distributed.fsdp", "FSDPModule"):  # a class made of this one and of the model's own
         kind = next(base for base in type(part).__bases__ if issubclass(base, nn.Module))
         memo[id(part)] = whole = kind.__new__(kind)
         vars(whole).update(copy.deepcopy(vars(part), memo))
-        vars(whole).pop("_compiled_call_impl", None)  # of block.compile(): the copy runs as it is written
+        drop_compiled_call(whole)
     elif is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer") and hasattr(part, "base_layer"):
         memo[id(part)] = copy.deepcopy(part.base_layer, memo)
     elif is_a(part, "peft.utils.other", "ModulesToSaveWrapper"):
@@ -257,7 +264,7 @@ def parameter_versions(model: nn.Module) -> Iterator[tuple[str, int, int, int]]:
     these.
     """
     for name, p in model.named_parameters():
-        yield name, id(p), p.data_ptr(), p._version
+        yield name, id(p), p.data_ptr(), write_count(p)
 
 
 # Direct calls of FlexAttention while a model runs on tape: it compiles itself, which no tape records.
@@ -298,7 +305,7 @@ def flex_attention_written_out() -> Iterator[None]:
 
 def _unrecorded(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What a mask is made of is no part of what the model computes."""
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         return function(*args, **kwargs)
 
 
@@ -433,7 +440,7 @@ def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str)
     except Exception as error:
         if isinstance(error, LocaterError):  # of the pass itself, whatever its inputs are
             raise LocaterError(f"{where}: {error}") from error
-        if type(error).__module__.startswith("torch._dynamo") or "BatchedTensor" in str(error):
+        if is_dynamo_error(error) or "BatchedTensor" in str(error):
             raise LocaterError(
                 f"{where}: it runs a part of itself through torch.compile or torch.vmap, which cannot be recorded: "
                 "call that part as it is written, FlexAttention under its own name, while the model is read"

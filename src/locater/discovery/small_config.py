@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from locater.torch_private import settings_of_single_layers
+
 DEPTH = re.compile(r"(\w+_)?layers|n_layer|num_blocks|depth")
 NO_DEPTH = re.compile(
     r".*(max_window|shared|nextn|mtp|dense|every_n|feat_extract|conv|adapter|residual|lstm|sparse|global|full_attention"
@@ -139,7 +141,7 @@ def _fewer_layers(settings: dict[str, Any], names: dict[str, str], count: int, b
             for name, value in settings.items()
             if isinstance(value, list | tuple) and len(value) == depth and not TOKEN.fullmatch(name)
         }
-        own = _settings_of_layers(settings)
+        own = settings_of_single_layers(settings)
         telling = {**lists, "": [own.get(at) for at in range(depth)]} if own else lists
         chosen = _chosen(depth, telling, count) if by_lists else range(count)
         for name, value in lists.items():
@@ -148,11 +150,6 @@ def _fewer_layers(settings: dict[str, Any], names: dict[str, str], count: int, b
         own.clear()
         own.update(kept)
         settings.update({name: len(chosen) for name, value in depths.items() if value == depth})
-
-
-def _settings_of_layers(settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Settings of single layers that differ from those of all (`per_layer_config` of transformers), by number."""
-    return getattr(settings.get("_heterogeneity_spec"), "per_layer_overrides", {})
 
 
 def _is_depth(name: str, alias: str) -> bool:

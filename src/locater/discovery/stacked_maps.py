@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -30,6 +29,7 @@ from locater.sources.live_tensors import is_a
 from locater.sources.sources import config_of
 from locater.sources.weights import ModuleWeights, Rows, take_rows
 from locater.spectrum import cross_moments, moments
+from locater.torch_private import fake_tensor_mode, own_children, own_parameters, without_fake_tensors
 
 logger = logging.getLogger("locater")
 Result = TypeVar("Result")
@@ -52,8 +52,8 @@ class Recorder(ModuleWeights):
     def now(self, name: str) -> Tensor:
         """The tensor of the model as it is now; plain parameters are returned without a search for parametrizations."""
         place = self.live_tensor(name)
-        if not (place.adapters or place.packed) and "parametrizations" not in place.module._modules:
-            parameter = place.module._parameters.get(place.attribute)
+        if not (place.adapters or place.packed) and "parametrizations" not in own_children(place.module):
+            parameter = own_parameters(place.module).get(place.attribute)
             if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
                 return parameter
         return ModuleWeights.read(self, name)
@@ -163,7 +163,7 @@ class FoldedStacks:
         return tensor
 
     def _check_modules(self) -> None:
-        if any(parent._modules.get(name) is not child for parent, name, child in self._edges) or any(
+        if any(own_children(parent).get(name) is not child for parent, name, child in self._edges) or any(
             _active_copy(wrapper) != active for wrapper, active in self._wrappers
         ):
             raise _ChangedError
@@ -249,12 +249,12 @@ class _Shapes(Recorder):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.mode = FakeTensorMode()
+        self.mode = fake_tensor_mode()
         self.kinds: dict[str, Any] = {}
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
         if name not in self.tensors:
-            with unset_fake_temporarily():
+            with without_fake_tensors():
                 tensor = ModuleWeights.read(self, name).detach()
             self.put(name, tensor)
         return take_rows(self.tensors[name], rows)
@@ -270,7 +270,7 @@ def _edges(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[nn.Modu
     above = {
         child: (parent, name)
         for parent in model.modules()
-        for name, child in parent._modules.items()
+        for name, child in own_children(parent).items()
         if child is not None
     }
     edges: dict[nn.Module, tuple[nn.Module, str, nn.Module]] = {}

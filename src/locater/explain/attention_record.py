@@ -33,6 +33,7 @@ from locater.observing.listen import heard
 from locater.observing.map_of_heads import attention_maps, without_autocast
 from locater.observing.stream import time_first
 from locater.sources.weights import ModuleWeights
+from locater.torch_private import unwrap_compiled
 
 # Values of attention that announces none: computed again from the input of its module, and checked by its output.
 
@@ -152,7 +153,7 @@ class RecordedRun:
 
 def recorded_attention(model: nn.Module, inputs: Mapping[str, Any] | Tensor, gradients: bool = False) -> RecordedRun:
     """Run `model` once. With `gradients`, its output and the outputs of its attention are in one graph."""
-    model = getattr(model, "_orig_mod", model)
+    model = unwrap_compiled(model)
     keywords = as_keywords(model, inputs)
     with recorded(model, gradients) as events:
         output = run_checked(model, keywords, gradients)

@@ -20,6 +20,7 @@ from locater.layers import AttentionLayer
 from locater.observing.inputs import IDS, as_keywords, check_tokens, run_checked
 from locater.sources.sources import config_of
 from locater.sources.weights import ModuleWeights
+from locater.torch_private import unwrap_compiled
 
 # Inputs that a model cannot take, refused before it runs: on a GPU the model's own error would end the process.
 
@@ -85,7 +86,7 @@ def recorded_run(
     """One run of the model: its recording, the keywords it was called with, and its output. With `readout`, the output
     has the gradient of what the model does with its last stream.
     """
-    keywords = as_keywords(getattr(model, "_orig_mod", model), batch)
+    keywords = as_keywords(unwrap_compiled(model), batch)
     block = _block_of(model)
     layers = attention_layers(model)
     _check_one_stack(model, block, layers)

@@ -21,6 +21,7 @@ from locater.errors import LocaterError
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target, vectors
 from locater.observing.inputs import as_keywords, run_checked
+from locater.torch_private import unwrap_compiled
 
 # Inputs with some of their tokens or patches taken away.
 
@@ -236,7 +237,7 @@ def deletion(
     steps = tuple(float(x) for x in fractions)
     if len(steps) < 2 or list(steps) != sorted(set(steps)) or not 0 <= steps[0] <= steps[-1] <= 1:
         raise LocaterError(f"fractions={list(fractions)}: two or more numbers between 0 and 1, in ascending order")
-    model = getattr(model, "_orig_mod", model)
+    model = unwrap_compiled(model)
     removal = TokenRemoval(model, as_keywords(model, inputs), explanation, replace, keep)
     ranked = [token for token, _ in explanation.ranked() if token in removal.removable]
 

@@ -26,6 +26,7 @@ from locater.layers.layer import Projection
 from locater.layers.normed import NormedProjection
 from locater.numerics import upcast
 from locater.observing.map_of_heads import attention_maps
+from locater.torch_private import apply_expert_gate
 
 # MLPs of a recorded run as branches that are linear in the stream: plain, gated, and mixtures of experts.
 
@@ -122,20 +123,11 @@ def _expert(
     pre = x @ both.mT if b_both is None else x @ both.mT + b_both[number].detach().to(x)
     closed = pre.clone()
     closed[:, units] = 0
-    value, least = _gated(module, pre), _gated(module, closed)
+    value, least = apply_expert_gate(module, pre), apply_expert_gate(module, closed)
     ratio = torch.where(pre[:, units] == 0, 0.0, (value - least) / pre[:, units])
     hidden = least + ratio * _pre_activation_constant(both[units], b_up, before)
     constant = hidden @ down.mT if b_down is None else hidden @ down.mT + b_down[number].detach().to(x)
     return Expert(tokens, ratio * share, both[units], down, constant * share)
-
-
-def _gated(module: Any, gate_up: Tensor) -> Tensor:
-    if hasattr(module, "_apply_gate"):
-        value: Tensor = module._apply_gate(gate_up)
-    else:
-        gate, up = gate_up.chunk(2, -1)
-        value = module.act_fn(gate) * up
-    return value
 
 
 def shown(part: Part) -> str:

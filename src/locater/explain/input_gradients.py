@@ -19,6 +19,7 @@ from locater.explain.streams import main_stream
 from locater.explain.targets import Target, TargetChoice, choose_target
 from locater.numerics import upcast
 from locater.observing.inputs import as_keywords, run_checked
+from locater.torch_private import unwrap_compiled
 
 # What the first embedding of a model returns: the input that gradients are taken with respect to.
 
@@ -30,7 +31,7 @@ class EmbeddedInputs:
     """Runs a model from the output of its embeddings. `features` are those of the inputs, by stream."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> None:
-        self.model = getattr(model, "_orig_mod", model)
+        self.model = unwrap_compiled(model)
         self.keywords = as_keywords(self.model, inputs)
         self.features: dict[str, Tensor] = {}
         self.names = _names(self.keywords)

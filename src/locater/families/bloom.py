@@ -22,6 +22,7 @@ from locater.layers.build import expect, expect_layers, integer, norm, projectio
 from locater.layers.layer import AttentionLayer
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
+from locater.torch_private import split_bloom
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 
@@ -84,7 +85,7 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 
 def _described(module: Any, passage: Passage) -> Call:
-    q, k, _ = module._reshape(passage.tensors["query_key_value"])
+    q, k, _ = split_bloom(module, passage.tensors["query_key_value"])
     alibi = passage.argument(2, "alibi").detach()
     k = cached(module, passage.argument(4, "layer_past"), k, alibi.shape[-1])
     bias = module.beta * alibi.view(q.shape[0], module.num_heads, 1, -1)

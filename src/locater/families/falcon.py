@@ -26,6 +26,7 @@ from locater.layers.layer import AttentionLayer
 from locater.layers.rotary import rotary_from_config
 from locater.sources.sources import Config
 from locater.sources.weights import Rows, Weights, numbered
+from locater.torch_private import attention_implementation, split_falcon
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 
@@ -131,7 +132,7 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Call:
     """The mask depends on the implementation: the fused function reads a boolean one, the plain way adds any mask."""
-    q, k = (part.transpose(1, 2) for part in module._split_heads(passage.tensors["query_key_value"])[:2])
+    q, k = (part.transpose(1, 2) for part in split_falcon(module, passage.tensors["query_key_value"])[:2])
     alibi, mask, past = (
         passage.argument(1, "alibi"),
         passage.argument(2, "attention_mask"),
@@ -144,7 +145,7 @@ def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Cal
     call = Call(q, k, Terms(float(module.inv_norm_factor)), passage.heads("dense", module.num_heads))
     if "Flash" in type(module).__name__:
         return call.masked(mask).with_terms(causal=module.is_causal)
-    if module.config._attn_implementation == "sdpa" and not passage.argument(6, "output_attentions"):
+    if attention_implementation(module) == "sdpa" and not passage.argument(6, "output_attentions"):
         return call.masked(mask.detach()) if mask is not None else _causal(call, module)
     return _added(call, mask, None if alibi is None else alibi.detach() * module.inv_norm_factor)
 

@@ -20,6 +20,7 @@ from locater.layers.layer import AttentionLayer
 from locater.layers.rotary import halves, rotary_from_config
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
+from locater.torch_private import GPTJ_ATTENTION
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.q_proj\.weight"
 
@@ -74,7 +75,7 @@ BLOCK = Block(
 
 def tap(module: nn.Module) -> Iterator[Undo]:
     """The method `_attn` is called with queries and keys after rotation and cache."""
-    yield instead(module, "_attn", _attend)
+    yield instead(module, GPTJ_ATTENTION, _attend)
 
 
 def _attend(module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

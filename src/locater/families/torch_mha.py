@@ -29,11 +29,11 @@ from locater.layers.layer import AttentionLayer, Kind, Projection
 from locater.layers.norm import Norm, NormKind
 from locater.sources.sources import Config
 from locater.sources.weights import ModuleWeights, Rows, Weights, natural
+from locater.torch_private import ENCODER_STEPS, has_joint_projection, replace_fused_encoder_layer
 
 # The tap of `nn.MultiheadAttention`, alone or inside PyTorch's own encoders and decoders.
 
 
-FAST = "_transformer_encoder_layer_fwd"
 _tapped: list[nn.MultiheadAttention] = []
 _plain: list[Callable[..., Tensor]] = []  # the function that is replaced, while it is
 
@@ -42,14 +42,13 @@ def tap(module: nn.Module) -> Iterator[Undo]:
     assert isinstance(module, nn.MultiheadAttention)
     yield instead(module, "forward", _attend)
     if not _tapped:
-        _plain.append(getattr(torch, FAST))
-        setattr(torch, FAST, _encode)
+        _plain.append(replace_fused_encoder_layer(_encode))
     _tapped.append(module)
 
     def undo() -> None:
         _tapped[:] = [m for m in _tapped if m is not module]
         if not _tapped:
-            setattr(torch, FAST, _plain.pop())
+            replace_fused_encoder_layer(_plain.pop())
 
     yield undo
 
@@ -115,7 +114,7 @@ def _projected(module: nn.MultiheadAttention, x: Tensor, part: int) -> Tensor:
     rows = slice(part * module.embed_dim, (part + 1) * module.embed_dim)
     weight = (
         module.in_proj_weight[rows]
-        if module._qkv_same_embed_dim
+        if has_joint_projection(module)
         else (module.q_proj_weight, module.k_proj_weight)[part]
     )
     bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
@@ -328,7 +327,7 @@ def _norms_in_front(weights: ModuleWeights, path: str, module: nn.MultiheadAtten
 
 def _runs_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Whether a module runs as one of these classes is written: a subclass may run otherwise."""
-    steps = ("forward", "_sa_block", "_mha_block")
+    steps = ("forward", *ENCODER_STEPS)
     return any(
         isinstance(module, kind)
         and all(getattr(type(module), step, None) is getattr(kind, step, None) for step in steps)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
 from locater.sources.sources import hub_folder
+from locater.torch_private import saved_path
 
 OWN = ("locater", "locater_variant")  # model types of `locater train`, unknown to transformers
 OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")  # their positions start after the padding id
@@ -137,7 +138,7 @@ def tokenizer_for(model: Any, tokenizer: Any = None) -> Any:
     config = getattr(model, "config", None)
     where = str(tokenizer or "")
     if tokenizer is None:
-        where = getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
+        where = getattr(model, "name_or_path", "") or saved_path(config)
     if not where:
         raise LocaterError(f"{type(model).__name__}: it does not say where its tokenizer is: {WAY_OUT}")
     try:

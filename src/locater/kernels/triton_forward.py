@@ -23,6 +23,7 @@ from locater.kernels.triton_descriptors import descriptor, takes_descriptors
 from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
 from locater.kernels.triton_parts import EMPTY, key_span, load_rows
 from locater.kernels.triton_rows import LEAST, _lanes, _program, _terms, _unit, store_rows
+from locater.torch_private import launch_compiled
 
 
 @triton.jit
@@ -193,7 +194,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tu
     bare = sinks is None and alibi is None
     if bare and key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](*tensors, None, *rest)
+        launch_compiled(kernel, grid, (*tensors, None, *rest))
         return o, out
     arguments, flags = launch_arguments(q, k, replace(terms, alibi=alibi))
     rest = [*v.stride()[:3], *o.stride()[:3], REACH_HALF if v.dtype == torch.float16 else REACH, *arguments]

@@ -14,6 +14,7 @@ from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, re
 from locater.kernels.triton_parts import EMPTY, LOG2E
 from locater.kernels.triton_rows import rows_kernel
 from locater.kernels.triton_split import in_parts, parts_of
+from locater.torch_private import launch_compiled
 
 
 def statistics(
@@ -109,7 +110,7 @@ def _launch(
     key = (*key, *map(layout, given))
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](*given, *rest)
+        launch_compiled(kernel, grid, (*given, *rest))
         return
     arguments, flags = launch_arguments(q, k, terms)
     masked = any(x is not None for x in tensors[:4])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from locater.kernels.terms import Terms
 from locater.kernels.triton_parts import compared_kernel
+from locater.torch_private import has_tested_launch, launch_compiled
 
 CACHE = 24 << 20  # bytes of keys that programs running at one time share
 # A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
@@ -18,22 +19,12 @@ CACHE = 24 << 20  # bytes of keys that programs running at one time share
 # Triton's: this is done for versions in which it was run, and after one launch by either way gave the same numbers.
 LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
 KERNELS: dict[tuple[Any, ...], Any] = {}  # the same by what Triton specialises on, for shapes that change at each call
-TESTED = ((3, 6),)  # versions whose compiled kernels were called directly, on a GPU
 _compared: dict[torch.device, bool] = {}  # whether both ways agreed
-
-
-def is_tested(version: str) -> bool:
-    """Whether compiled kernels of this version of Triton were called directly.
-
-    >>> is_tested("3.6.0"), is_tested("3.6.0+git1"), is_tested("3.10.0"), is_tested("4.6.0"), is_tested("main")
-    (True, True, False, False, False)
-    """
-    return version.split(".")[:2] in [[str(part) for part in known] for known in TESTED]
 
 
 def goes_past_dispatch(device: torch.device) -> bool:
     """Whether compiled kernels are called directly on this device. Compared once, before the first is kept."""
-    if not is_tested(triton.__version__):
+    if not has_tested_launch(triton.__version__):
         return False
     if device not in _compared:
         if (
@@ -51,7 +42,7 @@ def _agree(device: torch.device) -> bool:
         by_dispatch, past_it = torch.full((2, 16), -1.0, device=device)
         given, fixed = (None, 1, 13, 0.5), (16, True)
         kernel = compared_kernel[(1, 1, 1)](x, by_dispatch, *given, SIZE=fixed[0], TWICE=fixed[1])
-        kernel[(1, 1, 1)](x, past_it, *given, *fixed)
+        launch_compiled(kernel, (1, 1, 1), [x, past_it, *given, *fixed])
         wanted = torch.where(torch.arange(16, device=device) < 13, x, 0.0)
         why = None if torch.equal(by_dispatch, wanted) and torch.equal(past_it, wanted) else "gave other numbers"
     except Exception as error:
@@ -102,7 +93,7 @@ def launch(function: Any, grid: tuple[int, int, int], arguments: list[Any], fixe
         if kernel is not None and goes_past_dispatch(arguments[0].device):
             KERNELS[key] = kernel
     else:
-        kernel[grid](*arguments, *(fixed[name] for name in function.arg_names[len(arguments) :]))
+        launch_compiled(kernel, grid, [*arguments, *(fixed[name] for name in function.arg_names[len(arguments) :])])
 
 
 def _kind(x: Any) -> Any:

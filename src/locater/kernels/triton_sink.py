@@ -10,6 +10,7 @@ from locater.kernels.terms import Terms
 from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
 from locater.kernels.triton_rows import _terms, _unit
+from locater.torch_private import launch_compiled
 
 COLUMN = 6  # of the statistics: weight on the first keys
 
@@ -23,7 +24,7 @@ def put_weights(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None, at: Ten
     key = ("sink", terms.scale, terms.causal, terms.window, terms.softcap, q.device, *(layout(x) for x in tensors))
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](*tensors, *rest)
+        launch_compiled(kernel, grid, (*tensors, *rest))
         return
     arguments, fixed = launch_arguments(q, k, terms)
     strides, (heads, group, _, _, *sizes) = arguments[5:17], arguments[17:]

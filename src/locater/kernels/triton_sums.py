@@ -17,6 +17,7 @@ from locater.kernels.terms import Terms
 from locater.kernels.triton_kernels import prepared, rows_of_prepared, visible_counts
 from locater.kernels.triton_launch import LAUNCHES, layout, remember
 from locater.kernels.triton_sink import put_weights
+from locater.torch_private import launch_compiled
 
 BLOCK, WARPS = 2048, 16  # rows at a time of the one program that adds up a head: what it costs is waiting for memory
 PART = 1 << 15  # numbers of a head's output that one program reads
@@ -72,7 +73,7 @@ def _add(
     tensors = (stats, count, rows, counted, output, sums, maxima)
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](*tensors, *rest)
+        launch_compiled(kernel, grid, (*tensors, *rest))
         return
     (B, H, T, S, causal, window), number = shape, stats.shape[-1]
     V, strides = (0, (0, 0, 0)) if output is None else (output.shape[-1], output.stride()[:3])

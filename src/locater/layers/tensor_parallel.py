@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.sources.live_tensors import is_a
 from locater.sources.weights import WRAPPERS
+from locater.torch_private import fsdp_parameters, own_parameters, placement_of
 
 EXPERTS = "expert"  # experts are spread over ranks that have different batches: their placements say nothing of heads
 
@@ -136,8 +137,8 @@ def _placements(model: nn.Module) -> Iterator[_Placed]:
     for path, module in model.named_modules():
         if EXPERTS in path:
             continue
-        for name, p in module._parameters.items():
-            spec, data = gathered.get((id(module), name), (getattr(p, "_spec", None), frozenset()))
+        for name, p in own_parameters(module).items():
+            spec, data = gathered.get((id(module), name), (placement_of(p), frozenset()))
             if spec is None:
                 continue
             mesh = spec.mesh
@@ -169,27 +170,14 @@ def _before_fsdp(model: nn.Module) -> dict[tuple[int, str], tuple[Any, frozenset
         if not is_a(part, "torch.distributed.fsdp", "FSDPModule"):
             continue
         try:
-            state: Any = part._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
-                spec = _gathered_spec(parameter)
+            for parameter in fsdp_parameters(part):
                 dims = getattr(parameter.mesh_info, "dp_mesh_dims", None)
                 data = frozenset() if dims is None else frozenset([*dims.shard_names, *dims.replicate_names])
-                info = parameter._module_info
-                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-                for module, name in [(info.module, info.param_name), *shared]:
-                    found[id(module), name] = spec, data
+                for module, name in parameter.uses:
+                    found[id(module), name] = parameter.gathered, data
         except AttributeError as error:
             raise LocaterError(
                 f"{type(model).__name__}: FSDP2 of torch {torch.__version__} does not tell how parameters were placed "
                 f"before it ({error}), so heads that are split over ranks cannot be told from heads that are not"
             ) from None
     return found
-
-
-def _gathered_spec(parameter: Any) -> Any:
-    """The placements of a parameter of FSDP2 after it is gathered; None for a plain tensor."""
-    if not parameter.is_dtensor:
-        return None
-    older = "_tp_spec"  # its name in earlier versions of PyTorch
-    return getattr(parameter, older) if hasattr(parameter, older) else parameter._unsharded_dtensor_spec

@@ -18,8 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
-from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from locater.calls import interface
 from locater.calls.call import Call
@@ -38,6 +36,12 @@ from locater.observing.listen import compiled_parts
 from locater.observing.repeated_calls import Layer, layers_of
 from locater.observing.site import Site, clear
 from locater.sources.weights import ModuleWeights
+from locater.torch_private import (
+    attention_implementation,
+    current_function_mode,
+    disable_dynamo,
+    without_current_function_mode,
+)
 
 # Following which module of a model runs: its forward is replaced while an observation finds layers by their calls.
 
@@ -61,8 +65,8 @@ def running(
         stack.callback(layers.frames.pop)
         out = forward(*args, **kwargs)
         with ExitStack() as counting:
-            if isinstance(_get_current_function_mode(), DirectCalls):
-                counting.enter_context(_pop_mode_temporarily())
+            if isinstance(current_function_mode(), DirectCalls):
+                counting.enter_context(without_current_function_mode())
             layers.leave(frame)
     return out
 
@@ -76,8 +80,8 @@ def paused(
     if is_on(layers.switch):
         layers.ran.add(name)
     with ExitStack() as stack:
-        if isinstance(_get_current_function_mode(), DirectCalls):
-            stack.enter_context(_pop_mode_temporarily())
+        if isinstance(current_function_mode(), DirectCalls):
+            stack.enter_context(without_current_function_mode())
         return forward(*args, **kwargs)
 
 
@@ -113,7 +117,7 @@ class _Listener:
     def switch(self) -> Switch:
         return self.layers.switch
 
-    @_disable_dynamo
+    @disable_dynamo
     def see(self, call: Call) -> None:
         if is_measured(self, call):
             self.layers.add(self, call)
@@ -168,13 +172,13 @@ class CalledLayers:
     def listen(self) -> Iterator[Undo]:
         """Follow which module runs, and hear what it computes itself; yields what ends it."""
         if self.compiled:
-            if any(_implementation(module) == "eager" for module in self.model.modules()):
+            if any(attention_implementation(module) == "eager" for module in self.model.modules()):
                 # graphs are not guarded on a function that the table has no entry for, and those of inner frames are
                 # run again where ours breaks at an attention call
                 torch.compiler.reset()
             return
         # FlexAttention compiles itself at its first call, which a function mode would disturb
-        self.follows = not any(_implementation(module) == "flex_attention" for module in self.model.modules())
+        self.follows = not any(attention_implementation(module) == "flex_attention" for module in self.model.modules())
         for name, module in self.model.named_modules():
             if isinstance(module, TORCH_MODULES):
                 yield instead(module, "forward", partial(paused, self, name))
@@ -437,7 +441,7 @@ class CalledLayers:
 
 def _announced(call: Call) -> Heard:
     """A call that the attention interface announced, and that is counted later."""
-    mode = _get_current_function_mode()
+    mode = current_function_mode()
     query, key = mode.steps(call) if isinstance(mode, DirectCalls) else (None, None)
     kept = Kept(*(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None))
 
@@ -446,11 +450,6 @@ def _announced(call: Call) -> Heard:
         return call
 
     return Heard(describe, query, key)
-
-
-def _implementation(module: nn.Module) -> str | None:
-    """The name of the attention function of a module of transformers."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 def _within(path: str, outer: str) -> bool:

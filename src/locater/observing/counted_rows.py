@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from locater.calls.call import Call
 from locater.kernels import Terms, mask_spans
+from locater.torch_private import write_count
 
 Result = TypeVar("Result")
 NOTHING: Any = object()
@@ -103,7 +104,7 @@ def _masks_key(call: Call, own: bool) -> tuple[Any, ...] | None:
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
-    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
+    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype, write_count(x)
 
 
 def place(

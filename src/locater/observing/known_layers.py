@@ -25,6 +25,7 @@ from locater.families.registry import BY_TYPE, family_of
 from locater.sources.live_tensors import is_a
 from locater.sources.sources import open_source
 from locater.sources.weights import ModuleWeights
+from locater.torch_private import own_children, own_parameters
 
 SETTINGS = (bool, int, float, str)  # of a module: what its layer may be read from besides its parameters
 
@@ -97,8 +98,8 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
         part = waiting.pop()
         if id(part) not in parts:
             parts[id(part)] = part
-            if part._modules:
-                waiting += [child for child in part._modules.values() if child is not None]
+            if own_children(part):
+                waiting += [child for child in own_children(part).values() if child is not None]
     return list(parts.values())
 
 
@@ -122,7 +123,7 @@ def _found(model: nn.Module, parts: list[nn.Module]) -> KnownLayers:
 
 def _is_stable(parts: Sequence[nn.Module]) -> bool:
     """Whether layers follow from the form. Lazy parameters have no shape yet; peft chooses among copies of modules."""
-    lazy = any(isinstance(p, UninitializedParameter) for part in parts for p in part._parameters.values())
+    lazy = any(isinstance(p, UninitializedParameter) for part in parts for p in own_parameters(part).values())
     return not lazy and not any(is_a(part, "peft.utils.other", "ModulesToSaveWrapper") for part in parts)
 
 
@@ -132,9 +133,9 @@ def _as_it_is(known: KnownLayers, parts: list[nn.Module]) -> _Remembered:
         _Part(
             ref(part),
             type(part),
-            tuple(part._modules),
-            tuple(None if child is None else number[id(child)] for child in part._modules.values()),
-            len(part._parameters),
+            tuple(own_children(part)),
+            tuple(None if child is None else number[id(child)] for child in own_children(part).values()),
+            len(own_parameters(part)),
         )
         for part in parts
     ]
@@ -148,9 +149,9 @@ def _unchanged(before: _Remembered) -> list[nn.Module] | None:
     """The parts of a model that is as it was; None where it is not."""
     parts = [part.module() for part in before.parts]
     for module, part in zip(parts, before.parts, strict=True):
-        if module is None or type(module) is not part.kind or len(module._parameters) != part.parameters:
+        if module is None or type(module) is not part.kind or len(own_parameters(module)) != part.parameters:
             return None
-        children = module._modules
+        children = own_children(module)
         if part.names or children:
             if tuple(children) != part.names:
                 return None
@@ -189,9 +190,9 @@ def _shapes(layers: Sequence[KnownLayer], parts: Sequence[nn.Module]) -> list[li
     return [
         [
             None if p is None else p.shape
-            for part in (parts[layer.part], *parts[layer.part]._modules.values())
+            for part in (parts[layer.part], *own_children(parts[layer.part]).values())
             if part is not None
-            for p in part._parameters.values()
+            for p in own_parameters(part).values()
         ]
         for layer in layers
     ]

@@ -17,6 +17,7 @@ from locater.families.registry import family_of
 from locater.families.taps import put_tap, refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.known_layers import parts_of
+from locater.torch_private import is_compiled_in_place, own_children
 
 
 @contextmanager
@@ -53,7 +54,6 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     attention functions.
     """
     compiled = [
-        part._modules.get("_orig_mod", part if part._compiled_call_impl is not None else None)
-        for part in parts_of(model)
+        own_children(part).get("_orig_mod", part if is_compiled_in_place(part) else None) for part in parts_of(model)
     ]
     return [part for part in compiled if part is not None]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from locater.calls.call import Call
 from locater.calls.listeners import Switch
@@ -27,6 +26,7 @@ from locater.observing.counted_rows import of_heads
 from locater.observing.inputs import as_keywords, check_model, run_checked
 from locater.observing.listen import heard
 from locater.sources.weights import ModuleWeights
+from locater.torch_private import disable_dynamo, in_backward_pass, unwrap_compiled
 
 
 def attention_pattern(
@@ -44,7 +44,7 @@ def attention_pattern(
     ([(2, 0), (2, 1)], [0.25, 0.25, 0.25, 0.25])
     """
     check_model(model)
-    model = getattr(model, "_orig_mod", model)
+    model = unwrap_compiled(model)
     known = list(enumerate(attention_layers(model)))
     switch, weights = Switch(), ModuleWeights(model)
     sites = [
@@ -83,10 +83,10 @@ class PatternSite:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()
 
-    @_disable_dynamo
+    @disable_dynamo
     def see(self, call: Call) -> None:
         """Build the maps. A compiled model is interrupted here; activation checkpointing does not count twice."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward_pass():
             return
         self.calls += 1
         with torch.no_grad(), without_autocast(call.query.device):

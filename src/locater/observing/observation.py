@@ -33,6 +33,7 @@ from locater.observing.ranks import combine, refuse_split_tokens
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
 from locater.observing.site import Site, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
+from locater.torch_private import COMPILED_CALL, attention_implementation, is_compiled_in_place, unwrap_compiled
 
 if TYPE_CHECKING:
     import pandas
@@ -139,7 +140,7 @@ class Observation:
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = Switch(
-            trained=None if every else getattr(model, "_orig_mod", model),
+            trained=None if every else unwrap_compiled(model),
             lenient=lenient,
             fused=fused,
             loss_only=loss_only,
@@ -365,7 +366,7 @@ class Observation:
             return f"{name}: nothing was observed, because the model was not run inside the block"
         if self.by_calls is not None:
             return f"{name}: no softmax attention was heard. {self.by_calls.why_nothing()}"
-        how = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        how = attention_implementation(self.model)
         implementation = f" (attn_implementation {how!r})" if how else ""
         return (
             f"{name}: nothing was observed: its attention{implementation} does not pass where Locater listens. "
@@ -378,7 +379,7 @@ def _entry(module: nn.Module) -> str:
     """The method of a module to replace: outside of its graph where it was compiled in place, since inside passes could
     not be counted.
     """
-    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+    return COMPILED_CALL if is_compiled_in_place(module) else "forward"
 
 
 def _run_pass(switch: Switch, part: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from locater.calls.call import Call
 from locater.calls.listeners import report_missed
 from locater.kernels import Terms, has_spans, mask_spans
 from locater.observing.counted_rows import CountedRows, place
+from locater.torch_private import disable_dynamo
 
 
 class Placement(NamedTuple):
@@ -113,7 +113,7 @@ def _device(terms: Terms, cut: Tensor | None) -> torch.device:
 
 _library = torch.library.Library("locater", "FRAGMENT")
 _library.define(SCHEMA, tags=torch.Tag.pt2_compliant_tag)
-_library.impl("mask_placement", _disable_dynamo(_run), "CompositeExplicitAutograd")
+_library.impl("mask_placement", disable_dynamo(_run), "CompositeExplicitAutograd")
 _library.impl("mask_placement", torch.library.fallthrough_kernel, "Autograd")
 _operator = torch.ops.locater.mask_placement.default
 torch.library.register_fake("locater::mask_placement", _fake, lib=_library)

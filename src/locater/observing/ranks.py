@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -10,25 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 from locater.errors import LocaterError
 from locater.observing.site import Site
 from locater.observing.stream import Stream
-
-RING = "torch.distributed.tensor.experimental._context_parallel._attention"  # private: PyTorch's ring attention
+from locater.torch_private import splits_sequences
 
 
 def refuse_split_tokens(model: nn.Module) -> None:
     """Under context parallelism a rank has a part of the queries and the keys: what it computes is no row of a map."""
-    ring = sys.modules.get(RING)
-    if ring is None:
-        return
-    from torch.distributed.tensor import DTensor
-
-    replaced = functional.scaled_dot_product_attention in getattr(ring, "_replaced_functions", ())
-    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
-    if replaced or any(op in handlers for op in getattr(ring, "custom_ops", ())):
+    if splits_sequences():
         raise LocaterError(
             f"{type(model).__name__}: context parallelism splits the tokens of a sequence over ranks, and no rank sees "
             "whole rows of attention: observe the model without it"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from locater.brief import brief
 from locater.findings import FLAGS
@@ -17,6 +16,7 @@ from locater.measures import Ranks, ranks_of_gram
 from locater.numerics import finite_or_none
 from locater.observing.accumulators import AT, wide
 from locater.observing.site import Site
+from locater.torch_private import flatten_together
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def fetched(tensors: Sequence[Tensor]) -> list[list[float]]:
         kinds.setdefault(x.device, {}).setdefault(x.dtype, []).append(i)
     values: dict[int, list[float]] = {}
     for device, of_dtype in kinds.items():
-        parts = [_flatten_dense_tensors([tensors[i] for i in which]).to(wide(device)) for which in of_dtype.values()]
+        parts = [flatten_together([tensors[i] for i in which]).to(wide(device)) for which in of_dtype.values()]
         flat, start = torch.cat(parts).tolist(), 0
         for i in (i for which in of_dtype.values() for i in which):
             end = start + tensors[i].numel()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from locater.calls.call import Call
 from locater.calls.listeners import Switch, is_measured, report_missed
@@ -31,6 +30,15 @@ from locater.observing.accumulators import (
 )
 from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled, spans
 from locater.observing.placement import Placement, placed_rows, traced_placement
+from locater.torch_private import (
+    add_to_each,
+    disable_dynamo,
+    in_backward_pass,
+    own_children,
+    own_parameters,
+    subtract_from_each,
+    zero_each,
+)
 
 if TYPE_CHECKING:
     from locater.layers import AttentionLayer
@@ -74,7 +82,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
     """The operator: `tally` of its arguments. Run again in a backward pass by activation checkpointing, it does
     nothing.
     """
-    if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
+    if in_backward_pass() or not q.numel() or not k.numel():
         return
     terms, more = Terms.from_flat(arguments[: Terms.ARGUMENTS]), arguments[Terms.ARGUMENTS :]
     output, cut, numbers, sums, maxima, pairs, gram, heads, placed, own, mailbox, again, *asked = more
@@ -103,7 +111,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
 # differentiate.
 _library = torch.library.Library("locater", "FRAGMENT")
 _library.define(SCHEMA, tags=torch.Tag.pt2_compliant_tag)
-_library.impl("tally", _disable_dynamo(_run), "CompositeExplicitAutograd")
+_library.impl("tally", disable_dynamo(_run), "CompositeExplicitAutograd")
 _library.impl("tally", torch.library.fallthrough_kernel, "Autograd")
 _operator = torch.ops.locater.tally.default
 
@@ -186,7 +194,7 @@ def _add_some(q: Tensor, k: Tensor, terms: Terms, at: Tensor, into: Accumulators
     look = wide.new_ones(len(at)) if terms.window is None else at + (S - q.shape[2]) < terms.window
     top = torch.exp(stats.max_logit - stats.log_sum_exp)
     counts = [1.0, float(B * len(at))]
-    torch._foreach_add_(into.sums.unbind(1)[: AT["wide_rows"]], counts)
+    add_to_each(into.sums.unbind(1)[: AT["wide_rows"]], counts)
     into.sums[:, AT["wide_rows"] : AT["entropy"]].add_(torch.stack((wide, look)).sum(1) * B)
     _put(into.sums, "entropy", _means(stats, top, ratio.masked_fill_(~wide, 0), stats.first_mass))
     _raise(into.maxima, stats.max_logit)
@@ -204,7 +212,7 @@ def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators, numbers: 
         ratio[:, :, : T - wide].zero_()
     top = torch.exp(stats.max_logit - stats.log_sum_exp)
     counts = (1.0, float(B * T), float(B * wide), float(B * look))
-    torch._foreach_add_(into.sums.unbind(1)[: AT["entropy"]], counts)
+    add_to_each(into.sums.unbind(1)[: AT["entropy"]], counts)
     _put(into.sums, "entropy", _means(stats, top, ratio, stats.first_mass))
     _raise(into.maxima, stats.max_logit)
 
@@ -438,8 +446,8 @@ class Site:
 
 def device_of(module: nn.Module) -> torch.device:
     """The device of the parameters of a module; attention has them in its children, which are looked at first."""
-    for part in (module, *module._modules.values()):
-        for parameter in () if part is None else part._parameters.values():
+    for part in (module, *own_children(module).values()):
+        for parameter in () if part is None else own_parameters(part).values():
             if parameter is not None:
                 return parameter.device
     return next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -451,5 +459,5 @@ def clear(sites: Sequence[Site]) -> None:
         return
     maxima = [site.totals.maxima for site in sites]
     added = [x for site in sites for x in site.totals.added() if x.numel()]
-    torch._foreach_zero_([*added, *maxima])
-    torch._foreach_sub_(maxima, torch.inf)
+    zero_each([*added, *maxima])
+    subtract_from_each(maxima, torch.inf)

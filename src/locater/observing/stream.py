@@ -16,6 +16,7 @@ from locater.calls.listeners import Switch, is_here
 from locater.calls.patching import instead
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
 from locater.observing.accumulators import is_of_another_thread, wide
+from locater.torch_private import in_backward_pass
 
 MEASURES = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top", "median", "top_ratio")
 
@@ -49,7 +50,7 @@ class SeenLayer:
 @torch.library.custom_op("locater::survey", mutates_args=("sums",))
 def survey(x: Tensor, real: Tensor | None, sums: Tensor) -> None:
     """Add the measures of a stream (B, T, d) to `sums` (MEASURES, 2): totals, and how many sequences had a value."""
-    if torch._C._current_graph_task_id() != -1 or x.shape[1] < 2 or is_of_another_thread(sums):
+    if in_backward_pass() or x.shape[1] < 2 or is_of_another_thread(sums):
         return
     with torch.autocast(x.device.type, enabled=False):
         directions, massive = ranks(x, real), massive_activations(x, real)

@@ -26,6 +26,7 @@ from locater.layers import AttentionLayer
 from locater.observing.inputs import attention_input
 from locater.observing.stream import Padding
 from locater.sources.weights import ModuleWeights
+from locater.torch_private import in_backward_pass
 
 SIZE = 256  # tokens of a sample
 GOLDEN = 40503  # 2^16 / golden ratio
@@ -81,7 +82,7 @@ class TokenSample:
 def take_tokens(x: Tensor, shown: Tensor | None, number: int, tokens: Tensor, real: Tensor) -> None:
     """Put tokens of x (B, T, d) into the places of the sample of this number."""
     sample = _samples.get(number)
-    if sample is None or not x.shape[:2].numel() or torch._C._current_graph_task_id() != -1:
+    if sample is None or not x.shape[:2].numel() or in_backward_pass():
         return  # in a backward pass: activation checkpointing runs the layer a second time
     first, last = own_places(len(tokens))
     size = last - first

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from locater.layers import AttentionLayer
 from locater.observing.token_sample import check_names, rank_and_ranks
+from locater.torch_private import in_backward_pass
 
 _sizes: WeakValueDictionary[int, TokenSize] = WeakValueDictionary()
 _numbers = count()
@@ -64,7 +65,7 @@ class TokenSize:
 def add_squares(x: Tensor, shown: Tensor | None, number: int, sums: Tensor) -> None:
     """Add |z|^2 / d of the tokens z of x (B, T, d), and their number, to the sums of the size of this number."""
     size = _sizes.get(number)
-    if size is None or not x.numel() or torch._C._current_graph_task_id() != -1:
+    if size is None or not x.numel() or in_backward_pass():
         return  # in a backward pass: activation checkpointing runs the layer a second time
     squares = torch.linalg.vector_norm(x, dim=-1, dtype=sums.dtype).square() / x.shape[-1]  # (B, T)
     shown = torch.ones_like(squares, dtype=torch.bool) if shown is None else shown.bool()

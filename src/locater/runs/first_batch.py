@@ -20,6 +20,7 @@ from locater.layers.layer import AttentionLayer
 from locater.observing.site import Site
 from locater.sources.live_tensors import is_a
 from locater.sources.weights import ModuleWeights
+from locater.torch_private import is_compiled_wrapper, unwrap_compiled
 
 Example = Mapping[str, Any]
 
@@ -62,8 +63,8 @@ def discover_layers(
 def _inside_wrappers(part: Any) -> nn.Module:
     """The module whose forward has the names of the arguments."""
     while True:
-        if is_a(part, "torch._dynamo.eval_frame", "OptimizedModule"):
-            part = part._orig_mod
+        if is_compiled_wrapper(part):
+            part = unwrap_compiled(part)
         elif is_a(part, "torch.nn.parallel.distributed", "DistributedDataParallel"):
             part = part.module
         else:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.patching import instead
+from locater.torch_private import unscales_gradients
 
 if TYPE_CHECKING:
     from locater.observing.observation import Observation
@@ -162,7 +163,7 @@ def still_scaled(trainer: Any, optimizer: Any) -> bool:
     step. They do only where the optimizer itself divides by it, as fused Adam does.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return scaler is not None and unscales_gradients(optimizer)
 
 
 def _gradient_norm(trainer: Any, module: nn.Module, optimizer: Any) -> Tensor | None:

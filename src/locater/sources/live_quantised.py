@@ -15,6 +15,7 @@ from locater.sources.quantised.packed_int import PackedInt
 from locater.sources.quantised.scaled import KINDS, NAMES, ScaledWeight
 from locater.sources.quantised.stored import Stored
 from locater.sources.weights import DictWeights, Rows, take_rows
+from locater.torch_private import own_buffers, own_parameters
 
 REPACKED = 32  # rows in a block of codes that are packed anew
 PACKED = (torch.uint8, *KINDS)
@@ -25,7 +26,7 @@ def live_map(module: nn.Module) -> Stored | None:
 
     `parts` are names of the module's own tensors.
     """
-    own = {**module._parameters, **module._buffers}
+    own = {**own_parameters(module), **own_buffers(module)}
     tensors = {name: x for name, x in own.items() if isinstance(x, Tensor) and not is_lazy(x)}
     weight = tensors.get("weight")
     where = type(module).__name__

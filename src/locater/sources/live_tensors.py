@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from locater.errors import LocaterError
 from locater.numerics import upcast
+from locater.torch_private import own_buffers, own_children, own_parameters, updates_in_training
 
 if TYPE_CHECKING:
     from locater.sources.quantised.stored import Stored
@@ -88,7 +89,7 @@ def live_tensors(module: nn.Module) -> tuple[list[LiveTensor], dict[str, nn.Modu
         if stored is not None:
             hidden = {"weight", *stored.parts}
             parameters.append(LiveTensor(f"{path}.weight" if path else "weight", part, "weight", adapters, packed=True))
-        for into, names in ((parameters, [*part._parameters, *parametrized]), (buffers, part._buffers)):
+        for into, names in ((parameters, [*own_parameters(part), *parametrized]), (buffers, own_buffers(part))):
             present = [name for name in names if name in parametrized or getattr(part, name) is not None]
             present = [name for name in present if name not in hidden]
             into.extend(LiveTensor(f"{path}.{name}" if path else name, part, name, adapters) for name in present)
@@ -118,9 +119,9 @@ def copy_in_use(wrapper: Any) -> nn.Module:
 
 def stored_map(module: nn.Module) -> Stored | None:
     """The map that a quantised layer stands for; None for other modules."""
-    weight = module._parameters.get("weight")
+    weight = own_parameters(module).get("weight")
     plain = weight is None or (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
-    if plain and "weight_packed" not in module._parameters and getattr(weight, "quant_state", None) is None:
+    if plain and "weight_packed" not in own_parameters(module) and getattr(weight, "quant_state", None) is None:
         return None
     from locater.sources.live_quantised import live_map  # it reads through `weights`, which reads through this file
 
@@ -164,16 +165,13 @@ def next_training_pass(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 def _parametrizations(part: nn.Module) -> list[tuple[str, Any]]:
     """Of each tensor of a module that is parametrized: its name, and the list of its parametrizations."""
-    parametrized: Any = part._modules.get("parametrizations")
+    parametrized: Any = own_children(part).get("parametrizations")
     return [] if parametrized is None or not parametrize.is_parametrized(part) else list(parametrized.items())
 
 
 def _moves_on(steps: Any) -> bool:
     """Whether parametrizations change in a training pass: one that a control has put there says so by `advance`."""
-    return any(
-        hasattr(step, "advance") or (step.training and is_a(step, "torch.nn.utils.parametrizations", "_SpectralNorm"))
-        for step in steps
-    )
+    return any(hasattr(step, "advance") or updates_in_training(step) for step in steps)
 
 
 def _whole(tensor: Tensor) -> Tensor:

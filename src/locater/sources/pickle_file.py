@@ -25,6 +25,7 @@ from torch import Tensor
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
 from locater.sources.weights import DictWeights, has_dense_data, joined
+from locater.torch_private import read_archive_record, storage_id
 
 # Walk a pickle before it is loaded: what would cost more than its bytes is refused.
 
@@ -391,8 +392,8 @@ def check_archive(file: Path | io.BytesIO, room: int, where: str) -> None:
     """Walk over the pickle in an archive, as PyTorch's own reader finds it."""
     if isinstance(file, io.BytesIO):
         file.seek(0)
-    reader = torch._C.PyTorchFileReader(str(file) if isinstance(file, Path) else file)
-    check_pickle(io.BytesIO(reader.get_record("data.pkl")), room, where)
+    record = read_archive_record(str(file) if isinstance(file, Path) else file, "data.pkl")
+    check_pickle(io.BytesIO(record), room, where)
 
 
 def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
@@ -423,7 +424,7 @@ def _check_storages(path: Path, tensors: Mapping[str, Tensor], records: Mapping[
         if has_dense_data(tensor)
     }
     empty = {
-        tensor.untyped_storage()._cdata: name
+        storage_id(tensor): name
         for name, tensor in tensors.items()
         if has_dense_data(tensor) and not tensor.untyped_storage().nbytes()
     }

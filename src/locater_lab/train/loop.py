@@ -415,7 +415,7 @@ class Training:
         before = self._measured_now()
         conversion.apply()
         if self.plan.compile:
-            torch._dynamo.reset()
+            torch.compiler.reset()
             self.forward = compiled(self.plan, self.model, self.device)
         self.converted = {"step": self.step, "before": before, "after": self._measured_now()}
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+
+from locater.torch_private import tree_flatten, tree_map
 
 # `torch.einsum` of two tensors as permutations and one matrix product, so that a tape has the product itself.
 

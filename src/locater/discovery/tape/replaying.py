@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from locater.discovery.tape.recording import Node
+from locater.torch_private import tree_map
 
 
 def replay(node: Node, given: Mapping[Node, Tensor]) -> Tensor:

@@ -154,7 +154,7 @@ def trained(arm: Encoder, device: str = "cpu") -> dict[str, Any]:
         torch.manual_seed(0)
         model = Encoders(arm, device)
         if cuda and arm.rank <= BROADCAST and arm.scores >= LARGE:
-            torch._dynamo.reset()  # each shape is compiled once, and too many are refused
+            torch.compiler.reset()  # each shape is compiled once, and too many are refused
             model.attend = torch.compile(attend_by_sums, dynamic=False)
         curve, seconds = _descend(model, device)
         torch.set_float32_matmul_precision("highest")
