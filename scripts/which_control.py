@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locater_lab.papers.bao2024.judged import mean_and_half
+from locater_lab.papers.bao2024.training import mean_and_half
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "which-control.md"

@@ -30,8 +30,8 @@ from locater_lab.engine.explanations import (
 )
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import PAPERS, Setting
-from locater_lab.papers.atad2026 import one_operator
-from locater_lab.papers.chefer2021 import rules
+from locater_lab.papers.atad2026 import linear_operator
+from locater_lab.papers.chefer2021 import relevance
 from tests import ROOT
 
 
@@ -96,16 +96,16 @@ def test_blocks_are_drawn_anew_with_their_own_size(planted: ExplainedModel) -> N
 
 
 def test_without_gradients_relevance_is_rollout() -> None:
-    results = rules.measure(Setting())
+    results = relevance.measure_rules(Setting())
     assert results.measured["a1"].value < 1e-10  # type: ignore[union-attr]
     ids = torch.arange(12)[None]
-    R = rollout(rules.model(2), ids, (0, 1)).matrix
+    R = rollout(relevance.random_model(2), ids, (0, 1)).matrix
     assert torch.allclose(R.sum(-1), torch.ones(12, dtype=torch.float64))  # type: ignore[union-attr]
 
 
 def test_the_jacobian_is_that_of_autograd_and_not_the_operator() -> None:
-    model, ids = one_operator.small_model(), torch.arange(6)[None]
-    J, x = one_operator.jacobian_rows(model, ids, 5)
+    model, ids = linear_operator.small_model(), torch.arange(6)[None]
+    J, x = linear_operator.jacobian_rows(model, ids, 5)
 
     def last(stream: torch.Tensor) -> torch.Tensor:
         y = stream[None]
@@ -116,7 +116,7 @@ def test_the_jacobian_is_that_of_autograd_and_not_the_operator() -> None:
 
     assert torch.allclose(J, torch.autograd.functional.jacobian(last, x), atol=1e-10)
     T = FrozenOperator(decompose(model, ids, mlp="linear"))
-    rows = one_operator.operator_rows(T, 5)
+    rows = linear_operator.operator_rows(T, 5)
     assert torch.allclose(torch.einsum("ctd,td->c", rows, x) + T.constants()[5], last(x), atol=1e-10)
     assert float((J - rows).norm() / rows.norm()) > 0.5
 

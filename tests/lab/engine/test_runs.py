@@ -19,7 +19,7 @@ from locater_lab.engine.arms import known_measurements
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
 from locater_lab.papers import PAPERS, Setting, reproduce
-from locater_lab.papers.bao2024 import arms, judged
+from locater_lab.papers.bao2024 import arms, training
 from locater_lab.train.controls import parse_control
 from locater_lab.train.plan import Plan
 from tests import ROOT
@@ -136,7 +136,7 @@ def test_missing_data_is_told_before_anything_is_trained(tmp_path: Path) -> None
 
 
 def test_the_plan_is_whole_and_its_controls_exist() -> None:
-    rows, first = arms.everything(), arms.first_plan()
+    rows, first = arms.all_rows(), arms.first_plan()
     assert len({row.key for row in rows}) == len(rows)
     for control in {text for row in rows for text in row.plan.control}:
         parse_control(control)
@@ -185,7 +185,7 @@ def test_verdicts_follow_the_runs() -> None:
     runs = made_up(LocAteR=2.9, mimetic=2.95)
     c, e, i = (
         known_measurements(judge(runs).measured)
-        for judge in (judged.against_plain, judged.of_rivals, judged.of_hot_rates)
+        for judge in (training.judge_against_plain, training.judge_rivals, training.judge_hot_rates)
     )
     assert (c["c1"].value, len(c["c1"].sample)) == (pytest.approx(-0.1, abs=2e-3), 8)
     assert c["c1"].spread < 3e-3
@@ -207,17 +207,17 @@ def test_a_seed_that_is_missing_pairs_no_others() -> None:
     """Changes are those within a seed, whichever seeds are there."""
     runs = made_up(LocAteR=2.9)
     del runs.lines[arms.BOTH.row(2.5e-3, 1).key]
-    (row,) = judged.arm_rows(runs, [arms.BOTH], arms.PLAIN)
+    (row,) = training.arm_rows(runs, [arms.BOTH], arms.PLAIN)
     losses = {seed: [runs.of(arm.row(2.5e-3, seed)) for arm in (arms.BOTH, arms.PLAIN)] for seed in range(8)}
     expected = [a["report_loss"] - b["report_loss"] for a, b in losses.values() if a and b]
     assert row["change"]["loss"]["by_seed"] == pytest.approx(expected)
     assert len(expected) == 7
-    assert judged.against_plain(runs).measured["c1"] is None, "a verdict waits for all"
+    assert training.judge_against_plain(runs).measured["c1"] is None, "a verdict waits for all"
 
 
 def test_hot_rates_are_compared_with_the_first_at_which_the_plain_model_fails() -> None:
     """From the kept runs: 0.1 over 0.015; that over the hottest rate it survives would flatter."""
-    results = judged.of_hot_rates(Runs(KEPT))
+    results = training.judge_hot_rates(Runs(KEPT))
     assert known_measurements(results.measured)["i1"].value == pytest.approx(0.1 / 0.015)
     table = results.tables["hot_rates"]
     entropies = [

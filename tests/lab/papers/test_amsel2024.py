@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from locater_lab.engine.compute import normal
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import Setting, reproduce
-from locater_lab.papers.amsel2024 import PAPER, encoder, nearest, published, random_heads, small
-from locater_lab.papers.amsel2024 import published as plan
-from locater_lab.papers.amsel2024.encoder import Encoder, Encoders
+from locater_lab.papers.amsel2024 import PAPER, encoders, published_size, untrained_heads
+from locater_lab.papers.amsel2024.encoders import Encoder, Encoders
 from locater_lab.train.sweep import append_line
 from tests import ROOT
 from tests.conftest import Result
@@ -30,53 +29,53 @@ def test_a_head_of_two_points_has_a_closed_form() -> None:
     """Points x and -x: the weight on the other one is a logistic function of 2 beta, and so is the distance."""
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     for beta in (0.5, 3.0):
-        distance, gap = nearest.errors(x, beta)
+        distance, gap = untrained_heads.distances_and_gaps(x, beta)
         assert distance.tolist() == pytest.approx([2 / (1 + math.exp(2 * beta))] * 2, abs=1e-12)
         assert gap.tolist() == [2.0, 2.0]
 
 
 def test_the_head_is_exact_in_the_limit_and_within_its_bound_before() -> None:
-    x = nearest.sphere(20, 12, 16, seed=3)
+    x = untrained_heads.sphere(20, 12, 16, seed=3)
     brute = torch.stack([torch.stack([points[(points @ p).argmin()] for p in points]) for points in x])
-    assert torch.equal(nearest.farthest(x), brute)
+    assert torch.equal(untrained_heads.farthest(x), brute)
     for beta in (1.0, 30.0, 1e6):
-        distance, gap = nearest.errors(x, beta)
+        distance, gap = untrained_heads.distances_and_gaps(x, beta)
         assert bool((distance <= 2 * 11 * (-beta * gap).exp() + 1e-12).all())
     assert float(distance[gap > 1e-3].max()) <= 1e-10
-    y = nearest.sphere(20, 1, 16, seed=4)
-    answer = nearest.head(y, x, 1e7 * torch.eye(16, dtype=torch.float64))
+    y = untrained_heads.sphere(20, 1, 16, seed=4)
+    answer = untrained_heads.full_rank_head(y, x, 1e7 * torch.eye(16, dtype=torch.float64))
     closest = torch.stack([points[(points - q).norm(dim=-1).argmin()] for points, q in zip(x, y, strict=True)])
     assert torch.allclose(answer[:, 0], closest, atol=1e-10)
 
 
 def test_random_heads_in_the_plane_are_angles() -> None:
     """d = 3: the share of queries that two half-spaces agree on is an angle over pi, which the arcsine restates."""
-    q, k = random_heads.random_heads(6, 3, seed=1)
+    q, k = untrained_heads.random_heads(6, 3, seed=1)
     agree_q, agree_k = (1 - torch.acos((v @ v.mT).clamp(-1, 1)) / math.pi for v in (q, k))
     same = agree_q * agree_k + (1 - agree_q) * (1 - agree_k)  # both agree, or both do not
-    assert torch.allclose(random_heads.products(q, k), same, atol=1e-10)
+    assert torch.allclose(untrained_heads.head_products(q, k), same, atol=1e-10)
 
 
 def test_the_overlap_with_the_nearest_point() -> None:
     """q = k: E |(2 / pi) asin t|, t a coordinate of the sphere; in R^3 t is even on -1 ... 1, which gives 1 - 2 / pi.
     It is odd in the cosine, and simulations of 3 heads agree."""
-    ends = random_heads.agreement(torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64), 3)
+    ends = untrained_heads.agreement(torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64), 3)
     assert ends.tolist() == pytest.approx([1 - 2 / math.pi, 2 / math.pi - 1, 0.0], abs=1e-5)
-    q, k = random_heads.random_heads(3, 8, seed=0)
-    taken, right = random_heads.simulated(q, k, 100_000, seed=0)
+    q, k = untrained_heads.random_heads(3, 8, seed=0)
+    taken, right = untrained_heads.simulate_heads(q, k, 100_000, seed=0)
     simulated = 0.5 + 0.5 * (taken * right[:, None]).mean(0)
-    assert torch.allclose(simulated, random_heads.with_nearest(q, k), atol=5 * 0.5 / math.sqrt(100_000))
+    assert torch.allclose(simulated, untrained_heads.products_with_nearest(q, k), atol=5 * 0.5 / math.sqrt(100_000))
 
 
 def test_the_best_weights_are_the_best() -> None:
-    q, k = random_heads.random_heads(5, 8, seed=2)
-    error, weights = random_heads.best_error(q, k)
-    C, b = random_heads.products(q, k), random_heads.with_nearest(q, k)
+    q, k = untrained_heads.random_heads(5, 8, seed=2)
+    error, weights = untrained_heads.best_error(q, k)
+    C, b = untrained_heads.head_products(q, k), untrained_heads.products_with_nearest(q, k)
     for seed in range(5):
         other = weights + 0.1 * normal(5, seed=seed)
         assert float(1 - 2 * b @ other + other @ C @ other) > error
-    taken, right = random_heads.simulated(q, k, 50_000, seed=3)
-    assert random_heads.simulated_error(taken, right, weights) == pytest.approx(error, abs=0.01)
+    taken, right = untrained_heads.simulate_heads(q, k, 50_000, seed=3)
+    assert untrained_heads.simulated_error(taken, right, weights) == pytest.approx(error, abs=0.01)
 
 
 # --- encoders
@@ -121,11 +120,11 @@ def test_encoders_are_those_of_pytorch(arm: Encoder) -> None:
     with torch.no_grad():
         for number, p in enumerate(model.parameters):  # none may be zero, or a place that is wrong would not show
             p.add_(0.3 * normal(*p.shape, seed=number))
-    points = nearest.sphere(2, 3, 5, 8, seed=9)
+    points = untrained_heads.sphere(2, 3, 5, 8, seed=9)
     with torch.no_grad():
         expected = torch.stack([by_pytorch(model, seed, points[seed]) for seed in range(2)])
         assert torch.allclose(model(points), expected, atol=1e-10)
-        model.attend = encoder.attend_by_sums
+        model.attend = encoders.attend_by_sums
         assert torch.allclose(model(points), expected, atol=1e-10)
 
 
@@ -144,7 +143,7 @@ def test_w_of_heads() -> None:
     with torch.no_grad():
         model.layers[0]["q"].copy_(torch.eye(4)[None])
         model.layers[0]["k"].copy_(-3 * torch.eye(4)[None])
-    found = {name: values[0] for name, values in encoder.heads(model).items()}
+    found = {name: values[0] for name, values in encoders.head_statistics(model).items()}
     expected = {
         "angle": 180.0,
         "frobenius": 6.0,
@@ -158,7 +157,7 @@ def test_w_of_heads() -> None:
 
 def test_a_short_training_lowers_the_loss_and_is_the_same_again() -> None:
     arm = Encoder(rank=8, width=8, points=8, hidden=32, seeds=2, batch=8, steps=200, rate=0.03, length=3.0)
-    first, again = (encoder.trained(arm) for _ in range(2))
+    first, again = (encoders.train_encoders(arm) for _ in range(2))
     assert first["loss"] == again["loss"]
     assert max(first["loss"]) < 0.9 < first["curve"][0]
     assert len(first["curve"]) == 2
@@ -167,9 +166,9 @@ def test_a_short_training_lowers_the_loss_and_is_the_same_again() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_on_a_gpu_trains_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "LARGE", 0)  # compiled, too
+    monkeypatch.setattr(encoders, "LARGE", 0)  # compiled, too
     arm = Encoder(rank=1, width=8, points=8, hidden=64, seeds=4, batch=8, steps=400, rate=0.03)
-    gpu, cpu = (sum(encoder.trained(arm, device)["loss"]) / 4 for device in ("cuda", "cpu"))
+    gpu, cpu = (sum(encoders.train_encoders(arm, device)["loss"]) / 4 for device in ("cuda", "cpu"))
     assert gpu == pytest.approx(cpu, abs=0.05)
 
 
@@ -179,8 +178,11 @@ def test_a_graph_on_a_gpu_trains_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def made_up(path: Path, good: bool = True, arms: tuple[Encoder, ...] | None = None) -> Path:
     """Runs in which full rank is good and three layers help, or the other way round."""
-    for arm in arms or (*plan.ONE, *(arm for arms in plan.AGAIN.values() for arm in arms)):
-        full = arm.rank >= plan.WIDTH
+    for arm in arms or (
+        *published_size.ONE_LAYER_ARMS,
+        *(arm for arms in published_size.SECOND_PLAN.values() for arm in arms),
+    ):
+        full = arm.rank >= published_size.WIDTH
         base = 0.01 if full else {1: 0.87, 8: 0.9, 64: 0.65}[arm.copies] - 0.25 * (arm.layers - 1)
         base += -0.2 * (arm.positions > 0 and not full) - 0.12 * (arm.rank == 4) * (arm.layers > 1)
         base += 0.5 * (arm.points == 64 and not full)
@@ -192,7 +194,12 @@ def made_up(path: Path, good: bool = True, arms: tuple[Encoder, ...] | None = No
             name: [2.0] * arm.seeds for name in ("frobenius", "mean", "stable_rank", "effective_rank", "concentration")
         }
         heads["angle"] = [(179.0 if arm.copies == 1 else 168.0) - 70 * (not good) + x for x in noise]
-        line = {"claim": "d", "arm": published.name_of(arm), "options": arm.options, "loss": [base + x for x in noise]}
+        line = {
+            "claim": "d",
+            "arm": published_size.name_of(arm),
+            "options": arm.options,
+            "loss": [base + x for x in noise],
+        }
         append_line(
             path,
             {
@@ -221,12 +228,12 @@ def test_runs_decide_both_ways(tmp_path: Path) -> None:
 def test_encoders_that_learned_nothing_decide_nothing(tmp_path: Path) -> None:
     """Those of the first plan stand in for those of the second, until one of these is there."""
     path = tmp_path / "runs.jsonl"
-    for arms in (plan.ONE, *plan.FIRST.values()):
+    for arms in (published_size.ONE_LAYER_ARMS, *published_size.FIRST_PLAN.values()):
         made_up(path, arms=arms)
     verdicts = {v.claim.id: v.verdict for v in reproduce(PAPER, Setting(runs=path), claim="e").verdicts}
     assert verdicts["e3"] == "holds"
-    made_up(path, arms=plan.AGAIN["e"])
-    for arm in plan.AGAIN["e"][:1]:
+    made_up(path, arms=published_size.SECOND_PLAN["e"])
+    for arm in published_size.SECOND_PLAN["e"][:1]:
         lost = {
             "options": arm.options,
             "loss": [1.0, 1.0, 1.0, 0.2, 0.3],
@@ -250,11 +257,11 @@ def test_a_loss_above_the_published_one_decides_nothing(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_is_missing_or_diverged_leaves_its_claims_open(tmp_path: Path) -> None:
-    path = made_up(tmp_path / "few.jsonl", arms=plan.ONE[:7])
+    path = made_up(tmp_path / "few.jsonl", arms=published_size.ONE_LAYER_ARMS[:7])
     append_line(
         path,
         {
-            "options": plan.ONE[7].options,
+            "options": published_size.ONE_LAYER_ARMS[7].options,
             "loss": [None] * 8,
             "seconds": 1.0,
             "heads": {"angle": [None], "frobenius": [None]},
@@ -266,17 +273,17 @@ def test_an_arm_that_is_missing_or_diverged_leaves_its_claims_open(tmp_path: Pat
 
 
 def document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setitem(nearest.DRAWS, True, 4)
-    monkeypatch.setitem(random_heads.SAMPLES, True, 4000)
-    monkeypatch.setitem(random_heads.COUNTS, True, (64, 1024))
-    monkeypatch.setattr(random_heads, "SEEDS", 2)
+    monkeypatch.setitem(untrained_heads.DRAWS, True, 4)
+    monkeypatch.setitem(untrained_heads.SAMPLES, True, 4000)
+    monkeypatch.setitem(untrained_heads.HEAD_COUNTS, True, (64, 1024))
+    monkeypatch.setattr(untrained_heads, "SEEDS", 2)
     for name in ("NARROW", "WIDE"):
         monkeypatch.setattr(
-            small, name, tuple(replace(arm, steps=10, batch=2, seeds=2, hidden=8) for arm in getattr(small, name))
+            encoders, name, tuple(replace(arm, steps=10, batch=2, seeds=2, hidden=8) for arm in getattr(encoders, name))
         )
-    monkeypatch.setattr(small, "REPEATS", 2)
-    monkeypatch.setattr(encoder, "JUDGED", 64)
-    monkeypatch.setattr(encoder, "EPOCH", 10)
+    monkeypatch.setattr(encoders, "REPEATS", 2)
+    monkeypatch.setattr(encoders, "JUDGED", 64)
+    monkeypatch.setattr(encoders, "EPOCH", 10)
     result = reproduce(PAPER, Setting(runs=made_up(tmp_path / "runs.jsonl")))
     loaded: dict[str, Any] = json.loads(result.to_json())
     return loaded

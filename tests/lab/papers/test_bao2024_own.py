@@ -23,7 +23,7 @@ from locater_lab.engine.runs import Row, Runs
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import PAPERS
-from locater_lab.papers.bao2024 import acting, acting_judged, arms, cause, own, own_judged, planned
+from locater_lab.papers.bao2024 import arms, entropy_or_mean, measured_logits, paper_experiment, run_plans
 from locater_lab.train.controls import parse_control
 from tests import ROOT
 from tests.lab.made_runs import made_line
@@ -34,14 +34,14 @@ Line = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def earlier() -> dict[str, Line]:
-    return planned.earlier(Runs(KEPT))
+    return run_plans.earlier_lines(Runs(KEPT))
 
 
 def filled(earlier: dict[str, Line], letters: str, line: Callable[[Row], Line]) -> Runs:
     """Every run that these studies ask for, made by `line`, beside those that there were."""
     runs = Runs()
     runs.lines |= copy.copy(earlier)
-    while missing := runs.missing([row for letter in letters for row in planned.ROWS[letter](runs)]):
+    while missing := runs.missing([row for letter in letters for row in run_plans.ROWS[letter](runs)]):
         for row in missing:
             runs.add(row, line(row))
     return runs
@@ -66,12 +66,12 @@ def test_the_plan_page_shows_the_plan_and_its_controls_exist(earlier: dict[str, 
     """The amended plan: what the first sitting left. Runs that come later change nothing in it."""
     text = (ROOT / "docs" / "results" / "bao2024-own-plan.md").read_text()
     runs = Runs(KEPT)
-    assert "\n".join(planned.next_table(runs)) in text.split("## After the first sitting")[1]
-    later = next(row for row in own.sweep() if row.arm == "stored, 0.1")
+    assert "\n".join(run_plans.next_table(runs)) in text.split("## After the first sitting")[1]
+    later = next(row for row in paper_experiment.sweep_rows() if row.arm == "stored, 0.1")
     runs.path = None
     runs.add(later, own_line(later, 5.0, 9.0) | {"commit": "of a later sitting"})
-    assert "\n".join(planned.next_table(runs)) in text
-    rows = planned.new_rows(earlier)
+    assert "\n".join(run_plans.next_table(runs)) in text
+    rows = run_plans.new_rows_by_letter(earlier)
     assert {letter: {row.claim for row in each} for letter, each in rows.items()} == {x: {x} for x in "jklmn"}
     for text in {text for each in rows.values() for row in each for text in row.plan.control}:
         parse_control(text)
@@ -79,16 +79,16 @@ def test_the_plan_page_shows_the_plan_and_its_controls_exist(earlier: dict[str, 
 
 def test_hot_runs_that_there_are_already_are_asked_for_by_the_same_key(earlier: dict[str, Line]) -> None:
     for arm, old in (("none", "none"), ("effective", "LocAteR"), ("QK-norm", "QK-norm")):
-        for rate in acting.RATES:
-            assert acting.hot_row(arm, rate, 1).key == arms.stability_rows()[old][rate][1].key in earlier
+        for rate in measured_logits.GRID_RATES:
+            assert measured_logits.hot_row(arm, rate, 1).key == arms.stability_rows()[old][rate][1].key in earlier
 
 
 def test_nothing_waits_for_a_choice_but_what_follows_from_it(earlier: dict[str, Line]) -> None:
     runs = Runs()
     runs.lines |= earlier
-    assert own.rows_of(runs) == own.sweep()
-    assert own.long_rows_of(runs) == []
-    assert {row.plan.steps for row in runs.missing(acting.rows_of(runs))} == {arms.SHORT}
+    assert paper_experiment.experiment_rows(runs) == paper_experiment.sweep_rows()
+    assert paper_experiment.long_experiment_rows(runs) == []
+    assert {row.plan.steps for row in runs.missing(measured_logits.measured_rows(runs))} == {arms.SHORT}
 
 
 def test_the_stored_form_charges_unit_tokens_and_the_default_those_that_are_read() -> None:
@@ -120,21 +120,21 @@ def test_the_stored_form_charges_unit_tokens_and_the_default_those_that_are_read
 def test_doses_are_chosen_by_select_loss_and_entropy_of_the_sweep() -> None:
     runs = Runs()
     ends = {  # select loss, entropy
-        own.NONE: (5.0, 3.0),
+        paper_experiment.NONE: (5.0, 3.0),
         "measured, 0.001": (5.003, 3.09),  # too little entropy
         "measured, 0.01": (5.02, 3.3),  # ours: the least loss of our forms that adds 0.1
         "stored, 0.01": (5.03, 3.11),  # published: the same of the paper's form
         "stored, 0.0001": (4.999, 3.02),
     }
-    for row in own.sweep():
-        assert own.best_dose(runs) is None
+    for row in paper_experiment.sweep_rows():
+        assert paper_experiment.best_dose(runs) is None
         loss, entropy = ends.get(row.arm, (5.5, 3.5))
         # report losses are the other way around, and must not count
         runs.add(row, own_line(row, loss, entropy) | {"report_loss": 10 - loss})
-    doses = (own.published_dose(runs), own.own_dose(runs), own.best_dose(runs))
+    doses = (paper_experiment.published_dose(runs), paper_experiment.own_dose(runs), paper_experiment.best_dose(runs))
     assert doses == ("stored, 0.01", "measured, 0.01", "measured, 0.01")
-    rows = runs.missing(own.rows_of(runs))
-    assert [row.arm for row in rows[:3]] == [own.NONE, "stored, 0.01", "measured, 0.01"]
+    rows = runs.missing(paper_experiment.experiment_rows(runs))
+    assert [row.arm for row in rows[:3]] == [paper_experiment.NONE, "stored, 0.01", "measured, 0.01"]
     assert {row.plan.seed for row in rows} == set(range(1, 11)), "seed 0 chooses and does not judge"
 
 
@@ -148,11 +148,14 @@ def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dic
         return own_line(row, loss, 3.0 + (9.0 - dose) / 9 + noise.gauss(0, 1e-4))
 
     runs = filled(earlier, "jn", line)
-    found = known_measurements(own_judged.of_own(runs).measured)
+    found = known_measurements(paper_experiment.judge_experiment(runs).measured)
     assert set(found) == {f"j{n}" for n in range(1, 9)}
     doses = {
-        form: -math.log10(strength(next(row for row in own.sweep() if row.arm == dose)))
-        for form, dose in (("published", own.published_dose(runs)), ("ours", own.own_dose(runs)))
+        form: -math.log10(strength(next(row for row in paper_experiment.sweep_rows() if row.arm == dose)))
+        for form, dose in (
+            ("published", paper_experiment.published_dose(runs)),
+            ("ours", paper_experiment.own_dose(runs)),
+        )
     }
     expected_changes = {"j1": 0.1, "j3": 0.1, "j5": 0.1, "j7": 0.1, "j2": 1.0, "j4": 1.0, "j8": 1.0}
     for id, expected in expected_changes.items():
@@ -160,34 +163,34 @@ def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dic
         assert found[id].value == pytest.approx(expected * (9 - dose) / 9, abs=1e-3), id
         assert len(found[id].sample) == 10
     assert found["j6"].value == pytest.approx(0.0, abs=1e-9), "losses of these fall to the end"
-    assert set(known_measurements(own_judged.of_long(runs).measured)) == {"n1", "n2", "n3"}
+    assert set(known_measurements(paper_experiment.judge_long_experiment(runs).measured)) == {"n1", "n2", "n3"}
 
 
 def test_seeds_that_one_arm_lacks_are_left_out(earlier: dict[str, Line]) -> None:
     runs = filled(earlier, "j", lambda row: own_line(row, 5.0 + strength(row) + row.plan.seed, 3.0 + strength(row)))
-    published = own.judged_rows(runs)["published"]
+    published = paper_experiment.rows_by_role(runs)["published"]
     for row in published[3:]:
         del runs.lines[row.key]
-    found = own_judged.of_own(runs).measured["j1"]
+    found = paper_experiment.judge_experiment(runs).measured["j1"]
     assert found is not None
     assert len(found.sample) == 3
     assert found.value == pytest.approx(strength(published[0])), "the size of a seed cancels within it"
     del runs.lines[published[0].key]
-    assert own_judged.of_own(runs).measured["j1"] is None, "two seeds judge nothing"
+    assert paper_experiment.judge_experiment(runs).measured["j1"] is None, "two seeds judge nothing"
 
 
 def test_a_sweep_that_is_not_whole_shows_its_runs_and_judges_nothing(earlier: dict[str, Line]) -> None:
     """Curves of every run that there is, with the distance from the plain one; no verdict, and the page says so."""
     runs = Runs()
-    arms_run = (own.NONE, "stored, 0.01", "measured, 0.001")
-    for row in own.sweep():
+    arms_run = (paper_experiment.NONE, "stored, 0.01", "measured, 0.001")
+    for row in paper_experiment.sweep_rows():
         if row.arm in arms_run:
             runs.add(row, own_line(row, 5.0 + strength(row), 3.0 + 10 * strength(row)))
-    results = own_judged.of_own(runs)
+    results = paper_experiment.judge_experiment(runs)
     assert known_measurements(results.measured) == {}
     curves = results.tables["own_training"]
-    assert list(curves) == [own.NONE, "measured, 0.001", "stored, 0.01"], "by form and strength"
-    for arm, change in ((own.NONE, 0.0), ("measured, 0.001", 0.001), ("stored, 0.01", 0.01)):
+    assert list(curves) == [paper_experiment.NONE, "measured, 0.001", "stored, 0.01"], "by form and strength"
+    for arm, change in ((paper_experiment.NONE, 0.0), ("measured, 0.001", 0.001), ("stored, 0.01", 0.01)):
         assert [loss for _, loss in curves[arm]["change"]] == pytest.approx([change] * 12)
     claims = [{"id": f"j{n}", "measured": None} for n in range(1, 9)]
     studies = {"the paper's own experiment": {"tables": json.loads(json.dumps(results.tables))}}
@@ -220,13 +223,13 @@ def test_variant_and_rival_are_chosen_and_judged(earlier: dict[str, Line]) -> No
     # hot runs and those on images are all made up
     old = {key: line for key, line in earlier.items() if line["claim"] != "i" and "image" not in str(line["arm"])}
     runs = filled(old, "k", acting_line)
-    assert acting.chosen_rival(runs) == "weight decay 1"
-    assert acting.chosen_variant(runs) in set(acting.MEASURED) - {"limit 4", "limit 10"}
-    found = known_measurements(acting_judged.of_acting(runs).measured)
+    assert measured_logits.chosen_rival(runs) == "weight decay 1"
+    assert measured_logits.chosen_variant(runs) in set(measured_logits.MEASURED) - {"limit 4", "limit 10"}
+    found = known_measurements(measured_logits.judge_measured_form(runs).measured)
     assert set(found) == {f"k{n}" for n in range(1, 15)}
     assert (found["k1"].value, found["k2"].value) == (2.5, 0.0), "a run that diverges has collapsed"
     guess = math.log(4096)
-    expected = 5.02 - (5.0 + guess) / 2 + 0.05 * fmean(acting.SEEDS)  # of 0.1 * seed half stays
+    expected = 5.02 - (5.0 + guess) / 2 + 0.05 * fmean(measured_logits.JUDGING_SEEDS)  # of 0.1 * seed half stays
     assert found["k3"].value == pytest.approx(expected, abs=1e-3)
     assert found["k4"].value == pytest.approx(1.02, abs=1e-3)
     assert found["k11"].value == pytest.approx(0.02, abs=1e-3)
@@ -254,21 +257,21 @@ def cause_runs(earlier: dict[str, Line], entropy_of_floor: float = 0.0) -> Runs:
     }
     learned = Runs()
     learned.lines |= rate
-    plan = cause.base(learned)
+    plan = entropy_or_mean.plain_plan(learned)
     assert plan is not None
     runs = filled(rate, "l", line)
-    for row in cause.known_rows(plan, "none"):
+    for row in entropy_or_mean.known_rows(plan, "none"):
         runs.add(row, line(row))
     return runs
 
 
 def test_slopes_of_loss_are_those_that_made_it(earlier: dict[str, Line]) -> None:
     runs = cause_runs(earlier)
-    plan = cause.base(runs)
+    plan = entropy_or_mean.plain_plan(runs)
     assert plan is not None
-    assert cause.nearest(runs, plan, "temperature") == "temperature 4"
-    assert cause.nearest(runs, plan, "entropy penalty") == "floor 0.4"
-    found = known_measurements(cause.of_cause(runs).measured)
+    assert entropy_or_mean.nearest(runs, plan, "temperature") == "temperature 4"
+    assert entropy_or_mean.nearest(runs, plan, "entropy penalty") == "floor 0.4"
+    found = known_measurements(entropy_or_mean.judge_cause(runs).measured)
     assert set(found) == {f"l{n}" for n in range(1, 7)}
     assert [found[id].value for id in ("l3", "l4")] == pytest.approx([0.01, -0.03], abs=1e-3)
     assert found["l1"].value == pytest.approx(0.06, abs=1e-3)
@@ -277,7 +280,7 @@ def test_slopes_of_loss_are_those_that_made_it(earlier: dict[str, Line]) -> None
 
 
 def test_entropy_that_is_not_matched_leaves_the_claim_open(earlier: dict[str, Line]) -> None:
-    found = known_measurements(cause.of_cause(cause_runs(earlier, entropy_of_floor=0.25)).measured)
+    found = known_measurements(entropy_or_mean.judge_cause(cause_runs(earlier, entropy_of_floor=0.25)).measured)
     assert math.isinf(found["l1"].spread)
     assert "+0.25 nats from LocAteR's" in found["l1"].spread_of
 
@@ -294,7 +297,7 @@ def test_pages_of_made_runs_and_of_none(earlier: dict[str, Line], tmp_path: Path
 
     def rendered(lines: Iterable[Line]) -> tuple[str, dict[str, str], set[str]]:
         path.write_text("".join(json.dumps(each) + "\n" for each in lines))
-        documents = [reproduce(paper, Setting(runs=path), letter).to_dict() for letter in planned.ROWS]
+        documents = [reproduce(paper, Setting(runs=path), letter).to_dict() for letter in run_plans.ROWS]
         document = json.loads(json.dumps(join_documents(documents, paper)))
         return *page(document, paper), {claim["verdict"] for claim in document["claims"]}
 

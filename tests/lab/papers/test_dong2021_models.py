@@ -284,7 +284,7 @@ def test_the_study_of_products_at_small_sizes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(products, "REPEATS", {True: 3})
     monkeypatch.setattr(products, "SAMPLES", {True: 1})
     demo = {name: folder for name, folder in products.model_folders(None).items() if name.startswith("demo")}
-    monkeypatch.setattr(products, "sources", lambda models: demo)
+    monkeypatch.setattr(products, "model_folders", lambda models: demo)
     results = products.measure(setting())
     assert set(results.measured) == {"d1", "d2", "d5", "d6"}
     assert 0 < results.measured["d6"].value < 0.5  # type: ignore[union-attr]

@@ -35,7 +35,7 @@ from locater_lab.papers import (
     select_claims,
     verdict_of,
 )
-from locater_lab.papers.bao2024 import gaussian, propagation, softmax, training
+from locater_lab.papers.bao2024 import gaussian_features, random_walk, training
 from tests import ROOT
 from tests.conftest import Result
 
@@ -78,7 +78,7 @@ def test_what_is_not_a_number_decides_nothing() -> None:
 
 def test_a_wrong_statement_fails_on_the_real_measurement() -> None:
     """The same measurement under the stated bound and under one that is not true."""
-    found = {"x1": by_seed([softmax.dimensions(seed)[0] for seed in range(8)])}
+    found = {"x1": by_seed([random_walk.rank_and_concentration(seed)[0] for seed in range(8)])}
     study = Study("dimensions", (Claim("x1", "", "", "at least", 0.5),), lambda setting: found)
     right = reproduce(Paper("p", "", "", (study,)))
     wrong = reproduce(Paper("p", "", "", (replace(study, claims=(Claim("x1", "", "", "at least", 0.99),)),)))
@@ -168,11 +168,11 @@ def test_list_and_errors(run: Run, tmp_path: Path) -> None:
 
 def test_a_claim_from_the_shell_to_the_page(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One real claim, which fails, with exit status 0; then its page again from the JSON alone."""
-    monkeypatch.setattr(softmax, "SEEDS", 2)
-    monkeypatch.setattr(softmax, "MEANS", (1.0, 16.0))
-    monkeypatch.setattr(softmax, "SIZES", (1.0, 8.0))
-    monkeypatch.setitem(softmax.WALKS, True, 50)
-    monkeypatch.setattr(softmax, "CHUNK", 50)
+    monkeypatch.setattr(random_walk, "SEEDS", 2)
+    monkeypatch.setattr(random_walk, "MEANS", (1.0, 16.0))
+    monkeypatch.setattr(random_walk, "SIZES", (1.0, 8.0))
+    monkeypatch.setitem(random_walk.WALKS, True, 50)
+    monkeypatch.setattr(random_walk, "WALKS_AT_ONCE", 50)
     target = tmp_path / "bao.json"
     result = run("reproduce", "bao2024", "--quick", "--claim", "b7", "--json", target, "--report", tmp_path / "a.md")
     assert result.status == 0, result.err
@@ -358,50 +358,53 @@ def test_a_log_axis_without_a_power_of_ten_has_ticks(values: tuple[float, float]
 
 def test_maps_are_what_they_are_said_to_be() -> None:
     for rank in (1, 4, 64):
-        q, k = propagation.maps(rank, symmetric=False)
+        q, k = random_walk.head_maps(rank, symmetric=False)
         W = rank**-0.5 * q.mT @ k
         assert torch.linalg.matrix_norm(W).item() == pytest.approx(2.0)
         assert not torch.allclose(W, W.mT, atol=0.1)
-    assert propagation.maps(4, True)[0].shape == (4, 4)
+    assert random_walk.head_maps(4, True)[0].shape == (4, 4)
 
 
 def test_propagation_of_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1: the closed form is off by what the notes say, the mixture is not; a wrong mixture would be noticed."""
-    monkeypatch.setitem(propagation.WALKS, True, 4000)
-    found = propagation.case(1, 16, True, quick=True)
+    monkeypatch.setitem(random_walk.MOST_WALKS, True, 4000)
+    found = random_walk.propagation_case(1, 16, True, quick=True)
     assert found["closed_error"] == pytest.approx(0.18, abs=0.03)
     assert found["mixture_sigmas"] < 4.5
     monkeypatch.setattr(
-        propagation, "mixture_propagation", lambda *args, **kwargs: torch.full((16,), 0.5, dtype=torch.float64)
+        random_walk, "mixture_propagation", lambda *args, **kwargs: torch.full((16,), 0.5, dtype=torch.float64)
     )
-    assert propagation.case(1, 16, True, quick=True)["mixture_sigmas"] > 4.5
+    assert random_walk.propagation_case(1, 16, True, quick=True)["mixture_sigmas"] > 4.5
 
 
 def test_equal_moments_different_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(propagation.WALKS, True, 4000)
-    gap = propagation.same_moments(True, length=16)
-    assert judge(propagation.CLAIMS[1], gap.value, gap.spread) == "fails"
+    monkeypatch.setitem(random_walk.MOST_WALKS, True, 4000)
+    gap = random_walk.opposite_maps(True, length=16)
+    assert judge(random_walk.PROPAGATION_CLAIMS[1], gap.value, gap.spread) == "fails"
 
 
 def test_spectra_have_the_asked_moments() -> None:
-    values = softmax.spectrum(8.0, 2.0)
-    assert float(softmax.SCALE * values.sum()) == pytest.approx(8.0)
+    values = random_walk.eigenvalues(8.0, 2.0)
+    assert float(random_walk.SCALE * values.sum()) == pytest.approx(8.0)
     assert float(values.std(correction=0) / values.mean()) == pytest.approx(2.0)
-    zero = softmax.spectrum(0.0, 0.0, 3.0)
+    zero = random_walk.eigenvalues(0.0, 0.0, 3.0)
     assert float(zero.sum()) == pytest.approx(0.0, abs=1e-9)
-    assert float(softmax.SCALE**2 * zero.square().sum()) == pytest.approx(9.0)
-    assert torch.allclose(softmax.walk(3, 0, unit=True).square().sum(-1), torch.tensor(64.0))
+    assert float(random_walk.SCALE**2 * zero.square().sum()) == pytest.approx(9.0)
+    assert torch.allclose(random_walk.walk_tokens(3, 0, unit=True).square().sum(-1), torch.tensor(64.0))
 
 
 def test_the_true_softmax_at_its_extremes() -> None:
-    x = softmax.walk(64, 0)
-    flat, near = softmax.last_query(x, torch.zeros(64)), softmax.last_query(x, softmax.spectrum(64.0, 0.0))
+    x = random_walk.walk_tokens(64, 0)
+    flat, near = (
+        random_walk.attend_last_query(x, torch.zeros(64)),
+        random_walk.attend_last_query(x, random_walk.eigenvalues(64.0, 0.0)),
+    )
     assert (flat.centre, flat.near, flat.entropy_ratio, flat.participation) == pytest.approx(
         (0.0, 0.125, 1.0, 1.0), abs=1e-4
     )
     assert near.centre > 0.9
     assert near.near > 0.95
-    kept, entropy = softmax.layer(x, torch.zeros(64))
+    kept, entropy = random_walk.layer_collapse(x, torch.zeros(64))
     assert kept == pytest.approx(0.0, abs=1e-5)  # uniform attention: rank collapse
     assert entropy == pytest.approx(1.0)
 
@@ -415,8 +418,8 @@ def test_normal_tokens_look_normal_and_others_do_not() -> None:
     size = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
     layer = next(iter(attention_layers(LlamaForCausalLM(LlamaConfig(**size, initializer_range=0.3)))))
     x = torch.randn(16, 64, 32)
-    found = gaussian.layer_entry("toy", 0, layer, x)
-    skewed = gaussian.layer_entry("toy", 0, layer, x.exp())
+    found = gaussian_features.layer_entry("toy", 0, layer, x)
+    skewed = gaussian_features.layer_entry("toy", 0, layer, x.exp())
     for kind in ("input", "query", "key"):
         assert found[kind]["distance"] / found[kind]["normal_distance"] < 1.5
         assert skewed[kind]["distance"] / skewed[kind]["normal_distance"] > 2
@@ -427,12 +430,12 @@ def test_normal_tokens_look_normal_and_others_do_not() -> None:
 
 def test_a_short_run_moves_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop trains (loss below that of even odds), arms start alike, and the penalty takes M towards its target."""
-    data = training.letters("the quick brown fox jumps over the lazy dog. " * 400)
+    data = training.letters_of("the quick brown fox jumps over the lazy dog. " * 400)
     plain, held = (training.train(data, arm, 0, 60) for arm in ("no penalty", "mean only"))
     assert plain.loss < math.log(training.LETTERS) / 2
     assert abs(plain.M) < 0.3
     assert held.M > plain.M + 0.5
-    assert torch.equal(next(training.batches(data, 1, 3)), next(training.batches(data, 1, 3)))
+    assert torch.equal(next(training.letter_batches(data, 1, 3)), next(training.letter_batches(data, 1, 3)))
 
 
 def test_runs_that_no_claim_rests_on_are_refused(run: Run, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         for module in (kinds, relevance):
             patch.setattr(module, "DRAWS", {True: 6})
-        patch.setattr(models, "sources", lambda folder: {"tiny": None, "other": None})
+        patch.setattr(models, "model_folders", lambda folder: {"tiny": None, "other": None})
         patch.setattr(models, "loaded", one)
         yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
 

@@ -35,7 +35,7 @@ def document() -> dict[str, Any]:
         patch.setitem(norms.DRAWS, True, 8)
         patch.setitem(spikes.SEQUENCES, True, 4)
         patch.setitem(first.DRAWS, True, 60)
-        patch.setattr(spikes, "sources", lambda models: {"demo": next(iter(SOURCES.values()))})
+        patch.setattr(spikes, "model_folders", lambda models: {"demo": next(iter(SOURCES.values()))})
         patch.setattr(Setting, "text", "Words of a text that has some. " * 2500)
         return reproduce(PAPER, Setting(quick=True)).to_dict()
 

@@ -43,7 +43,7 @@ def document() -> Iterator[dict[str, Any]]:
         patch.setattr(flattening, "PAIRS", {True: 40_000})
         patch.setattr(models, "TOKENS", {True: 256})
         patch.setattr(models, "CHARACTERS", {True: 4000})
-        patch.setattr(models, "sources", lambda folder: {"demo": next(iter(model_folders(None).values()))})
+        patch.setattr(models, "model_folders", lambda folder: {"demo": next(iter(model_folders(None).values()))})
         yield json.loads(reproduce(PAPER, setting).to_json())
 
 

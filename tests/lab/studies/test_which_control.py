@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 from locater_lab.engine.runs import Row
-from locater_lab.papers.bao2024 import acting
+from locater_lab.papers.bao2024 import measured_logits
 from locater_lab.papers.bao2024.arms import BASE, SHORT
 from tests import ROOT
 
@@ -81,8 +81,8 @@ def test_what_is_said_of_the_model_is_its_plan(document: dict[str, Any]) -> None
     assert f"{BASE.steps:,} steps, each control at its best" in text
     assert f"At hot rates: {SHORT} steps" in text
     assert f"A decay of 0.3, in place of {BASE.decay:g}" in text
-    assert len(acting.MEASURED) == 9
-    tried = Counter(name.split(" ")[0] for name in acting.HOT_RIVALS)
+    assert len(measured_logits.MEASURED) == 9
+    tried = Counter(name.split(" ")[0] for name in measured_logits.HOT_RIVALS)
     assert tried == {"sigma-reparam": 1, "QK-norm": 1, "QK-clip": 2, "soft-cap": 1, "weight": 2}
     settings = {claim["id"]: claim["numbers"].get("setting") for claim in document["claims"]}
     assert (settings["l1"], settings["l2"]) == ("floor 0.3", "temperature 8"), "in the names of two rows"

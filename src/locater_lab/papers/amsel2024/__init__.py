@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.amsel2024 import nearest, published, random_heads, small
+from locater_lab.papers.amsel2024 import encoders, published_size, untrained_heads
 
 PAPER = Paper(
     "amsel2024",
     "Rank in attention: one full-rank head against many of low rank, on the farthest point of a sphere",
     "Amsel, Yehudai and Bruna, On the Benefits of Rank in Attention Layers (arXiv 2407.16153, 2024)",
-    (nearest.STUDY, random_heads.STUDY, small.STUDY, *published.STUDIES),
+    (untrained_heads.FULL_RANK_STUDY, untrained_heads.RANDOM_STUDY, encoders.SMALL_STUDY, *published_size.STUDIES),
     Path(__file__).parent,
 )
 

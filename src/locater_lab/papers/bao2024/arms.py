@@ -1,17 +1,24 @@
-"""The training runs behind claims c to f, h and i: which arms there are, and the rows that each question asks for.
+"""The training runs behind claims c to f, h and i: which arms there are, the rows that each question asks for, and runs
+compared seed by seed.
 
 Every arm is tuned alone: three learning rates with the first seed, chosen by the select split; then more seeds at the
 best, judged by the report split: eight for the arms that the page speaks of first, three for the others. Curves and the
 stability test keep the plain arm's rate, or its neighbours, so that one thing changes at a time.
+
+Comparisons take the seeds that both sides have finished: a sitting that was cut short leaves some. Which seeds there
+are depends on the clock and not on what they say, so that the interval of those that there are holds its level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from locater_lab.engine import mechanism_runs
+from locater_lab.engine.arms import Line, What, value_of
+from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.engine.runs import Arm, Row, Runs, expected_rows
 from locater_lab.train.plan import Plan
 
@@ -106,7 +113,7 @@ def at_rate(arm: str, claim: str, control: str, rate: float, seed: int, *more: s
     return Row(claim, arm, replace(with_controls(BASE, SAME.get(control, control), *more), rate=rate, seed=seed))
 
 
-def curve(controls: dict[float, str], arm: str, rate: float) -> dict[float, list[Row]]:
+def curve_rows(controls: dict[float, str], arm: str, rate: float) -> dict[float, list[Row]]:
     """Rows of a curve: by its variable, one for each seed."""
     return {
         x: [at_rate(f"{arm} at {x:g}", "d", text, rate, seed) for seed in range(CURVE_SEEDS)]
@@ -141,7 +148,7 @@ def rows_for(letter: str, runs: Runs) -> Iterator[Row]:
     elif letter == "d":
         yield from chain.from_iterable(arm.rows(runs) for arm in (*PARTS.values(), *LEARNED.values()))
         if rate is not None:
-            curves = [curve(controls, arm, rate) for arm, controls in (*TARGETS.items(), *STRENGTHS.items())]
+            curves = [curve_rows(controls, arm, rate) for arm, controls in (*TARGETS.items(), *STRENGTHS.items())]
             yield from (row for each in curves for rows in each.values() for row in rows)
     elif letter == "e":
         yield from chain.from_iterable(arm.rows(runs) for arm in RIVALS.values())
@@ -174,14 +181,14 @@ QUESTIONS = {
 }
 
 
-def everything() -> list[Row]:
+def all_rows() -> list[Row]:
     """All rows that there will be."""
     return expected_rows(lambda runs: rows_of(ORDER, runs))
 
 
 def first_plan() -> list[Row]:
     """The rows as they were planned first, when every arm had three seeds at most."""
-    return [row for row in everything() if row.plan.seed < FIRST_SEEDS]
+    return [row for row in all_rows() if row.plan.seed < FIRST_SEEDS]
 
 
 def plan_table(step: float = 0.003, run: float = 2.0) -> list[str]:
@@ -197,3 +204,45 @@ def plan_table(step: float = 0.003, run: float = 2.0) -> list[str]:
         total += seconds
         lines.append(f"| {letter} | {question} | {len(own)} | {sum(row.plan.steps for row in own):,} | {seconds:.0f} |")
     return [*lines, f"| | | {len(rows)} | {sum(row.plan.steps for row in rows):,} | {total:.0f} |"]
+
+
+# ---- seed by seed ----
+
+
+FEWEST_SEEDS = 3  # seeds that a claim is judged by
+Repeats = Mapping[int, Row]  # the same arm by seed
+
+
+def finished_lines(runs: Runs, rows: Iterable[Row]) -> dict[int, Line]:
+    """Lines by seed, of the runs that came to their end."""
+    lines = {row.plan.seed: runs.of(row) for row in rows}
+    return {seed: line for seed, line in lines.items() if line is not None and line["status"] == "done"}
+
+
+def mean_of_rows(runs: Runs, rows: Iterable[Row], what: What) -> Measurement | None:
+    """The quantity itself; None with fewer than `FEWEST_SEEDS` seeds."""
+    values = [value_of(line, what) for line in finished_lines(runs, rows).values()]
+    return measure_seeds([x for x in values if x is not None])
+
+
+def change_between(
+    runs: Runs, rows: Iterable[Row], against: Iterable[Row], what: What, more: Mapping[str, Any] | None = None
+) -> Measurement | None:
+    """Differences within a seed; None with fewer than `FEWEST_SEEDS` pairs."""
+    return measure_seeds(list(differences(runs, rows, against, what).values()), more)
+
+
+def differences(runs: Runs, rows: Iterable[Row], against: Iterable[Row], what: What) -> dict[int, float]:
+    """By seed, where both runs have finished and know the quantity."""
+    ours, base = finished_lines(runs, rows), finished_lines(runs, against)
+    values = {seed: (value_of(ours[seed], what), value_of(base[seed], what)) for seed in sorted(ours.keys() & base)}
+    return {seed: a - b for seed, (a, b) in values.items() if a is not None and b is not None}
+
+
+def measure_seeds(values: list[float], more: Mapping[str, Any] | None = None) -> Measurement | None:
+    """Mean and interval over seeds; None with fewer than `FEWEST_SEEDS`.
+
+    >>> measure_seeds([1.0, 2.0]), measure_seeds([1.0, 2.0, 3.0]).value
+    (None, 2.0)
+    """
+    return by_seed(values, more) if len(values) >= FEWEST_SEEDS else None

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.chefer2021 import large, perturbation, rules, streams
+from locater_lab.papers.chefer2021 import relevance
 
 PAPER = Paper(
     "chefer2021",
     "Relevance through attention maps and their gradients: what it is worth beside rollout and raw attention",
     "Chefer, Gur and Wolf, Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder "
     "Transformers (ICCV 2021, arXiv 2103.15679)",
-    (rules.STUDY, perturbation.STUDY, streams.STUDY, large.STUDY),
+    (relevance.RULE_STUDY, relevance.PERTURBATION_STUDY, relevance.STREAM_STUDY, relevance.LARGE_STUDY),
     Path(__file__).parent,
 )
 

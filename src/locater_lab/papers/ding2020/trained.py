@@ -139,7 +139,7 @@ STUDY = Study(
 )
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training ---
 
 DOUBLY, HYBRID = arm("doubly_normalized", MASKED), arm("hybrid_normalized", MASKED)
 ARMS = (SOFTMAX_MASKED, DOUBLY, HYBRID)

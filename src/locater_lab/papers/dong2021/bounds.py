@@ -123,7 +123,7 @@ def deep(seed: int, kind: str) -> float | None:
     return math.log10(after) - bound.item() / math.log(10)
 
 
-# --- the crowd --------------------------------------------------------------------------------------------------------
+# --- the crowd ---
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def crossing() -> int:
     return 2 * high + 1
 
 
-# --- the study --------------------------------------------------------------------------------------------------------
+# --- the study ---
 
 
 def measure(setting: Setting) -> Results:

@@ -55,7 +55,7 @@ class Shape:
     mlp: bool = False
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ---
 
 
 class Layer(nn.Module):
@@ -166,7 +166,7 @@ def _normed(x: Tensor) -> Tensor:
     return nn.functional.layer_norm(x, x.shape[-1:], eps=EPS)
 
 
-# --- training and paths -----------------------------------------------------------------------------------------------
+# --- training and paths ---
 
 
 @dataclass(frozen=True)

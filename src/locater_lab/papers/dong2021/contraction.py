@@ -87,7 +87,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-# --- draws ------------------------------------------------------------------------------------------------------------
+# --- draws ---
 
 
 def block(seed: int, width: int = WIDTH, heads: int = 1, size: float = 1.0, **kind: Any) -> Block:
@@ -109,7 +109,7 @@ def relu_mlp(
     return lambda y: (y @ W_in + shift).relu() @ W_out, W_in, W_out
 
 
-# --- tokens that keep their digits ------------------------------------------------------------------------------------
+# --- tokens that keep their digits ---
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def exact_depth(x: Float[Tensor, "tokens width"], layers: Sequence[Block]) -> li
     return residuals
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- what is measured ---
 
 
 def order(seed: int, heads: int, **kind: Any) -> Float[Tensor, " steps"]:

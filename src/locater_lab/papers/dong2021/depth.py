@@ -137,7 +137,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-# --- at initialisation ------------------------------------------------------------------------------------------------
+# --- at initialisation ---
 
 
 def at_start(setting: Setting) -> Curves:
@@ -206,7 +206,7 @@ def start_table(moments: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[
     }
 
 
-# --- trained models ---------------------------------------------------------------------------------------------------
+# --- trained models ---
 
 
 def trained(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:

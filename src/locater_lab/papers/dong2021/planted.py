@@ -24,7 +24,7 @@ SHAPES = ("normal", "two values", "long upper tail", "long lower tail")  # of th
 TOKENS = ("equal norm", "raw walk", "independent")
 
 
-# --- heads and tokens -------------------------------------------------------------------------------------------------
+# --- heads and tokens ---
 
 
 def head(M: float, size: float, ratio: float, shape: str = SHAPES[0], seed: int = 0) -> Float[Tensor, "d d"] | None:
@@ -72,7 +72,7 @@ def tokens(kind: str, count: int, seed: int) -> Float[Tensor, "count T d"]:
     return x if kind == "raw walk" else x * WIDTH**0.5 / x.norm(dim=-1, keepdim=True)
 
 
-# --- heads on one set of tokens ---------------------------------------------------------------------------------------
+# --- heads on one set of tokens ---
 
 
 @dataclass(frozen=True)

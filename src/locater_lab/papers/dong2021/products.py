@@ -66,7 +66,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
+# --- products ---
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def decades(by_factors: Mapping[int, float], floor: float = FLOOR) -> float:
     return sum((k - middle) * y for k, y in points) / sum((k - middle) ** 2 for k, _ in points)
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models ---
 
 
 def bert(setting: Setting, seed: int) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _medians(model: nn.Module, rows: Tensor, setting: Setting, seed: int) -> Med
     return medians(attention_maps(model, rows).double(), REPEATS[setting.quick], seed)
 
 
-# --- the study --------------------------------------------------------------------------------------------------------
+# --- the study ---
 
 
 def measure(setting: Setting) -> Results:

@@ -71,7 +71,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-# --- the penalty alone ------------------------------------------------------------------------------------------------
+# --- the penalty alone ---
 
 
 def drawn(heads: int, size: float, seed: int) -> Maps:
@@ -122,7 +122,7 @@ def alone(seed: int) -> dict[str, dict[str, Any]]:
     return {name: {"shares": stack_shares(maps, x), **moments_of(maps)} for name, maps in heads.items()}
 
 
-# --- in training ------------------------------------------------------------------------------------------------------
+# --- in training ---
 
 ARMS = {"no penalty": None, "LocAteR, target 2": TARGET, "LocAteR, target 8": LARGE}
 
@@ -183,7 +183,7 @@ def trained(arm: str, seed: int, steps: int, where: str = "cpu") -> dict[str, An
     return {"accuracy": accuracy, "whole": layer_shares(model, False, seed), "cut": layer_shares(model, True, seed)}
 
 
-# --- the study --------------------------------------------------------------------------------------------------------
+# --- the study ---
 
 
 def part_of(setting: Setting, part: tuple[str | None, int]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ FEW, MANY = (f"{count} paths" for count in PATHS)
 FROZEN = f"{MANY}, attention frozen"
 
 
-# --- the tasks --------------------------------------------------------------------------------------------------------
+# --- the tasks ---
 
 VOCABULARY = 30_000  # of memorisation
 Make = Callable[[Setting, int], tuple[Data, Data]]  # by seed: data to learn from, and to be judged on
@@ -178,7 +178,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-# --- one model --------------------------------------------------------------------------------------------------------
+# --- one model ---
 
 
 def by_length(model: Classifier, data: Data, count: int, seed: int, frozen: bool = False) -> list[float]:
@@ -228,7 +228,7 @@ def as_published(task: Task, setting: Setting) -> Measurement:
     return replace(by_seed(each.tolist(), of="sequences of one model"), numbers=numbers)
 
 
-# --- the study --------------------------------------------------------------------------------------------------------
+# --- the study ---
 
 
 def measure(setting: Setting) -> Results:

@@ -145,7 +145,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-# --- sweeps -----------------------------------------------------------------------------------------------------------
+# --- sweeps ---
 
 Table = dict[str, Tensor]  # a column per number, a row per head
 Rows = list[tuple[float, ...]]  # the same as it is measured
@@ -218,7 +218,7 @@ def window(kind: str, seed: int, count: int) -> list[float]:
     return widths
 
 
-# --- how well one number tells ----------------------------------------------------------------------------------------
+# --- how well one number tells ---
 
 
 def corner_accuracy(seen: Sequence[Table], judged: Table) -> float:
@@ -230,7 +230,7 @@ def corner_accuracy(seen: Sequence[Table], judged: Table) -> float:
     return float((predicted & true).sum() / true.sum() + (~predicted & ~true).sum() / (~true).sum()) / 2
 
 
-# --- the study --------------------------------------------------------------------------------------------------------
+# --- the study ---
 
 
 def measure(setting: Setting) -> Results:

@@ -134,7 +134,7 @@ def at_gate(gates: list[float], values: list[float], at: float) -> float:
     return values[-1]
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks ---
 
 
 def head_rank(seed: int, position: str, per: str) -> float:

@@ -98,7 +98,7 @@ STUDY = Study(
 )
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training ---
 
 CENTRED, CENTRED_MASKED = arm("centred"), arm("centred", MASKED)
 ARMS = (SOFTMAX, CENTRED, SOFTMAX_MASKED, CENTRED_MASKED)

@@ -87,7 +87,7 @@ def rank(Z: Float[Tensor, "pairs d c"], least: float = 1e-6) -> int:
     return int((values > least * values.amax().clamp_min(1e-300)).sum())
 
 
-# --- the convex problem -----------------------------------------------------------------------------------------------
+# --- the convex problem ---
 
 
 @dataclass(frozen=True)

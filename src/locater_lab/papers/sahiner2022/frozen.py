@@ -127,7 +127,7 @@ def accuracy(outputs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> 
     return float((outputs.argmax(1) == labels).double().mean())
 
 
-# --- heads: each returns accuracy on the split to choose by and on the split to judge by --------------------------------
+# --- heads: each returns accuracy on the split to choose by and on the split to judge by ---
 
 
 def judged(outputs: list[Tensor], data: Split) -> tuple[float, float]:

@@ -46,7 +46,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-# --- plain loops ------------------------------------------------------------------------------------------------------
+# --- plain loops ---
 
 
 def looped(rows: list[list[float]]) -> list[float]:

@@ -187,7 +187,7 @@ def steps(out: Float[Tensor, " halves"]) -> tuple[int, float, int, float]:
     return up + 1, float(factors[up]), down + 1, float(factors[down])
 
 
-# --- one model --------------------------------------------------------------------------------------------------------
+# --- one model ---
 
 
 def sinks(model: Any, attention: Pairs) -> dict[str, float]:

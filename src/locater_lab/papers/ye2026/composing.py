@@ -99,7 +99,7 @@ CLAIMS = (
 )
 
 
-# --- the task ---------------------------------------------------------------------------------------------------------
+# --- the task ---
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def prompts(task: Task, batch: int, generator: torch.Generator, forward: bool = 
     return Prompts(layer.flatten(1), x.flatten(1), y.flatten(1), start, torch.stack(reached, 2))
 
 
-# --- on the fly -------------------------------------------------------------------------------------------------------
+# --- on the fly ---
 
 
 def pointer(batch: Prompts, task: Task) -> Int[Tensor, " B"]:
@@ -177,7 +177,7 @@ def on_the_fly(forward: bool) -> Float[Tensor, " B"]:
     return (pointer(batch, TASK) != right).double()
 
 
-# --- states -----------------------------------------------------------------------------------------------------------
+# --- states ---
 
 
 def choices(part: str, m: int) -> Iterator[Any]:
@@ -217,7 +217,7 @@ def state_table(m: int) -> dict[str, list[int]]:
     return table
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
+# --- layers ---
 
 
 def bound(batch: Prompts, task: Task) -> tuple[Float[Tensor, "B n c"], Float[Tensor, "B n m"]]:

@@ -18,7 +18,7 @@ from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.trained_models import HALVES, LENGTH, TrainedLayer, trained_layers
 from locater_lab.papers.bao2024.arms import PLAIN, RIVALS, SHORT, stability_rows
-from locater_lab.papers.bao2024.judged import hot_losses, rates_survived
+from locater_lab.papers.bao2024.training import hot_losses, rates_survived
 from locater_lab.papers.zhai2023.floor import centred_norm, row_entropy
 
 ROWS = 16  # the last of every sequence
@@ -152,8 +152,7 @@ STUDY = Study(
 )
 
 
-# --- training: the runs of bao2024
-# --------------------------------------------------------------------------------------
+# --- training: the runs of bao2024 ---
 
 HOT = (
     Claim(
@@ -237,8 +236,7 @@ def measure_kept(setting: Setting) -> Results:
 KEPT_RUNS = Study("hot rates and best rates", HOT, measure_kept, KEPT, on_runs=True)
 
 
-# --- training: gamma
-# ----------------------------------------------------------------------------------------------------
+# --- training: gamma ---
 
 SPECTRAL, UNIT = (
     arm(control=("sigmareparam",), name="sigma-Reparam"),

@@ -1,4 +1,5 @@
-"""Study a: a model at one input is one linear map of its input tokens, and a constant.
+"""The transformer at one input as one linear operator: what it is exact about (study a), tokens taken away in the order
+of its scores (study b), and checks that any explanation has to pass (study c).
 
     y_i = sum_j T_ij x_j + c_i        attention maps, denominators of norms and activation ratios frozen
 
@@ -7,6 +8,7 @@ T is not the Jacobian J, which differentiates what T freezes.
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,16 +18,35 @@ from locater.commands.load import load_model
 from locater.errors import LocaterError
 from locater.explain import decompose
 from locater.explain.linear_operator import FrozenOperator
-from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.explanations import (
+    COSTLY,
+    GRADIENT_METHODS,
+    MISSING,
+    MODELS,
+    OPERATORS,
+    RIVALS,
+    WORDS,
+    cost,
+    hits_by_method,
+    mean_curves,
+    measure_areas,
+    planted_model,
+    redrawn_likeness,
+    train_by_seed,
+)
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.train import Shape, Transformer
+
+# ---- a: one operator ----
+
 
 TOKENS = {True: 8, False: 16}
 ROUNDING = 1e-6  # transformers computes the RMSNorm of some models in float32 whatever their precision
 SMALL = Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48, length=32)
 
-CLAIMS = (
+OPERATOR_CLAIMS = (
     Claim(
         "a1", "The whole transformer at one input is a single linear operator of its input",
         "largest |T x + c - y| / |y| over models, in float64", "at most", ROUNDING, where="abstract", bound="ours",
@@ -72,7 +93,7 @@ def jacobian_rows(model: nn.Module, ids: Tensor, i: int) -> tuple[Tensor, Tensor
         streams.append(x)
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
-    first, last = _ends(model)
+    first, last = _first_and_last(model)
     outputs: list[Tensor] = []
     hooks = [
         first.register_forward_pre_hook(leaf, with_kwargs=True),
@@ -88,7 +109,7 @@ def jacobian_rows(model: nn.Module, ids: Tensor, i: int) -> tuple[Tensor, Tensor
     return torch.stack(rows), streams[0].detach()[0]
 
 
-def _ends(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def _first_and_last(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The first block, and the last module whose output is the last stream: the final norm, or the last block."""
     inner: Any = getattr(model, "model", model)
     if hasattr(inner, "norm"):
@@ -121,7 +142,7 @@ def from_later(ids: Tensor) -> float:
     return float(operator_rows(T, 0)[:, 1:].abs().max())
 
 
-def measure(setting: Setting) -> Results:
+def measure_operator(setting: Setting) -> Results:
     ids = torch.randint(5, 60, (1, TOKENS[setting.quick]), generator=torch.Generator().manual_seed(0))
     by_name, left_out = read_each(
         model_folders(setting.models).items(), lambda name, folder: row_of(name, load_model(str(folder)), ids)
@@ -140,4 +161,102 @@ def measure(setting: Setting) -> Results:
     return Results(measured, {"operators": {"rows": rows, "tokens": TOKENS[setting.quick], "left_out": left_out}})
 
 
-STUDY = Study("one operator", CLAIMS, measure, on_models=True)
+OPERATOR_STUDY = Study("one operator", OPERATOR_CLAIMS, measure_operator, on_models=True)
+
+
+# ---- b: tokens taken away ----
+
+
+HERE = "area of the operator (along the target) less that of the best of rollout, raw attention and attention with value norms"
+
+PERTURBATION_CLAIMS = (
+    *(
+        Claim(
+            key, f"The operator is richer than maps of attention put together, as seen here by its order of tokens in {WORDS[model]}",
+            f"{HERE}, {model}", "at least", 0.0, where="abstract", bound="ours",
+        )
+        for key, model in MODELS.items()
+    ),
+    Claim(
+        "b5", "Weighing it by input and output is better than its norm alone", "area of the collapse with input and output less that of the norm, text",
+        "at least", 0.0, by="summary",
+    ),
+    Claim(
+        "b6", "Weighing it by input and output is better than its norm alone, for images",
+        "area of the collapse with input and output less that of the norm, images", "at least", 0.0, by="summary",
+    ),
+    Claim(
+        "b7", "It is better than gradient times input", "area of the operator less that of gradient times input, text", "at least", 0.0, by="ours",
+    ),
+    Claim(
+        "b8", "It is better than relevance", "area of the operator less that of relevance, text", "at least", 0.0, by="ours",
+    ),
+)  # fmt: skip
+
+
+def measure_perturbation(setting: Setting) -> Results:
+    areas = measure_areas(setting, (OPERATORS[0], *RIVALS), (*OPERATORS[1:], *GRADIENT_METHODS))
+    measured = {key: areas.less_rivals(model, "operator logit") for key, model in MODELS.items()}
+    measured |= {
+        "b5": areas.less_rivals("text", "operator input_output", ("operator norm",)),
+        "b6": areas.less_rivals("images", "operator input_output", ("operator norm",)),
+        "b7": areas.less_rivals("text", "operator logit", ("gradient_input",)),
+        "b8": areas.less_rivals("text", "operator logit", ("relevance",)),
+    }
+    return Results(measured, {"areas": areas.table()})
+
+
+PERTURBATION_STUDY = Study(
+    "tokens taken away", PERTURBATION_CLAIMS, measure_perturbation,
+    needs=MISSING,
+    on_models=True,
+)  # fmt: skip
+
+
+# ---- c: checks with a known answer, and what scores cost ----
+
+
+CHECKED_METHODS = (
+    "operator logit",
+    "operator input",
+    "operator norm",
+    "paths",
+    "rollout",
+    "raw_attention",
+    "gradient_input",
+)
+
+SANITY_CLAIMS = (
+    Claim(
+        "c1", "A token that decides the class is found", "share of inputs whose largest score it has, operator along the class", "at least", 0.95,
+        by="ours",
+    ),
+    Claim(
+        "c2", "Its norm alone, which does not know the input, finds it too", "share of inputs, collapse by norm", "at least", 0.95, by="ours",
+    ),
+    Claim(
+        "c3", "With all blocks drawn anew the scores are others", "rank correlation of scores before and after, operator along the class",
+        "at most", 0.5, by="ours",
+    ),
+    Claim("c4", "Those of rollout are others too", "rank correlation of scores before and after, rollout", "at most", 0.5, by="ours"),
+    Claim("c5", "Scores for one target cost a few forward passes", "seconds over those of a forward pass, planted model", "at most", COSTLY, by="ours"),
+)  # fmt: skip
+
+
+def measure_sanity(setting: Setting) -> Results:
+    subjects = train_by_seed(setting, planted_model)
+    shares = hits_by_method(subjects, CHECKED_METHODS)
+    likeness = redrawn_likeness(subjects, ("operator logit", "rollout"))
+    taken = cost(subjects[0], CHECKED_METHODS)
+    measured = {
+        "c1": by_seed(shares["operator logit"]),
+        "c2": by_seed(shares["operator norm"]),
+        "c3": by_seed([values[-1] for values in likeness["operator logit"]]),
+        "c4": by_seed([values[-1] for values in likeness["rollout"]]),
+        "c5": Measurement(taken["operator logit"], 0.0, "none: the median of five turns on this machine"),
+    }
+    rows = [{"method": name, "found": fmean(shares[name]), "cost": taken[name]} for name in CHECKED_METHODS]
+    return Results(measured, {"known": {"rows": rows, "redrawn": mean_curves(likeness)}})
+
+
+SANITY_STUDY = Study("checks with a known answer", SANITY_CLAIMS, measure_sanity)

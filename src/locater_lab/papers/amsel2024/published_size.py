@@ -21,7 +21,7 @@ from locater_lab.engine.arms import mark_inconclusive
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Results, Setting, Study, rounded
 from locater_lab.engine.runs import Runs, versions
-from locater_lab.papers.amsel2024.encoder import Encoder, trained
+from locater_lab.papers.amsel2024.encoders import Encoder, train_encoders
 from locater_lab.train.sweep import append_line
 
 # The plan of the runs at the published size as data: arms, what the paper has, claims and their bounds.
@@ -30,7 +30,7 @@ from locater_lab.train.sweep import append_line
 WIDTH = 64
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 POINTS = 1024  # of a step and a seed: 64 sets of 16
-SHORT = "as seen after fewer steps"
+FEWER_STEPS = "as seen after fewer steps"
 
 
 def _arm(rank: int, points: int = 16, of_step: int = POINTS, **changes: Any) -> Encoder:
@@ -38,13 +38,13 @@ def _arm(rank: int, points: int = 16, of_step: int = POINTS, **changes: Any) -> 
 
 
 LONG, BRIEF = 12_000, 3_000
-ONE = (
+ONE_LAYER_ARMS = (
     *(_arm(r, copies=1, steps=LONG) for r in RANKS),
     *(_arm(r, copies=WIDTH, steps=BRIEF) for r in reversed(RANKS)),
 )
-MORE = tuple(_arm(r, copies=WIDTH, steps=LONG) for r in (64, 32, 1))  # as long as with one copy
+LONGER_ARMS = tuple(_arm(r, copies=WIDTH, steps=LONG) for r in (64, 32, 1))  # as long as with one copy
 # Encoders of several layers as first planned. They learned to answer with the length 0, a loss of 1.
-FIRST = {
+FIRST_PLAN = {
     "e": tuple(_arm(r, copies=WIDTH, layers=3, steps=2_500, seeds=6) for r in (64, 4, 1)),
     "f": tuple(
         _arm(r, n, copies=WIDTH, layers=2, steps=1_500, seeds=6, rate=0.005) for r in (64, 1) for n in (4, 16, 64)
@@ -57,7 +57,7 @@ FIRST = {
 }
 # As planned anew: lengths begin at 8, the rate is lower and there are more steps.
 DEEP: dict[str, Any] = {"steps": 4_000, "seeds": 5, "rate": 0.005, "length": math.sqrt(WIDTH)}
-AGAIN = {
+SECOND_PLAN = {
     "e": tuple(_arm(r, copies=WIDTH, layers=3, **DEEP) for r in (64, 4, 1)),
     "f": tuple(_arm(r, n, POINTS // 2, copies=WIDTH, layers=2, **DEEP) for r in (64, 1) for n in (4, 16, 64)),
     "g": tuple(
@@ -66,7 +66,7 @@ AGAIN = {
         for rank in (0, 1)
     ),
 }
-LOST = 0.99  # a loss from which on an encoder has learned nothing: the answer 0 has a loss of 1
+LEARNED_NOTHING = 0.99  # a loss from which on an encoder has learned nothing: the answer 0 has a loss of 1
 UNTRAINED = "the encoders that it compares learned nothing: they answer with the length 0, at a loss of 1"
 TOO_SHORT = (
     "the loss is higher than published, after fewer steps than the paper's 100,000: longer training may lower it"
@@ -86,73 +86,73 @@ PUBLISHED: Mapping[tuple[int, int, int], Mapping[int, float]] = {
 
 ONE_LAYER = (
     Claim(
-        "d1", f"With d^2 parameters full rank is far better than half of it, {SHORT}",
+        "d1", f"With d^2 parameters full rank is far better than half of it, {FEWER_STEPS}",
         "loss at rank 64 over loss at rank 32, one layer, one copy", "at most", 0.1, where="Figure 1", bound="ours",
     ),
     Claim(
-        "d2", f"With d^3 parameters too, {SHORT}",
+        "d2", f"With d^3 parameters too, {FEWER_STEPS}",
         "loss at rank 64 over loss at rank 32, one layer, 64 copies", "at most", 0.1, where="Figure 1", bound="ours",
     ),
     Claim(
-        "d3", f"With d^2 parameters rank one is as bad as published, {SHORT}",
+        "d3", f"With d^2 parameters rank one is as bad as published, {FEWER_STEPS}",
         "loss at rank 1, one layer, one copy", "about", 0.87, 0.05, where="Figure 1",
     ),
     Claim(
-        "d4", f"With d^3 parameters rank one is as published, {SHORT}",
+        "d4", f"With d^3 parameters rank one is as published, {FEWER_STEPS}",
         "loss at rank 1, one layer, 64 copies", "about", 0.65, 0.05, where="Figure 1",
     ),
     Claim(
-        "d5", f"One full-rank head beats rank one with d times its parameters, {SHORT}",
+        "d5", f"One full-rank head beats rank one with d times its parameters, {FEWER_STEPS}",
         "loss at rank 64 with one copy less loss at rank 1 with 64 copies", "at most", 0.0, where="Figure 1",
     ),
     Claim(
-        "d6", f"More heads help rank one, {SHORT}",
+        "d6", f"More heads help rank one, {FEWER_STEPS}",
         "loss at rank 1, 64 copies less one copy", "at most", 0.0, where="Figure 1",
     ),
     Claim(
-        "d7", f"One full-rank head comes as near as published, {SHORT}",
+        "d7", f"One full-rank head comes as near as published, {FEWER_STEPS}",
         "loss at rank 64, one layer, one copy", "at most", 0.015, where="Figure 1",
     ),
     Claim(
-        "d8", f"The W that one full-rank head learns is a multiple of -I, {SHORT}",
+        "d8", f"The W that one full-rank head learns is a multiple of -I, {FEWER_STEPS}",
         "angle of W to the identity in degrees, rank 64, one copy", "at least", 175.0, where="", bound="ours",
     ),
     Claim(
-        "d9", f"The W of 64 full-rank heads are near it, {SHORT}",
+        "d9", f"The W of 64 full-rank heads are near it, {FEWER_STEPS}",
         "angle of W to the identity in degrees, rank 64, 64 copies", "about", 168.0, 5.0, where="", bound="ours",
     ),
 )  # fmt: skip
 DEPTH = (
     Claim(
-        "e1", f"Three layers help rank one, {SHORT}",
+        "e1", f"Three layers help rank one, {FEWER_STEPS}",
         "loss at rank 1, 64 copies, three layers less one layer", "at most", 0.0, where="Figure 1",
     ),
     Claim(
-        "e2", f"Three layers make rank 4 good, {SHORT}",
+        "e2", f"Three layers make rank 4 good, {FEWER_STEPS}",
         "loss at rank 4 over loss at rank 1, three layers, 64 copies", "at most", 0.2, where="Figure 1", bound="ours",
     ),
     Claim(
-        "e3", f"Full rank stays far better than rank one in three layers, {SHORT}",
+        "e3", f"Full rank stays far better than rank one in three layers, {FEWER_STEPS}",
         "loss at rank 64 over loss at rank 1, three layers, 64 copies", "at most", 0.1, where="Figure 1", bound="ours",
     ),
 )  # fmt: skip
 NUMBER = (
     Claim(
-        "f1", f"Rank one gets worse with more points, {SHORT}",
+        "f1", f"Rank one gets worse with more points, {FEWER_STEPS}",
         "loss at rank 1, two layers, 64 copies: N = 64 less N = 4", "at least", 0.3, where="", bound="ours",
     ),
     Claim(
-        "f2", f"Full rank does not, {SHORT}",
+        "f2", f"Full rank does not, {FEWER_STEPS}",
         "loss at rank 64, two layers, 64 copies, N = 64", "at most", 0.04, where="",
     ),
 )  # fmt: skip
 POSITIONS = (
     Claim(
-        "g1", f"Positions in channels of their own help rank one, {SHORT}",
+        "g1", f"Positions in channels of their own help rank one, {FEWER_STEPS}",
         "loss at rank 1, three layers, 8 copies: with positions less without", "at most", 0.0, where="",
     ),
     Claim(
-        "g2", f"Full rank with positions stays far better than rank one with them, {SHORT}",
+        "g2", f"Full rank with positions stays far better than rank one with them, {FEWER_STEPS}",
         "loss at full rank over loss at rank 1, three layers, 8 copies, positions", "at most", 0.1, where="", bound="ours",
     ),
 )  # fmt: skip
@@ -170,7 +170,7 @@ def key_of(arm: Encoder) -> str:
     return json.dumps(arm.options, sort_keys=True)
 
 
-def complete(letter: str, arms: Sequence[Encoder], runs: Runs, setting: Setting) -> None:
+def train_missing_arms(letter: str, arms: Sequence[Encoder], runs: Runs, setting: Setting) -> None:
     """Train the arms that have no line. One that breaks stops no other; the first of them is raised at the end."""
     if not torch.cuda.is_available():
         raise LocaterError("--jobs: the runs of amsel2024 at the published size need a GPU; --quick trains a small one")
@@ -179,7 +179,7 @@ def complete(letter: str, arms: Sequence[Encoder], runs: Runs, setting: Setting)
         if key_of(arm) in runs.lines:
             continue
         try:
-            result = {**trained(arm, "cuda"), **versions("cuda")}
+            result = {**train_encoders(arm, "cuda"), **versions("cuda")}
         except Exception as error:  # of any kind: compilers, memory
             broken.append(f"{name_of(arm)}: {type(error).__name__}: {first_line(error)}")
             setting.tell(broken[-1])
@@ -212,20 +212,22 @@ def losses_of(line: Line | None) -> list[float] | None:
     return values if values and all(map(math.isfinite, values)) else None
 
 
-def compared(a: list[float] | None, b: list[float] | None, how: Callable[[float, float], float]) -> Measurement | None:
+def comparison(
+    a: list[float] | None, b: list[float] | None, how: Callable[[float, float], float]
+) -> Measurement | None:
     """By the seeds that both have."""
     return None if a is None or b is None else by_seed([how(x, y) for x, y in zip(a, b, strict=False)])
 
 
-def less(x: float, y: float) -> float:
+def difference(x: float, y: float) -> float:
     return x - y
 
 
-def over(x: float, y: float) -> float:
+def ratio(x: float, y: float) -> float:
     return x / y
 
 
-def level(values: Sequence[float] | None) -> Measurement | None:
+def mean_over_seeds(values: Sequence[float] | None) -> Measurement | None:
     return None if values is None else by_seed(values)
 
 
@@ -268,8 +270,8 @@ def line_of(arms: Sequence[Encoder], runs: Runs, **options: int) -> Line | None:
     return runs.lines[key_of(max(known, key=lambda arm: arm.steps))] if known else None
 
 
-def one_layer(runs: Runs) -> Results:
-    arms = ONE + MORE
+def judge_one_layer(runs: Runs) -> Results:
+    arms = ONE_LAYER_ARMS + LONGER_ARMS
 
     def loss(rank: int, copies: int) -> list[float] | None:
         return losses_of(line_of(arms, runs, rank=rank, copies=copies))
@@ -279,13 +281,13 @@ def one_layer(runs: Runs) -> Results:
         return None if of is None or None in of["heads"]["angle"] else by_seed(of["heads"]["angle"])
 
     measured = {
-        "d1": compared(loss(64, 1), loss(32, 1), over),
-        "d2": compared(loss(64, 64), loss(32, 64), over),
-        "d3": level(loss(1, 1)),
-        "d4": level(loss(1, 64)),
-        "d5": compared(loss(64, 1), loss(1, 64), less),
-        "d6": compared(loss(1, 64), loss(1, 1), less),
-        "d7": level(loss(64, 1)),
+        "d1": comparison(loss(64, 1), loss(32, 1), ratio),
+        "d2": comparison(loss(64, 64), loss(32, 64), ratio),
+        "d3": mean_over_seeds(loss(1, 1)),
+        "d4": mean_over_seeds(loss(1, 64)),
+        "d5": comparison(loss(64, 1), loss(1, 64), difference),
+        "d6": comparison(loss(1, 64), loss(1, 1), difference),
+        "d7": mean_over_seeds(loss(64, 1)),
         "d8": angle(1),
         "d9": angle(64),
     }
@@ -298,40 +300,42 @@ def _above(claim: Claim, measured: Measurement | None) -> bool:
     return measured is not None and measured.value > claim.stated + claim.tolerance
 
 
-def depth(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
-    one = losses_of(line_of(ONE + MORE, runs, rank=1, copies=WIDTH))
+def judge_depth(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
+    one = losses_of(line_of(ONE_LAYER_ARMS + LONGER_ARMS, runs, rank=1, copies=WIDTH))
     three = {rank: losses_of(line_of(arms, runs, rank=rank)) for rank in (1, 4, 64)}
     return {
-        "e1": compared(three[1], one, less),
-        "e2": compared(three[4], three[1], over),
-        "e3": compared(three[64], three[1], over),
+        "e1": comparison(three[1], one, difference),
+        "e2": comparison(three[4], three[1], ratio),
+        "e3": comparison(three[64], three[1], ratio),
     }
 
 
-def number(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
+def judge_number_of_points(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
     of = {n: losses_of(line_of(arms, runs, rank=1, points=n)) for n in (4, 64)}
     return {
-        "f1": compared(of[64], of[4], less),
-        "f2": level(losses_of(line_of(arms, runs, rank=64, points=64))),
+        "f1": comparison(of[64], of[4], difference),
+        "f2": mean_over_seeds(losses_of(line_of(arms, runs, rank=64, points=64))),
     }
 
 
-def positions(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
+def judge_positions(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measurement | None]:
     with_, without = (losses_of(line_of(arms, runs, rank=1, positions=n)) for n in (WIDTH, 0))
     full = losses_of(line_of(arms, runs, rank=2 * WIDTH))
-    return {"g1": compared(with_, without, less), "g2": compared(full, with_, over)}
+    return {"g1": comparison(with_, without, difference), "g2": comparison(full, with_, ratio)}
 
 
-def several_layers(letter: str, table: str, judge: Callable[..., dict[str, Measurement | None]], runs: Runs) -> Results:
+def judge_several_layers(
+    letter: str, table: str, judge: Callable[..., dict[str, Measurement | None]], runs: Runs
+) -> Results:
     """Claims on encoders of several layers: the arms planned anew where there are any, else those of the first plan.
     All are open where one of the arms has learned nothing with most of its seeds.
     """
-    again = any(key_of(arm) in runs.lines for arm in AGAIN[letter])
-    arms = AGAIN[letter] if again else FIRST[letter]
+    again = any(key_of(arm) in runs.lines for arm in SECOND_PLAN[letter])
+    arms = SECOND_PLAN[letter] if again else FIRST_PLAN[letter]
     measured = judge(arms, runs)
     ends = [losses for arm in arms if (losses := losses_of(runs.lines.get(key_of(arm))))]
-    lost = any(sum(x > LOST for x in losses) > len(losses) / 2 for losses in ends)
-    rows = rows_of(FIRST[letter] + AGAIN[letter], runs)
+    lost = any(sum(x > LEARNED_NOTHING for x in losses) > len(losses) / 2 for losses in ends)
+    rows = rows_of(FIRST_PLAN[letter] + SECOND_PLAN[letter], runs)
     if lost:
         return Results(mark_inconclusive(measured, measured, UNTRAINED), {table: rows})
     high = [c.id for c in NUMBER if c.id == "f2" and _above(c, measured.get(c.id))]
@@ -344,7 +348,7 @@ def _study(title: str, claims: tuple[Claim, ...], arms: Sequence[Encoder], judge
             return Results({})
         runs = Runs(setting.runs, setting.more_runs)
         if setting.jobs:
-            complete(claims[0].id[0], arms, runs, setting)
+            train_missing_arms(claims[0].id[0], arms, runs, setting)
         results = judge(runs)
         tables = {name: rows for name, rows in results.tables.items() if rows}
         return Results(results.measured, tables)
@@ -353,8 +357,13 @@ def _study(title: str, claims: tuple[Claim, ...], arms: Sequence[Encoder], judge
 
 
 STUDIES = (
-    _study("one layer at the published size", ONE_LAYER, ONE + MORE, one_layer),
-    _study("three layers", DEPTH, AGAIN["e"], partial(several_layers, "e", "three_layers", depth)),
-    _study("number of points", NUMBER, AGAIN["f"], partial(several_layers, "f", "points", number)),
-    _study("positions", POSITIONS, AGAIN["g"], partial(several_layers, "g", "positions", positions)),
+    _study("one layer at the published size", ONE_LAYER, ONE_LAYER_ARMS + LONGER_ARMS, judge_one_layer),
+    _study("three layers", DEPTH, SECOND_PLAN["e"], partial(judge_several_layers, "e", "three_layers", judge_depth)),
+    _study(
+        "number of points",
+        NUMBER,
+        SECOND_PLAN["f"],
+        partial(judge_several_layers, "f", "points", judge_number_of_points),
+    ),
+    _study("positions", POSITIONS, SECOND_PLAN["g"], partial(judge_several_layers, "g", "positions", judge_positions)),
 )

@@ -65,7 +65,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def shape(x: Tensor) -> tuple[float, float]:
+def kurtosis_and_distance(x: Tensor) -> tuple[float, float]:
     """Excess kurtosis of the median channel and distance from normal of tokens (..., width)."""
     flat = x.reshape(-1, x.shape[-1])
     return float(ChannelMoments.of(flat).median_kurtosis), normality_distance(flat).mean
@@ -85,16 +85,16 @@ def row_logits(layer: AttentionLayer, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def shapes(layer: AttentionLayer, x: Tensor) -> dict[str, tuple[float, float]]:
+def layer_shapes(layer: AttentionLayer, x: Tensor) -> dict[str, tuple[float, float]]:
     """Kurtosis and distance of inputs, and of queries, keys (before rotation) and logits, mean over some heads."""
     bare = replace(layer, norm=Norm(), memory_norm=None)  # x is what comes out of the norm
     still = replace(bare, rotary=None)
     logits, query, key = row_logits(bare, x), still.queries(x)[:, :, 1:], still.keys(x)[:, :, 1:]
     by_kind = {
-        "input": [shape(x[:, 1:])],
-        "logit": [shape(logits[:, h, None]) for h in _some(layer.heads)],
-        "query": [shape(query[:, h]) for h in _some(layer.heads)],
-        "key": [shape(key[:, h]) for h in _some(layer.kv_heads)],
+        "input": [kurtosis_and_distance(x[:, 1:])],
+        "logit": [kurtosis_and_distance(logits[:, h, None]) for h in _evenly_taken(layer.heads)],
+        "query": [kurtosis_and_distance(query[:, h]) for h in _evenly_taken(layer.heads)],
+        "key": [kurtosis_and_distance(key[:, h]) for h in _evenly_taken(layer.kv_heads)],
     }
     return {kind: (fmean(k for k, _ in each), fmean(d for _, d in each)) for kind, each in by_kind.items()}
 
@@ -104,7 +104,7 @@ def layer_entry(name: str, number: int, layer: AttentionLayer, x: Tensor) -> dic
     """One layer: every kind's kurtosis and distance, and the same of normal tokens with its mean and covariance."""
     flat = x[:, 1:].flatten(0, 1)
     normal = gaussian_tokens(flat.mean(0), flat.mT.cov(), x.shape[0], x.shape[1], x[:, 0].mean(0), seed=number)
-    real, like = shapes(layer, x), shapes(layer, normal)
+    real, like = layer_shapes(layer, x), layer_shapes(layer, normal)
     share = float(ChannelMoments.of(flat).mean_share)
     columns = {
         kind: {"kurtosis": real[kind][0], "distance": real[kind][1], "normal_distance": like[kind][1]} for kind in KINDS
@@ -147,7 +147,7 @@ def _results(layers: list[list[dict[str, Any]]], agreed: list[dict[str, dict[str
     return Results(measured, {"normality": layers[0], "predicted_entropy": agreed[0]})
 
 
-def _some(heads: int) -> list[int]:
+def _evenly_taken(heads: int) -> list[int]:
     count = min(HEADS, heads)
     return [i * heads // count for i in range(count)]
 

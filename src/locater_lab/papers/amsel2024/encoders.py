@@ -1,12 +1,19 @@
-"""What is trained: encoders that give every point the point farthest from it, all seeds of an arm as one batched model.
+"""Encoders that give every point the point farthest from it, all seeds of an arm as one batched model; and study c, the
+same at a size that a CPU trains.
 
-A layer is that of the paper's code: `copies` multi-head attentions side by side, averaged, each with all of its heads of
-one rank; a sum with the input; an MLP with ReLU; a sum again. After each sum a token is scaled to a length that is one
-learned number. It begins at 1, or at sqrt(d) as in ScaleNorm: begun at 1, encoders of several layers learn the length 0. Points have no positions, or learned ones in channels of their own. Weights do not depend on the rank: a
-head of rank r reads r channels of its copy, so that arms of one width and number of copies have equal parameters.
+A layer is that of the paper's code: `copies` multi-head attentions side by side, averaged, each with all of its heads
+of one rank; a sum with the input; an MLP with ReLU; a sum again. After each sum a token is scaled to a length that is
+one learned number. It begins at 1, or at sqrt(d) as in ScaleNorm: begun at 1, encoders of several layers learn the
+length 0. Points have no positions, or learned ones in channels of their own. Weights do not depend on the rank: a head
+of rank r reads r channels of its copy, so that arms of one width and number of copies have equal parameters.
 
 The loss is the squared distance from the answer. AdamW, no decay; the rate rises over the first 5 % of the steps and
 falls to 0 along a cosine; every step has new points. Steps are CUDA graphs on a GPU, with products in TF32.
+
+**Study c.** d and N are 8, the MLP has 64 channels, the lengths of tokens begin at sqrt(d), and there are 1,200 steps;
+everything else is as at the published size. It says whether the order of the ranks is there already at this size, at
+equal parameters and by the time that a step takes. Several layers are left to the published size: at this rate encoders
+of three layers learn nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +22,9 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -25,8 +33,13 @@ from torch import Tensor
 
 from locater.numerics import finite_or_none, one_thread
 from locater.spectrum import moments
+from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.compute import as_cuda_graph
-from locater_lab.papers.amsel2024.nearest import farthest
+from locater_lab.engine.reproduction import Results, Setting, Study
+from locater_lab.papers.amsel2024.untrained_heads import farthest
+
+# ---- what is trained ----
+
 
 Heads = Float[Tensor, "n N H r"]  # n is seeds x batch
 
@@ -125,9 +138,9 @@ class Encoders:
             q, k, v = (torch.baddbmm(layer[f"{name}_bias"], x, layer[name]) for name in "qkv")
             y = self.attend(*(part.reshape(-1, arm.points, arm.heads, arm.rank) for part in (q, k, v)))
             y = y.reshape(*x.shape[:2], -1)
-            x = _scaled(x + layer["o_bias"] + y @ layer["o"] / arm.copies, layer["size"])
+            x = _scaled_tokens(x + layer["o_bias"] + y @ layer["o"] / arm.copies, layer["size"])
             hidden = torch.baddbmm(layer["up_bias"], x, layer["up"]).relu()
-            x = _scaled(x + torch.baddbmm(layer["down_bias"], hidden, layer["down"]), layer["last_size"])
+            x = _scaled_tokens(x + torch.baddbmm(layer["down_bias"], hidden, layer["down"]), layer["last_size"])
         return x.unflatten(1, (-1, arm.points))[..., : arm.width]
 
 
@@ -143,7 +156,7 @@ def attend_by_sums(q: Heads, k: Heads, v: Heads) -> Heads:
     return (torch.softmax(scores, 2)[..., None] * v[:, None]).sum(2)
 
 
-def trained(arm: Encoder, device: str = "cpu") -> dict[str, Any]:
+def train_encoders(arm: Encoder, device: str = "cpu") -> dict[str, Any]:
     """Train all seeds of an arm. Losses on new points at the end, the least mean over 100 steps of training, its curve,
     seconds, and what the heads of the first layer are; each by seed.
     """
@@ -158,13 +171,13 @@ def trained(arm: Encoder, device: str = "cpu") -> dict[str, Any]:
             model.attend = torch.compile(attend_by_sums, dynamic=False)
         curve, seconds = _descend(model, device)
         torch.set_float32_matmul_precision("highest")
-        end = judged(model, device)
+        end = final_losses(model, device)
     return {
         "loss": _finite(end),
         "best": _finite(curve.nan_to_num(math.inf).amin(0)),
         "curve": _finite(curve[:: max(1, len(curve) // 50)].mean(1)),
         "seconds": seconds,
-        "heads": heads(model),
+        "heads": head_statistics(model),
     }
 
 
@@ -197,13 +210,13 @@ def _descend(model: Encoders, device: str) -> tuple[Float[Tensor, "epochs S"], f
 def _step(model: Encoders, optimizer: torch.optim.Optimizer, total: Tensor, device: str) -> None:
     """One step of all seeds on new points; losses are added to `total`."""
     optimizer.zero_grad(set_to_none=True)
-    loss = losses(model, drawn(model.arm, model.arm.batch, device))
+    loss = losses(model, draw_points(model.arm, model.arm.batch, device))
     loss.sum().backward()  # of the sum over seeds: each seed's own gradient
     optimizer.step()
     total += loss.detach()
 
 
-def drawn(arm: Encoder, batch: int, device: str) -> Float[Tensor, "S B N d"]:
+def draw_points(arm: Encoder, batch: int, device: str) -> Float[Tensor, "S B N d"]:
     """New points on the sphere, each seed its own."""
     points = torch.randn(arm.seeds, batch, arm.points, arm.width, device=device)
     return torch.nn.functional.normalize(points, dim=-1)
@@ -215,14 +228,14 @@ def losses(model: Encoders, points: Float[Tensor, "S B N d"]) -> Float[Tensor, "
 
 
 @torch.no_grad()
-def judged(model: Encoders, device: str) -> Float[Tensor, " S"]:
+def final_losses(model: Encoders, device: str) -> Float[Tensor, " S"]:
     """Losses on new points, with products in float32."""
     torch.manual_seed(1)
     batch = 64
     if device != "cpu":
         batch, model.attend = model.arm.batch, attend
     parts = max(1, JUDGED // batch)
-    return torch.stack([losses(model, drawn(model.arm, batch, device)) for _ in range(parts)]).mean(0).cpu()
+    return torch.stack([losses(model, draw_points(model.arm, batch, device)) for _ in range(parts)]).mean(0).cpu()
 
 
 def share_of_rate(step: int, steps: int) -> float:
@@ -235,7 +248,7 @@ def share_of_rate(step: int, steps: int) -> float:
     return (step + 1) / rise if step < rise else 0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))
 
 
-def heads(model: Encoders) -> dict[str, list[float | None]]:
+def head_statistics(model: Encoders) -> dict[str, list[float | None]]:
     """Of W = W_Q^T W_K of the first layer's heads, means over the heads of each seed: the angle to the identity in
     degrees, ||W||_F, mean eigenvalue over the head's directions, stable and effective rank, concentration.
     """
@@ -260,7 +273,7 @@ def _finite(column: Tensor) -> list[float | None]:
     return [finite_or_none(x) for x in column.tolist()]
 
 
-def _scaled(x: Tensor, size: Tensor) -> Tensor:
+def _scaled_tokens(x: Tensor, size: Tensor) -> Tensor:
     return size * torch.nn.functional.normalize(x, dim=-1)
 
 
@@ -273,3 +286,119 @@ def _products_in_tf32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+# ---- c: at a small size ----
+
+
+WIDTH = POINTS = 8
+RANKS = (1, 2, 4, 8)
+STEP_FACTORS = {True: 1, False: 3}  # times those of the arms
+SMALL = Encoder(rank=1, width=WIDTH, points=POINTS, hidden=64, seeds=8, batch=8, rate=0.03, length=WIDTH**0.5)
+NARROW = tuple(replace(SMALL, rank=r, steps=1200) for r in RANKS)  # d^2 parameters
+WIDE = tuple(replace(SMALL, rank=r, copies=WIDTH, steps=1200) for r in (1, 4, 8))  # d^3
+REPEATS = 24  # of each timing, the two in turns
+TIMED = 8  # steps of one
+
+AT_SMALL_SIZE = f"as seen at d = {WIDTH}, N = {POINTS}"
+SMALL_CLAIMS = (
+    Claim(
+        "c1", f"With d^2 parameters full rank is far better than half of it, {AT_SMALL_SIZE}",
+        "loss at rank d over loss at rank d / 2, one layer, one copy", "at most", 0.3, by="ours",
+    ),
+    Claim(
+        "c2", f"With d^3 parameters full rank is better than half of it, {AT_SMALL_SIZE}",
+        "loss at rank d less loss at rank d / 2, one layer, d copies", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "c3", f"One full-rank head beats rank one with d times its parameters, {AT_SMALL_SIZE}",
+        "loss at rank d with one copy less loss at rank 1 with d copies", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "c4", f"With d^2 parameters half of full rank is hardly better than rank one, {AT_SMALL_SIZE}",
+        "loss at rank d / 2 over loss at rank 1, one layer, one copy", "at least", 0.7, by="ours",
+    ),
+    Claim(
+        "c5", f"The W that one full-rank head learns is a multiple of -I, {AT_SMALL_SIZE}",
+        "angle of W to the identity in degrees", "at least", 175.0, by="ours",
+    ),
+    Claim(
+        "c6", f"A step of one full-rank head takes no longer than one of d heads of rank one, {AT_SMALL_SIZE}",
+        "seconds of a training step, rank d over rank 1, one copy each, in turns", "at most", 1.0, by="ours",
+    ),
+)  # fmt: skip
+
+
+def measure_small_encoders(setting: Setting) -> Results:
+    """Every arm, all seeds at once; then steps of two arms timed in turns."""
+    arms = (*NARROW, *WIDE)
+    results = {
+        arm: train_encoders(replace(arm, steps=arm.steps * STEP_FACTORS[setting.quick]))
+        for arm in setting.each(list(arms))
+    }
+
+    def loss(arm: Encoder) -> list[float]:
+        return [float(x) for x in results[arm]["loss"]]
+
+    def over(a: Encoder, b: Encoder) -> Measurement:
+        return by_seed([x / y for x, y in zip(loss(a), loss(b), strict=True)])
+
+    def less(a: Encoder, b: Encoder) -> Measurement:
+        return by_seed([x - y for x, y in zip(loss(a), loss(b), strict=True)])
+
+    one, _, half, full = NARROW
+    times = step_times(full, one)
+    measured = {
+        "c1": over(full, half),
+        "c2": less(WIDE[2], WIDE[1]),
+        "c3": less(full, WIDE[0]),
+        "c4": over(half, one),
+        "c5": by_seed(results[full]["heads"]["angle"]),
+        "c6": by_seed([a / b for a, b in times], of="repeats"),
+    }
+    rows = [_arm_row(arm, result) for arm, result in results.items()]
+    table = {
+        "rows": rows,
+        "seeds": SMALL.seeds,
+        "step_milliseconds": {
+            name: 1000 * median(pair[n] for pair in times) for n, name in enumerate(("full rank", "rank one"))
+        },
+    }
+    return Results(measured, {"small": table})
+
+
+def step_times(a: Encoder, b: Encoder) -> list[tuple[float, float]]:
+    """Seconds of a forward and backward pass of each, in turns, so that both see the same machine."""
+    steps = [partial(_gradient_pass, Encoders(arm)) for arm in (a, b)]
+    for step in steps:
+        step()
+    return [(_seconds(steps[0]), _seconds(steps[1])) for _ in range(REPEATS)]
+
+
+def _gradient_pass(model: Encoders) -> None:
+    torch.autograd.grad(losses(model, draw_points(model.arm, model.arm.batch, "cpu")).sum(), model.parameters)
+
+
+def _seconds(step: partial[None]) -> float:
+    start = time.process_time()  # of this process alone, whatever else the machine does
+    for _ in range(TIMED):
+        step()
+    return (time.process_time() - start) / TIMED
+
+
+def _arm_row(arm: Encoder, result: dict[str, Any]) -> dict[str, Any]:
+    """What the page shows of an arm: sizes, losses, and W of its heads."""
+    means = {name: fmean(values) for name, values in result["heads"].items()}
+    return {
+        **{name: arm.options[name] for name in ("layers", "copies", "rank")},
+        "steps": arm.steps,
+        "heads": arm.heads,
+        "losses": result["loss"],
+        "mean_loss": fmean(result["loss"]),
+        "least": min(result["loss"]),
+        **means,
+        "curve": [[100 * (n + 0.5), loss] for n, loss in enumerate(result["curve"])],
+    }
+
+
+SMALL_STUDY = Study("small encoders", SMALL_CLAIMS, measure_small_encoders)
