@@ -24,8 +24,8 @@ from locater_lab.engine.sink_runs import (
     sink_tables,
     weight_left,
 )
-from locater_lab.papers.qiu2025 import sinks as gates
-from locater_lab.papers.sun2026 import sinks as blocks
+from locater_lab.papers.qiu2025 import training as gates
+from locater_lab.papers.sun2026 import training as blocks
 from locater_lab.studies.zoo import sinks as zoo
 from tests import ROOT
 from tests.lab.made_runs import fill, made_line
@@ -90,37 +90,46 @@ def test_a_measure_that_is_missing_decides_nothing() -> None:
 
 
 def test_gates_that_close_and_gates_that_cannot() -> None:
-    runs = made_up(gates.ARMS, {gates.HEAD.name, gates.ELEMENT.name})
-    for arm in (gates.CONSTANT, gates.NS, gates.VALUES):  # they gate as well, and leave the sink
+    runs = made_up(gates.COPY_ARMS, {gates.COPY_HEAD.name, gates.COPY_ELEMENT.name})
+    for arm in (
+        gates.COPY_CONSTANT,
+        gates.COPY_NS,
+        gates.COPY_VALUES,
+    ):  # they gate as well, and leave the sink
         add(runs, arm, {**FULL, "gate": 0.5})
-    verdicts = verdicts_of(gates.CLAIMS, gates.judge(runs))
+    verdicts = verdicts_of(gates.SINK_CLAIMS, gates.judge_copy_sinks(runs))
     assert set(verdicts.values()) == {"holds"}
-    other = verdicts_of(gates.CLAIMS, gates.judge(made_up(gates.ARMS, {gates.HEAD.name})))
+    other = verdicts_of(gates.SINK_CLAIMS, gates.judge_copy_sinks(made_up(gates.COPY_ARMS, {gates.COPY_HEAD.name})))
     assert other["f10"] == "fails"
     assert other["f11"] == "holds"
 
 
-@pytest.mark.parametrize(("spike", "open_"), [(2000.0, set()), (50.0, set(blocks.OF_SPIKES))])
+@pytest.mark.parametrize(("spike", "open_"), [(2000.0, set()), (50.0, set(blocks.COPY_OF_SPIKES))])
 def test_spikes_and_sinks_by_arm(spike: float, open_: set[str]) -> None:
     """Where there is no spike nothing is said of spikes."""
     runs = Runs()
-    factors = {blocks.SANDWICH.name: 0.5, blocks.POST.name: 0.5, blocks.NONE.name: 0.5, blocks.NO_DECAY.name: 2.0}
-    for arm in blocks.ARMS:
-        small = arm.name in (blocks.SIZES[8].name, blocks.GATE.name)
+    factors = {
+        blocks.COPY_SANDWICH.name: 0.5,
+        blocks.COPY_POST.name: 0.5,
+        blocks.COPY_NONE.name: 0.5,
+        blocks.COPY_NO_DECAY.name: 2.0,
+    }
+    for arm in blocks.COPY_ARMS:
+        small = arm.name in (blocks.COPY_SIZES[8].name, blocks.COPY_GATE.name)
         factor = factors.get(arm.name, 1.0)
         add(runs, arm, EMPTY if small else {**FULL, "spike_ratio": spike * factor, "first_weight": 0.7 * factor**0.2})
-    verdicts = verdicts_of(blocks.CLAIMS, blocks.judge(runs))
+    verdicts = verdicts_of(blocks.SINK_CLAIMS, blocks.judge_copy_sinks(runs))
     assert verdicts["f2"] == verdicts["f11"] == verdicts["f5"] == "holds"
-    assert {key for key in blocks.OF_SPIKES if verdicts[key] == "undecided"} == open_
+    assert {key for key in blocks.COPY_OF_SPIKES if verdicts[key] == "undecided"} == open_
     assert open_ or verdicts["f12"] == "fails", "here arms have more of both or less of both"
 
 
 def test_a_source_that_was_not_learned_decides_nothing() -> None:
-    runs = made_up(blocks.ARMS, {blocks.GATE.name})
-    add(runs, blocks.NONE, {**FULL, "first_weight": 0.9})
-    assert verdicts_of(blocks.CLAIMS, blocks.judge(runs))["f8"] == "holds"
-    add(runs, blocks.NONE, {**FULL, "first_weight": 0.9}, loss=2.5)
-    assert verdicts_of(blocks.CLAIMS, blocks.judge(runs))["f8"] == "undecided"
+    runs = made_up(blocks.COPY_ARMS, {blocks.COPY_GATE.name})
+    add(runs, blocks.COPY_NONE, {**FULL, "first_weight": 0.9})
+    assert verdicts_of(blocks.SINK_CLAIMS, blocks.judge_copy_sinks(runs))["f8"] == "holds"
+    add(runs, blocks.COPY_NONE, {**FULL, "first_weight": 0.9}, loss=2.5)
+    assert verdicts_of(blocks.SINK_CLAIMS, blocks.judge_copy_sinks(runs))["f8"] == "undecided"
 
 
 def test_the_section_has_a_row_per_arm_and_a_picture(tmp_path: Path) -> None:
@@ -130,17 +139,17 @@ def test_the_section_has_a_row_per_arm_and_a_picture(tmp_path: Path) -> None:
         '{% block sections %}{% if has("sinks") %}{{ sinks.section("f", {"softmax": "plain"}) }}{% endif %}{% endblock %}'
     )
     paper = Paper("made", "Made up", "Nobody", (), tmp_path)
-    runs = made_up(gates.ARMS, {"gated"})
-    add(runs, gates.VALUES, FULL, loss=2.5)
+    runs = made_up(gates.COPY_ARMS, {"gated"})
+    add(runs, gates.COPY_VALUES, FULL, loss=2.5)
     assumptions = {"quick": True, "seconds": {}, "processor_seconds": {}, "torch": "", "python": "", "threads": 1}
     document: dict[str, Any] = {"claims": [], "assumptions": assumptions, "studies": {}}
     text, figures = page(document, paper)
     assert "## f." not in text
     assert figures == {}
-    tables = sink_tables(runs, gates.ARMS)
+    tables = sink_tables(runs, gates.COPY_ARMS)
     text, figures = page({**document, "studies": {"sinks": {"tables": tables}}}, paper)
     section = text[text.index("## f. Where a head has nothing to add") :]
-    assert section.count("\n| ") == len(gates.ARMS) + 1
+    assert section.count("\n| ") == len(gates.COPY_ARMS) + 1
     assert "| plain | 0.006 | 2.2000, 2.2010" in section
     assert (
         f"more than 0.1 nat above the plain arm: gated(position=value, per=element) ({COPY_SEEDS} of {COPY_SEEDS})"
@@ -148,7 +157,7 @@ def test_the_section_has_a_row_per_arm_and_a_picture(tmp_path: Path) -> None:
     )
     assert ">gated<" in figures["sink"]
     assert "![sink](figure:sink)" in section
-    assert sink_tables(Runs(), gates.ARMS) == {}
+    assert sink_tables(Runs(), gates.COPY_ARMS) == {}
 
 
 def test_the_readme_has_the_kept_figure() -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from locater_lab.data.ngrams import NgramSource
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import PAPERS, Setting, reproduce
-from locater_lab.papers.chen2024 import PAPER, information, joint, rivals, simplified, stages, watched
-from locater_lab.papers.chen2024.simplified import Counts, Model, drawn, fit, loss, subsets
+from locater_lab.papers.chen2024 import PAPER, predictions, simplified_model, training_order, transformer
+from locater_lab.papers.chen2024.simplified_model import Counts, Model, draw_sequences, fit, loss, subsets
 
 
 def on_sequences(model: Model, row: list[int]) -> Tensor:
@@ -52,7 +52,7 @@ def on_sequences(model: Model, row: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(("tokens", "heads", "degree"), [(3, 3, 2), (2, 2, 2), (4, 3, 3)])
 def test_counts_give_what_sequences_give(tokens: int, heads: int, degree: int) -> None:
-    rows = drawn(3, 12, 17, NgramSource(tokens, (1, 2), 0.5))
+    rows = draw_sequences(3, 12, 17, NgramSource(tokens, (1, 2), 0.5))
     model = Model(tokens, heads, degree)
     g = torch.Generator().manual_seed(0)
     for name in ("c", "w"):
@@ -60,7 +60,7 @@ def test_counts_give_what_sequences_give(tokens: int, heads: int, degree: int) -
     model.a = torch.tensor(2.5, dtype=torch.float64)
     counts = Counts.of(rows, tokens, heads)
     expected = torch.stack([on_sequences(model, row) for row in rows.tolist()])
-    names = simplified.renamed(rows, tokens, heads)
+    names = simplified_model.rename_tokens(rows, tokens, heads)
     assert torch.equal(names[:, -1], counts.targets)
     got = torch.zeros_like(expected).scatter(1, rows, model(counts).gather(1, names))  # in the tokens' own names
     present = torch.zeros_like(expected).scatter(1, rows[:, :-1], 1.0).bool()
@@ -71,29 +71,29 @@ def test_counts_give_what_sequences_give(tokens: int, heads: int, degree: int) -
 
 
 def test_training_starts_and_moves_as_published() -> None:
-    counts = Counts.of(drawn(0, 800), 3)
+    counts = Counts.of(draw_sequences(0, 800), 3)
     curve = fit(Model(), counts, 20, keep=(0, 10, 20))
     assert curve[0]["masses"] == pytest.approx([0.901] * 3, abs=5e-4)
     assert curve[0]["shares"] == pytest.approx([1 / 7] * 7)
     for row in curve[1:]:
-        share, a, *_ = joint.PUBLISHED[row["epoch"]]
-        assert row["shares"][joint.PAIR] == pytest.approx(share, abs=0.02)
+        share, a, *_ = training_order.PUBLISHED[row["epoch"]]
+        assert row["shares"][training_order.PAIR] == pytest.approx(share, abs=0.02)
         assert row["a"] == pytest.approx(a, rel=0.08)
-    assert subsets()[joint.PAIR] == (1, 2)
+    assert subsets()[training_order.PAIR] == (1, 2)
 
 
 def test_parameters_outside_of_a_stage_stay() -> None:
-    counts, model = Counts.of(drawn(0, 100), 3), Model()
+    counts, model = Counts.of(draw_sequences(0, 100), 3), Model()
     before = model.c.clone(), model.w.clone()
     fit(model, counts, 3, ("a",))
-    assert float(model.a) > simplified.A_START
+    assert float(model.a) > simplified_model.A_START
     assert torch.equal(model.c, before[0])
     assert torch.equal(model.w, before[1])
 
 
 def test_the_floor_of_probabilities_as_logits() -> None:
-    assert joint.floor_of_ce(20) == pytest.approx(math.log(1 + 2 / math.e), abs=1e-12)
-    assert joint.floor_of_ce(20) == pytest.approx(0.551, abs=5e-4)
+    assert training_order.floor_of_ce(20) == pytest.approx(math.log(1 + 2 / math.e), abs=1e-12)
+    assert training_order.floor_of_ce(20) == pytest.approx(0.551, abs=5e-4)
 
 
 def test_the_best_probabilities_in_that_form_against_a_grid() -> None:
@@ -101,7 +101,7 @@ def test_the_best_probabilities_in_that_form_against_a_grid() -> None:
     p = torch.tensor(
         [[0.98, 0.01, 0.01], [0.5, 0.3, 0.2], [0.34, 0.33, 0.33], [0.1, 0.3, 0.6], [0.0, 0.5, 0.5]]
     ).double()
-    q = joint.best_in_simplex(p)
+    q = training_order.best_in_simplex(p)
     assert torch.allclose(q.sum(1), torch.ones(5).double())
     assert float(q.min()) >= -1e-12
     for row, best in zip(p, q, strict=True):
@@ -112,8 +112,8 @@ def test_the_best_probabilities_in_that_form_against_a_grid() -> None:
 
 @pytest.mark.parametrize("parents", [(), (1,), (1, 2), (1, 2, 3)])
 def test_rivals_against_a_loop(parents: tuple[int, ...]) -> None:
-    rows = drawn(5, 10, 20)
-    got = rivals.posterior(rows, parents, 0.3, 3)
+    rows = draw_sequences(5, 10, 20)
+    got = predictions.counting_posterior(rows, parents, 0.3, 3)
     for row, p in zip(rows.tolist(), got, strict=True):
         end, start = len(row) - 1, max((*parents, 0))
         past = [row[s] for s in range(start, end) if all(row[s - d] == row[end - d] for d in parents)]
@@ -123,27 +123,31 @@ def test_rivals_against_a_loop(parents: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("parents", [(), (1,)])
 def test_counting_at_every_token_has_the_losses_of_the_source(parents: tuple[int, ...]) -> None:
-    rows = watched.BIGRAM.sample(6, 15, torch.Generator().manual_seed(2))
-    p = watched.counting(rows, parents)
+    rows = transformer.BIGRAM.sample(6, 15, torch.Generator().manual_seed(2))
+    p = transformer.counting_probabilities(rows, parents)
     assert torch.allclose(p.sum(-1), torch.ones(6, 15).double())
     losses = -p.gather(2, rows[:, 1:, None])[..., 0].log()
-    assert torch.allclose(losses, watched.BIGRAM.surprise(rows, parents)[:, 1:], atol=1e-12)
+    assert torch.allclose(losses, transformer.BIGRAM.surprise(rows, parents)[:, 1:], atol=1e-12)
 
 
 def test_information_of_a_cycle() -> None:
     """0, 1, 2, 0, 1, 2: each of three contexts has 1/3 and one successor, so D = 3 - 1, I = 2 and J = 2/3."""
     rows = (torch.arange(3003) % 3)[None]
     for parents in ((1,), (2,), (1, 2)):
-        assert information.informations(information.joint_counts(rows, parents, 3)) == pytest.approx((2.0, 2 / 3))
+        assert predictions.chi_square_informations(predictions.joint_counts(rows, parents, 3)) == pytest.approx(
+            (2.0, 2 / 3)
+        )
     even = torch.tensor(list(product(range(2), repeat=4))).flatten()[None]
-    assert information.informations(information.joint_counts(even, (), 2)) == pytest.approx((0.0, 0.0), abs=1e-12)
+    assert predictions.chi_square_informations(predictions.joint_counts(even, (), 2)) == pytest.approx(
+        (0.0, 0.0), abs=1e-12
+    )
 
 
 def test_the_first_gradient_is_counted() -> None:
-    assert information.identity() < 1e-12
-    rows = drawn(1, 60, 30)
+    assert predictions.gradient_difference() < 1e-12
+    rows = draw_sequences(1, 60, 30)
     rows = rows[(rows[:, :-1] == rows[:, -1:]).any(1)]
-    gradient = information.first_gradient(Counts.of(rows, 3))
+    gradient = predictions.first_gradient(Counts.of(rows, 3))
     assert gradient[subsets(3, 3).index((1, 2))] > 0.01
     assert float(gradient[0]) == pytest.approx(0, abs=1e-12), "the empty subset changes nothing"
 
@@ -151,8 +155,8 @@ def test_the_first_gradient_is_counted() -> None:
 def test_a_sharp_model_is_close_to_bayes_and_far_from_shorter_contexts() -> None:
     model = Model(w_plus=50.0)
     model.c = torch.zeros_like(model.c)
-    model.c[joint.PAIR], model.a = 1.0, torch.tensor(12.0, dtype=torch.float64)
-    entry = rivals.compared(model, 0, 400, 100, 0.1)
+    model.c[training_order.PAIR], model.a = 1.0, torch.tensor(12.0, dtype=torch.float64)
+    entry = predictions.compare_with_rivals(model, 0, 400, 100, 0.1)
     assert entry["loss"]["model"] == pytest.approx(entry["loss"]["trigram"], abs=0.06)
     assert entry["loss"]["model"] < entry["loss"]["bigram"] - 0.1 < entry["loss"]["unigram"]
     assert entry["divergence"]["trigram"] < 0.1 < entry["divergence"]["bigram"] < entry["divergence"]["unigram"]
@@ -160,20 +164,22 @@ def test_a_sharp_model_is_close_to_bayes_and_far_from_shorter_contexts() -> None
 
 def test_half_way_and_levels() -> None:
     curve = [{"step": 0, "loss": 3.0, "x": 0.0}, {"step": 5, "loss": 1.0, "x": 0.6}, {"step": 9, "loss": 0.5, "x": 1.0}]
-    assert watched.half_way(curve, "x") == 5
-    assert watched.passed(curve, 0.7) == 9
-    assert math.isnan(watched.passed(curve, 0.1))
-    assert math.isnan(watched.half_way([{"step": 0, "x": math.nan}, {"step": 1, "x": 1.0}], "x"))
+    assert transformer.half_way(curve, "x") == 5
+    assert transformer.first_step_below(curve, 0.7) == 9
+    assert math.isnan(transformer.first_step_below(curve, 0.1))
+    assert math.isnan(transformer.half_way([{"step": 0, "x": math.nan}, {"step": 1, "x": 1.0}], "x"))
     noisy = [{"step": n, "x": float(n % 2)} for n in range(16)]
-    assert math.isnan(watched.half_way(noisy, "x"))
+    assert math.isnan(transformer.half_way(noisy, "x"))
 
 
 def test_a_reading_of_the_transformer() -> None:
     torch.manual_seed(0)
-    model = watched.Transformer(watched.SHAPE, scale=watched.SCALE)
-    rows = watched.BIGRAM.sample(8, watched.LENGTH, torch.Generator().manual_seed(0))
-    values = watched.read(model, rows, [watched.counting(rows, parents) for parents in ((), (1,))])
-    assert {*watched.SIGNS, "loss", "unigram", "bigram"} == set(values)
+    model = transformer.Transformer(transformer.SHAPE, scale=transformer.SCALE)
+    rows = transformer.BIGRAM.sample(8, transformer.LENGTH, torch.Generator().manual_seed(0))
+    values = transformer.read_instrument(
+        model, rows, [transformer.counting_probabilities(rows, parents) for parents in ((), (1,))]
+    )
+    assert {*transformer.SIGNS, "loss", "unigram", "bigram"} == set(values)
     assert all(map(math.isfinite, values.values()))
     with torch.no_grad():
         assert values["loss"] == pytest.approx(float(model(rows[:, :-1], rows[:, 1:])), rel=1e-5)
@@ -185,20 +191,26 @@ def test_a_reading_of_the_transformer() -> None:
 @pytest.fixture(scope="module")
 def document() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (joint, stages, rivals, information):
+        for module in (training_order, predictions):
             patch.setattr(module, "SEEDS", 2)
-        for module in (joint, stages, rivals, information):
-            patch.setitem(module.ROWS, True, 60)
-        patch.setattr(joint, "HELD_OUT", 40)
-        patch.setattr(information, "EPOCHS", 4)
-        patch.setitem(information.LONG, True, (20, 40))
-        patch.setitem(stages.EPOCHS, True, (3, 3, 3))
-        patch.setitem(stages.JOINT, True, 6)
-        patch.setitem(rivals.EPOCHS, True, 3)
-        patch.setitem(rivals.TESTED, True, 30)
-        patch.setitem(watched.SEEDS, True, 2)
-        patch.setitem(watched.STEPS, True, 4)
-        patch.setitem(watched.EVERY, True, 2)
+        of_study = (
+            training_order.JOINT_ROWS,
+            training_order.STAGE_ROWS,
+            predictions.SOURCE_ROWS,
+            predictions.RIVAL_ROWS,
+        )
+        for rows in of_study:
+            patch.setitem(rows, True, 60)
+        patch.setattr(training_order, "HELD_OUT_ROWS", 40)
+        patch.setattr(predictions, "SOURCE_EPOCHS", 4)
+        patch.setitem(predictions.LONG_SEQUENCES, True, (20, 40))
+        patch.setitem(training_order.STAGE_EPOCHS, True, (3, 3, 3))
+        patch.setitem(training_order.TOGETHER_EPOCHS, True, 6)
+        patch.setitem(predictions.RIVAL_EPOCHS, True, 3)
+        patch.setitem(predictions.TESTED_ROWS, True, 30)
+        patch.setitem(transformer.SEEDS, True, 2)
+        patch.setitem(transformer.STEPS, True, 4)
+        patch.setitem(transformer.EVERY, True, 2)
         yield json.loads(reproduce(PAPER, Setting()).to_json())
 
 

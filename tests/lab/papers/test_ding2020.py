@@ -20,7 +20,7 @@ from locater_lab.engine.trained_models import TrainedLayer
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import Setting, reproduce
-from locater_lab.papers.ding2020 import PAPER, guarantee, trained
+from locater_lab.papers.ding2020 import PAPER, guarantee, trained_models
 from tests.lab.made_runs import made_line
 
 
@@ -33,8 +33,8 @@ def doubly(E: np.ndarray) -> np.ndarray:
 def test_maps_against_plain_arithmetic() -> None:
     E = normal(5, 7, seed=0)
     assert np.allclose(guarantee.map_of("doubly_normalized", E), doubly(E.numpy()))
-    assert np.allclose(guarantee.sinkhorn(E), doubly(E.numpy()))
-    assert np.allclose(guarantee.sinkhorn(E[:, :5], 200).sum(0), 1), "many rounds are doubly stochastic"
+    assert np.allclose(guarantee.sinkhorn_map(E), doubly(E.numpy()))
+    assert np.allclose(guarantee.sinkhorn_map(E[:, :5], 200).sum(0), 1), "many rounds are doubly stochastic"
 
 
 def test_the_prefix_form_against_its_sums() -> None:
@@ -43,19 +43,19 @@ def test_the_prefix_form_against_its_sums() -> None:
     for i in range(4):
         for j in range(i + 1):
             want[i, j] = weight[i, j] / sum(weight[k, j] for k in range(j, i + 1))
-    assert np.allclose(guarantee.prefix_normalized(E), want / want.sum(1, keepdims=True))
-    assert guarantee.prefix_normalized(E)[-1, -1] >= 1 / 4
+    assert np.allclose(guarantee.prefix_normalized_map(E), want / want.sum(1, keepdims=True))
+    assert guarantee.prefix_normalized_map(E)[-1, -1] >= 1 / 4
 
 
 def test_a_causal_mask_alone_leaks_and_the_prefix_form_does_not() -> None:
     E = normal(6, 6, seed=2)
     other = torch.cat([E[:-1], E[-1:] + 3 * torch.arange(6)])
-    assert not torch.allclose(guarantee.leaking(E)[:-1], guarantee.leaking(other)[:-1], atol=1e-3)
-    assert torch.equal(guarantee.prefix_normalized(E)[:-1], guarantee.prefix_normalized(other)[:-1])
+    assert not torch.allclose(guarantee.leaky_causal_map(E)[:-1], guarantee.leaky_causal_map(other)[:-1], atol=1e-3)
+    assert torch.equal(guarantee.prefix_normalized_map(E)[:-1], guarantee.prefix_normalized_map(other)[:-1])
 
 
 def test_the_tight_example_is_at_the_bound_and_not_under_it() -> None:
-    columns = doubly(guarantee.tight(5, 20.0).numpy()).sum(0)
+    columns = doubly(guarantee.tight_logits(5, 20.0).numpy()).sum(0)
     assert columns.min() == pytest.approx(1 / 5, rel=1e-6)
     assert columns.min() >= 1 / 5 * (1 - 1e-12)
 
@@ -63,7 +63,7 @@ def test_the_tight_example_is_at_the_bound_and_not_under_it() -> None:
 def test_columns_of_a_head_that_explains_a_key_away() -> None:
     E = torch.zeros(4, 4, dtype=torch.float64)
     E[:, 0] = -20.0  # no query wants the first key
-    entry = trained.columns(E, causal=False)
+    entry = trained_models.column_sums(E, causal=False)
     assert entry["away"] == 0.25
     assert entry["away_doubly"] == 0.0
     assert entry["least_doubly"] == pytest.approx(1.0), "what is the same for all queries cancels"
@@ -77,12 +77,12 @@ def test_a_layer_gives_an_entry_for_every_head_and_sequence(causal: bool) -> Non
         iter(attention_layers(Transformer(Shape(width=16, layers=1, heads=2, kv_heads=2, hidden=16, causal=causal))))
     )
     part = TrainedLayer("toy", 0, 0, layer, torch.randn(3, 6, 16))
-    entries = trained.of_layer(part)
+    entries = trained_models.columns_of_layer(part)
     assert len(entries) == 6
     assert part.causal is causal
     sums = part.maps().flatten(0, 1).sum(1)
     assert [x["largest"] for x in entries] == pytest.approx(sums.amax(-1).tolist(), rel=1e-5)
-    plain, twice = trained.quantiles(part.logits().flatten(0, 1), causal)
+    plain, twice = trained_models.quantiles(part.logits().flatten(0, 1), causal)
     assert plain[0] == pytest.approx(float(sums.min()), rel=1e-5)
     assert twice[-1] <= 6
 
@@ -96,7 +96,7 @@ NOISE = (0.0, 0.004, -0.003)  # of seeds: a sample without spread decides nothin
 
 def filled(path: Path, better: float, away: float) -> Path:
     runs = Runs(path)
-    for each in trained.ARMS:
+    for each in trained_models.ARMS:
         plain = each.name.startswith("softmax")
         while rows := runs.missing(each.rows(runs)):
             for row in rows:
@@ -141,7 +141,7 @@ def small() -> Iterator[None]:
                     layer = next(iter(attention_layers(Transformer(shape, scale=0.5))))
                     yield TrainedLayer(name, 0, half, layer, 3 * torch.randn(2, 12, 16))
 
-        patch.setattr(trained, "trained_layers", one)
+        patch.setattr(trained_models, "trained_layers", one)
         yield
 
 

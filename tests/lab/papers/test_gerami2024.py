@@ -19,7 +19,7 @@ from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers import Setting, judge, reproduce
-from locater_lab.papers.gerami2024 import PAPER, cost, forms, leak, limits, training
+from locater_lab.papers.gerami2024 import PAPER, cost_and_training, exactness, limits
 from tests.lab.made_runs import made_line
 
 
@@ -39,16 +39,16 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     path = tmp_path_factory.mktemp("runs") / "runs.jsonl"
     runs = Runs(path)
     seed_by_seed(runs, SOFTMAX, [4.0, 4.1, 4.2], entropy_share=[0.6, 0.601, 0.599], sink_rate=[0.1] * 3)
-    seed_by_seed(runs, training.SECOND, [4.2, 4.301, 4.399], entropy_share=[0.99, 0.991, 0.989])
-    seed_by_seed(runs, training.FIRST, [4.2, 4.3001], entropy_share=[0.995, 0.996])
+    seed_by_seed(runs, cost_and_training.ORDER_2, [4.2, 4.301, 4.399], entropy_share=[0.99, 0.991, 0.989])
+    seed_by_seed(runs, cost_and_training.ORDER_1, [4.2, 4.3001], entropy_share=[0.995, 0.996])
     seed_by_seed(runs, SOFTMAX_IMAGE, [0.3, 0.3], accuracy=[0.9, 0.9])
-    seed_by_seed(runs, training.PICTURES, [0.3, 0.3], accuracy=[0.895, 0.89501])
+    seed_by_seed(runs, cost_and_training.ON_IMAGES, [0.3, 0.3], accuracy=[0.895, 0.89501])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forms, "DRAWS", {True: 6})
-        patch.setattr(forms, "LENGTHS", {True: (256,)})
+        patch.setattr(exactness, "DRAWS", {True: 6})
+        patch.setattr(exactness, "FORM_LENGTHS", {True: (256,)})
         patch.setattr(limits, "DRAWS", {True: 12})
-        patch.setattr(leak, "SEEDS", {True: 8})
-        patch.setattr(cost, "TIMED", (64, 128))
+        patch.setattr(exactness, "LEAK_SEEDS", {True: 8})
+        patch.setattr(cost_and_training, "TIMED_LENGTHS", (64, 128))
         yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
 
 
@@ -56,16 +56,16 @@ def test_the_reference_by_hand() -> None:
     """Unit vectors at right angles: x = 1 with itself and 0 with the other."""
     x = torch.eye(2, dtype=torch.float64)[None, None]
     v = torch.tensor([[[[1.0], [0.0]]]], dtype=torch.float64)
-    first, second = (forms.explicit(3 * x, x, v, order, causal=False).flatten().tolist() for order in (1, 2))
+    first, second = (exactness.explicit_output(3 * x, x, v, order, causal=False).flatten().tolist() for order in (1, 2))
     assert first == pytest.approx([2 / 3, 1 / 3])
     assert second == pytest.approx([2.5 / 3.5, 1 / 3.5])
-    assert forms.explicit(x, x, v, 2, causal=True).flatten().tolist() == pytest.approx([1.0, 1 / 3.5])
+    assert exactness.explicit_output(x, x, v, 2, causal=True).flatten().tolist() == pytest.approx([1.0, 1 / 3.5])
 
 
 @pytest.mark.parametrize("n", [4, 40])
 def test_the_cap_as_a_fraction(n: int) -> None:
     top, low = Fraction(5, 2), Fraction(1, 2)
-    assert limits.largest_weight(*limits.built(n)) == pytest.approx(float(top / (top + (n - 1) * low)), abs=1e-15)
+    assert limits.largest_weight(*limits.build_keys(n)) == pytest.approx(float(top / (top + (n - 1) * low)), abs=1e-15)
     assert top / (top + (n - 1) * low) == Fraction(5, n + 4)
 
 
@@ -79,21 +79,21 @@ def test_entropy_is_least_at_the_worst_share() -> None:
     weights = weights / weights.sum(1, keepdim=True)
     gap = math.log(50) - limits.entropy(weights).min().item()
     assert gap <= limits.widest_gap()
-    worst = min(limits.entropy(mechanism("fastmax").map(*limits.built(400, m))).item() for m in range(50, 150))
+    worst = min(limits.entropy(mechanism("fastmax").map(*limits.build_keys(400, m))).item() for m in range(50, 150))
     assert math.log(400) - worst == pytest.approx(limits.widest_gap(), abs=1e-3)
 
 
 def test_the_slope_by_its_formula() -> None:
     """dO / dx_l = f'(x_l) (v_l - o) / sum f."""
     x, v = torch.tensor([0.3, -0.7, 1.0], dtype=torch.float64), normal(3, 2, seed=0)
-    assert limits.slope(x, v) == pytest.approx(((1 + x) / (1 + x + x * x / 2).sum()).max().item())
+    assert limits.largest_slope(x, v) == pytest.approx(((1 + x) / (1 + x + x * x / 2).sum()).max().item())
 
 
 @pytest.mark.parametrize(("n", "holds"), [(2, False), (4, True), (7, True)])
 def test_the_bound_on_slopes_needs_four_keys(n: int, holds: bool) -> None:
     """One key at x, all others where f is least."""
     steepest = max(
-        limits.slope(torch.tensor([x] + [-1.0] * (n - 1), dtype=torch.float64), normal(n, 2, seed=n))
+        limits.largest_slope(torch.tensor([x] + [-1.0] * (n - 1), dtype=torch.float64), normal(n, 2, seed=n))
         for x in torch.linspace(-1, 1, 41).tolist()
     )
     assert (steepest <= 4 / (n + 4) * (1 + 1e-12)) is holds
@@ -105,21 +105,21 @@ def test_scales_for_half_of_the_weight() -> None:
 
 
 def test_what_the_sequence_norm_tells() -> None:
-    x = leak.sequence_normed(normal(9, 4, seed=0))
+    x = exactness.normalize_over_sequence(normal(9, 4, seed=0))
     assert (x @ x.mT).abs().max() <= 1 + 1e-12
-    assert leak.earlier_change(0, 16, sequence=False) == 0
-    assert leak.earlier_change(0, 16, sequence=True) > 1e-3
-    assert leak.earlier_change(0, 16, sequence=True, factor=1.0) == 0, "the same token"
+    assert exactness.earlier_change(0, 16, sequence=False) == 0
+    assert exactness.earlier_change(0, 16, sequence=True) > 1e-3
+    assert exactness.earlier_change(0, 16, sequence=True, factor=1.0) == 0, "the same token"
     q, k, v = (normal(1, 1, 16, 4, seed=i) for i in range(3))
     # the last row sees all: what the mechanism does
-    ours = leak.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]
+    ours = exactness.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]
     torch.testing.assert_close(ours, mechanism("fastmax")(q, k, v, norm="sequence")[0, 0, -1])
 
 
 def test_multiplications_by_their_formula() -> None:
-    assert cost.multiplications(512, 16, None) == 2 * 512 * 512 * 16
-    assert cost.multiplications(512, 16, 1) == 2 * 512 * 17 * 17
-    assert cost.multiplications(512, 16, 2) == 2 * 512 * cost.features(16, 2) * 17
+    assert cost_and_training.multiplications(512, 16, None) == 2 * 512 * 512 * 16
+    assert cost_and_training.multiplications(512, 16, 1) == 2 * 512 * 17 * 17
+    assert cost_and_training.multiplications(512, 16, 2) == 2 * 512 * cost_and_training.feature_count(16, 2) * 17
 
 
 def test_verdicts(document: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
     assert set(figures) == {"limits", "leak", "cost"}
     assert all(f"(figure:{name})" in text for name in figures)
     assert "Trained, order 2 changes the report loss of a causal language model by +0.200 (+0.198 to +0.202)" in text
-    assert f"| fastmax, image | {training.PICTURES.rates[0]:g} | 0.300, 0.300 | 0.895, 0.895 | -, - |" in text
+    assert f"| fastmax, image | {cost_and_training.ON_IMAGES.rates[0]:g} | 0.300, 0.300 | 0.895, 0.895 | -, - |" in text
     assert "| order 1 |" in text
 
 

@@ -13,17 +13,17 @@ from torch.func import jacrev
 
 from locater_lab.engine.pages import page, write_report
 from locater_lab.papers import Setting, reproduce
-from locater_lab.papers.nguyen2026 import PAPER, mixture, places, samples
+from locater_lab.papers.nguyen2026 import PAPER, gate_places, sample_counts
 
 
 @pytest.fixture(scope="module")
 def document() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samples, "COUNTS", (100, 400))
-        patch.setattr(samples, "SEEDS", {True: 4})
-        patch.setattr(samples, "STEPS", {True: 30})
-        patch.setattr(places, "SEEDS", {True: 8})
-        patch.setattr(places, "DRAWS", {True: 600})
+        patch.setattr(sample_counts, "COUNTS", (100, 400))
+        patch.setattr(sample_counts, "SEEDS", {True: 4})
+        patch.setattr(sample_counts, "STEPS", {True: 30})
+        patch.setattr(gate_places, "SEEDS", {True: 8})
+        patch.setattr(gate_places, "DRAWS", {True: 600})
         yield json.loads(reproduce(PAPER, Setting()).to_json())
 
 
@@ -42,32 +42,32 @@ def test_the_theorem_is_the_papers_and_stays_open(document: dict[str, Any]) -> N
 
 def test_a_wrong_gate_is_seen_by_the_sum() -> None:
     """The comparison can fail: gates of another layer do not fit."""
-    w = mixture.Weights.drawn(0)
-    x = torch.randn(4, mixture.WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out, gate = mixture.of_module(x, w, True, "output")
+    w = gate_places.Weights.drawn(0)
+    x = torch.randn(4, gate_places.MIXTURE_WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    out, gate = gate_places.module_output(x, w, True, "output")
     assert gate is not None
-    torch.testing.assert_close(mixture.triple_sum(x, w, True, gate=gate), out)
-    assert (mixture.triple_sum(x, w, True, gate=gate.flip(0)) - out).abs().max() > 1e-3
-    assert (mixture.triple_sum(x, w, False, gate=gate) - out).abs().max() > 1e-3
+    torch.testing.assert_close(gate_places.triple_sum(x, w, True, gate=gate), out)
+    assert (gate_places.triple_sum(x, w, True, gate=gate.flip(0)) - out).abs().max() > 1e-3
+    assert (gate_places.triple_sum(x, w, False, gate=gate) - out).abs().max() > 1e-3
 
 
 def test_a_linear_fit_explains_what_is_linear() -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(400, 2, 3, generator=g, dtype=torch.float64)
-    assert places.explained(x, 2 * x + 1) == pytest.approx(1.0)
-    assert places.explained(x, x.square()) < 0.1
+    assert gate_places.explained_variance(x, 2 * x + 1) == pytest.approx(1.0)
+    assert gate_places.explained_variance(x, x.square()) < 0.1
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_derivatives_by_hand_are_those_of_autograd(gated: bool) -> None:
-    truth = samples.teacher(2, gated)
+    truth = sample_counts.draw_teacher(2, gated)
     x = torch.randn(
-        2, 5, samples.TOKENS, samples.WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+        2, 5, sample_counts.TOKENS, sample_counts.WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64
     )
-    value, slope = samples.predicted(truth, x)
+    value, slope = sample_counts.predict(truth, x)
 
     def run(flat: torch.Tensor) -> torch.Tensor:
-        return samples.predicted(truth.at(flat), x)[0]
+        return sample_counts.predict(truth.at(flat), x)[0]
 
     whole = jacrev(run)(truth.flat())  # (B, n, B, p)
     torch.testing.assert_close(torch.stack([whole[b, :, b] for b in range(2)]), slope)
@@ -75,23 +75,30 @@ def test_derivatives_by_hand_are_those_of_autograd(gated: bool) -> None:
 
 
 def test_without_noise_the_truth_is_found() -> None:
-    truth = samples.teacher(3, True)
+    truth = sample_counts.draw_teacher(3, True)
     z = torch.randn(
-        3, 300, samples.TOKENS, samples.WIDTH - 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+        3,
+        300,
+        sample_counts.TOKENS,
+        sample_counts.WIDTH - 1,
+        generator=torch.Generator().manual_seed(4),
+        dtype=torch.float64,
     )
     x = torch.cat([torch.ones_like(z[..., :1]), z], -1)
-    fit = samples.fitted(samples.student(truth, 2, 0), x, samples.predicted(truth, x)[0], 60)
-    assert samples.expert_error(fit, truth).max() < 1e-4
+    fit = sample_counts.fit_students(
+        sample_counts.start_student(truth, 2, 0), x, sample_counts.predict(truth, x)[0], 60
+    )
+    assert sample_counts.expert_error(fit, truth).max() < 1e-4
 
 
 def test_a_head_in_two_halves_is_no_error() -> None:
-    truth = samples.teacher(2, False)
+    truth = sample_counts.draw_teacher(2, False)
     which = [0, 1, 0]
     share = torch.tensor([0.3, 1.0, 0.7], dtype=torch.float64)[:, None]
-    split = samples.Heads(truth.P[:, which], truth.a[:, which] * share, truth.w[:, which], False)
-    assert samples.expert_error(split, truth).max() < 1e-12
-    off = samples.Heads(split.P, split.a + 0.1, split.w, False)
-    assert samples.expert_error(off, truth).min() > 0.1
+    split = sample_counts.Heads(truth.P[:, which], truth.a[:, which] * share, truth.w[:, which], False)
+    assert sample_counts.expert_error(split, truth).max() < 1e-12
+    off = sample_counts.Heads(split.P, split.a + 0.1, split.w, False)
+    assert sample_counts.expert_error(off, truth).min() > 0.1
 
 
 def test_the_page_stands_with_all_some_and_no_claims_measured(tmp_path: Path, document: dict[str, Any]) -> None:

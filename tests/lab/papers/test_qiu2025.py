@@ -16,7 +16,7 @@ from locater_lab.engine.reproduction import Reproduction, Results
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.sink_runs import GATES, TEXT_SEEDS, text_arms
 from locater_lab.papers import PAPERS, Setting, reproduce, verdict_of
-from locater_lab.papers.qiu2025 import gates, nonlinear, qwen, training, variants
+from locater_lab.papers.qiu2025 import gate_forms, linearity, training
 from tests.lab.made_runs import fill_text, made_line
 
 PAPER = PAPERS["qiu2025"]
@@ -26,10 +26,10 @@ PAPER = PAPERS["qiu2025"]
 def document() -> dict[str, Any]:
     """One quick run, smaller."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(gates.DRAWS, True, 2)
-        patch.setitem(nonlinear.DRAWS, True, 3000)
-        patch.setitem(nonlinear.SEEDS, True, 8)
-        patch.setitem(nonlinear.RANKED, True, 3)
+        patch.setitem(gate_forms.DRAWS, True, 2)
+        patch.setitem(linearity.DRAWS, True, 3000)
+        patch.setitem(linearity.SEEDS, True, 8)
+        patch.setitem(linearity.RANK_DRAWS, True, 3)
         return reproduce(PAPER, Setting(quick=True)).to_dict()
 
 
@@ -42,36 +42,39 @@ def verdicts(document: dict[str, Any]) -> dict[str, str]:
 
 def test_the_loops_are_the_definition_on_one_token() -> None:
     """One token sees itself: its value times the gate, whatever queries and keys are."""
-    layer = gates.Layer.draw(0, tokens=1)
-    W_g = torch.randn(gates.HEADS, gates.WIDTH, dtype=torch.float64)
-    heads = gates.looped(layer, W_g, "output", "head", causal=True)
+    layer = gate_forms.Layer.draw(0, tokens=1)
+    W_g = torch.randn(gate_forms.HEADS, gate_forms.WIDTH, dtype=torch.float64)
+    heads = gate_forms.looped_output(layer, W_g, "output", "head", causal=True)
     x = layer.x[1, 0]
     by_hand = torch.sigmoid(W_g[3] @ x) * (x @ layer.W_V[1])  # query head 3 reads key head 1
     assert torch.allclose(heads[1, 3, 0], by_hand)
     assert not torch.allclose(heads[1, 3, 0], x @ layer.W_V[1]), "the gate acts"
 
 
-@pytest.mark.parametrize("position", gates.POSITIONS)
+@pytest.mark.parametrize("position", gate_forms.POSITIONS)
 def test_loops_tell_a_wrong_gate(position: str) -> None:
-    layer = gates.Layer.draw(1)
-    gated = gates.module(layer, 1, position=position)
+    layer = gate_forms.Layer.draw(1)
+    gated = gate_forms.gated_module(layer, 1, position=position)
     q, k, v = layer.projected
     wrong = gated.get_parameter("gate.weight").flip(0)
-    assert gates.relative(gated(q, k, v, layer.x), gates.looped(layer, wrong, position, "head", False)) > 1e-3
+    assert (
+        gate_forms.relative(gated(q, k, v, layer.x), gate_forms.looped_output(layer, wrong, position, "head", False))
+        > 1e-3
+    )
 
 
 def test_readings_of_qwen_differ_in_which_rows_are_gates() -> None:
-    rows = torch.arange(2.0 * qwen.HEADS * qwen.SIZE).view(1, 1, -1)
-    first = {name: (int(q[0, 1, 0, 0]), int(g[0, 1, 0, 0])) for name in (qwen.PER_HEAD, qwen.HALVES, qwen.PER_GROUP)
-             for q, g in [qwen.split(rows, name)]}  # fmt: skip
-    assert first == {qwen.PER_HEAD: (16, 24), qwen.HALVES: (8, 40), qwen.PER_GROUP: (8, 24)}
+    rows = torch.arange(2.0 * gate_forms.QWEN_HEADS * gate_forms.QWEN_SIZE).view(1, 1, -1)
+    first = {name: (int(q[0, 1, 0, 0]), int(g[0, 1, 0, 0])) for name in (gate_forms.PER_HEAD, gate_forms.HALVES, gate_forms.PER_GROUP)
+             for q, g in [gate_forms.split_query_and_gate(rows, name)]}  # fmt: skip
+    assert first == {gate_forms.PER_HEAD: (16, 24), gate_forms.HALVES: (8, 40), gate_forms.PER_GROUP: (8, 24)}
 
 
 def test_qwen_has_the_gate_per_head() -> None:
-    errors = qwen.readings(seed=3)
+    errors = gate_forms.reading_errors(seed=3)
     assert errors is not None
-    assert errors[qwen.PER_HEAD] < 1e-6
-    assert min(errors[qwen.HALVES], errors[qwen.PER_GROUP]) > 0.1
+    assert errors[gate_forms.PER_HEAD] < 1e-6
+    assert min(errors[gate_forms.HALVES], errors[gate_forms.PER_GROUP]) > 0.1
 
 
 # --- b: nonlinearity --------------------------------------------------------------------------------------------------
@@ -81,28 +84,28 @@ def test_a_gate_of_one_sign_of_a_single_channel_has_a_known_fit() -> None:
     """x of -1 or 1 with o = x and a gate that is open for x > 0 only: g o = (1 + x) / 2, which is linear."""
     x = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(50)[:, None]
     gate = (x > 0).double()
-    assert nonlinear.linear_fit(x, gate * x) == pytest.approx(1.0)
+    assert linearity.linear_fit(x, gate * x) == pytest.approx(1.0)
     # o independent of the gate's token
     other = torch.tensor([-1.0, -1.0, 1.0, 1.0], dtype=torch.float64).repeat(25)[:, None]
     both = torch.cat([x, other], 1)
-    assert nonlinear.linear_fit(both, gate * other) == pytest.approx(0.5), "half of the variance is a product"
+    assert linearity.linear_fit(both, gate * other) == pytest.approx(0.5), "half of the variance is a product"
 
 
 def test_maps_of_tokens_span_as_many_dimensions_as_gates_differ() -> None:
-    assert nonlinear.map_dimensions(5, "element") == 1.0
-    assert nonlinear.map_dimensions(5, "head") == pytest.approx(1 / gates.SIZE)
+    assert linearity.map_dimensions(5, "element") == 1.0
+    assert linearity.map_dimensions(5, "head") == pytest.approx(1 / gate_forms.SIZE)
 
 
 # --- c: the table -----------------------------------------------------------------------------------------------------
 
 
 def test_the_table_is_ordered_by_its_gates() -> None:
-    assert [v.gate for v in variants.TABLE] == sorted(v.gate for v in variants.TABLE)
-    assert [v.sink for v in variants.TABLE] == sorted(v.sink for v in variants.TABLE)
-    assert variants.as_high([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(4 / 24), (
+    assert [v.gate for v in linearity.VARIANTS] == sorted(v.gate for v in linearity.VARIANTS)
+    assert [v.sink for v in linearity.VARIANTS] == sorted(v.sink for v in linearity.VARIANTS)
+    assert linearity.share_of_orders([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(4 / 24), (
         "itself, the sorted one, two more swaps"
     )
-    assert variants.gain("NS-sigmoid") == pytest.approx(0.126)
+    assert linearity.perplexity_gain("NS-sigmoid") == pytest.approx(0.126)
 
 
 # --- d, e: runs -------------------------------------------------------------------------------------------------------
@@ -144,17 +147,17 @@ def filled(rate: float) -> Runs:
 
 @pytest.fixture(scope="module")
 def results(runs: Runs) -> Results:
-    return training.judge(runs)
+    return training.judge_training(runs)
 
 
 def verdicts_of(results: Results) -> dict[str, str]:
-    measured = {claim: results.measured[claim.id] for claim in training.CLAIMS}
+    measured = {claim: results.measured[claim.id] for claim in training.TRAINING_CLAIMS}
     return {c.id: verdict_of(c, m, "").verdict for c, m in measured.items() if m is not None}
 
 
 def test_verdicts_follow_the_runs(runs: Runs, results: Results) -> None:
     by_claim = verdicts_of(results)
-    assert by_claim.keys() == {claim.id for claim in training.CLAIMS}
+    assert by_claim.keys() == {claim.id for claim in training.TRAINING_CLAIMS}
     first = results.measured["d1"]
     assert first is not None
     assert first.value == pytest.approx(-0.09, abs=1e-4)
@@ -170,11 +173,11 @@ def test_verdicts_follow_the_runs(runs: Runs, results: Results) -> None:
         gone = {element.row(element.rates[0], seed).key for seed in range(seeds, TEXT_SEEDS)}
         less.lines = {key: end for key, end in runs.lines.items() if key not in gone}
         assert len(less.lines) == len(runs.lines) - len(gone)
-        assert (training.judge(less).measured["d15"] is not None) == known, "three seeds are the least"
+        assert (training.judge_training(less).measured["d15"] is not None) == known, "three seeds are the least"
 
 
 def test_without_a_sink_nothing_is_said_of_sinks(document: dict[str, Any]) -> None:
-    results = training.judge(filled(0.0))
+    results = training.judge_training(filled(0.0))
     by_claim = verdicts_of(results)
     assert {by_claim[key] for key in training.OF_SINKS} == {"undecided"}
     assert by_claim["d1"] == "holds"
@@ -194,7 +197,7 @@ def test_a_run_that_diverged_counts_as_a_uniform_guess() -> None:
     hot = training.judge_hot(runs)
     difference = hot.measured["e1"]
     assert difference is not None
-    assert difference.value == pytest.approx(5.0 - training.UNIFORM)
+    assert difference.value == pytest.approx(5.0 - training.UNIFORM_LOSS)
     assert hot.tables["hot_rate"]["losses"]["gated per element"] == [5.0, 5.0]
 
 
@@ -203,8 +206,8 @@ def test_a_run_that_diverged_counts_as_a_uniform_guess() -> None:
 
 def with_runs(document: dict[str, Any], results: Results) -> dict[str, Any]:
     """The document as it were if study d had been measured too."""
-    verdicts = judge_together([verdict_of(claim, results.measured[claim.id], "") for claim in training.CLAIMS])
-    more = Reproduction(PAPER, verdicts, {}, {training.STUDY.title: results.tables}).to_dict()
+    verdicts = judge_together([verdict_of(claim, results.measured[claim.id], "") for claim in training.TRAINING_CLAIMS])
+    more = Reproduction(PAPER, verdicts, {}, {training.TRAINING_STUDY.title: results.tables}).to_dict()
     by_id = {entry["id"]: entry for entry in more["claims"]}
     claims = [by_id.get(entry["id"], entry) for entry in document["claims"]]
     return {**document, "claims": claims, "studies": {**document["studies"], **more["studies"]}}

@@ -25,22 +25,22 @@ from locater_lab.engine.trained_models import TrainedLayer
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import PAPERS, Setting, reproduce
-from locater_lab.papers.saada2024 import PAPER, gradients, maps, trained, width
+from locater_lab.papers.saada2024 import PAPER, map_spectrum, width_collapse
 from tests.lab.made_runs import fill, made_line
 
 
 def test_random_maps_have_the_unevenness_they_are_asked_for() -> None:
-    A = maps.random_map(400, 0, sigma=0.5).numpy()
+    A = map_spectrum.random_map(400, 0, sigma=0.5).numpy()
     assert np.allclose(A.sum(1), 1)
     assert (400 * A).std() == pytest.approx(0.5, abs=0.02)
-    causal = maps.random_map(5, 0, causal=True).numpy()
+    causal = map_spectrum.random_map(5, 0, causal=True).numpy()
     assert np.allclose(np.triu(causal, 1), 0)
-    assert np.allclose(maps.random_map(5, 1, name="centred").sum(1), 0, atol=1e-15)
+    assert np.allclose(map_spectrum.random_map(5, 1, name="centred").sum(1), 0, atol=1e-15)
 
 
 def test_the_spectrum_against_numpy() -> None:
-    A = maps.random_map(20, 3)
-    spectrum, s = maps.spectrum(A), np.linalg.svd(A.numpy(), compute_uv=False)
+    A = map_spectrum.random_map(20, 3)
+    spectrum, s = map_spectrum.leading_values(A), np.linalg.svd(A.numpy(), compute_uv=False)
     values = sorted(abs(np.linalg.eigvals(A.numpy())), reverse=True)
     assert spectrum["lambda_1"] == pytest.approx(1.0)
     assert spectrum["lambda_2"] == pytest.approx(values[1])
@@ -50,41 +50,43 @@ def test_the_spectrum_against_numpy() -> None:
 def test_excess_rank_is_that_of_the_gram_matrix_and_keeps_its_digits() -> None:
     x = normal(6, 4, seed=0)
     s = np.linalg.svd((x @ x.mT).numpy(), compute_uv=False)
-    assert 1 + width.excess_rank(x) == pytest.approx((s**2).sum() / s[0] ** 2)
+    assert 1 + width_collapse.excess_rank(x) == pytest.approx((s**2).sum() / s[0] ** 2)
     near = torch.diag(torch.tensor([1.0, 1e-5], dtype=torch.float64))
-    assert width.excess_rank(near) == pytest.approx(1e-20)
+    assert width_collapse.excess_rank(near) == pytest.approx(1e-20)
 
 
 def test_a_stack_is_what_its_formula_says() -> None:
-    T, stack = 7, width.Stack("centred", skip=True, norm=True, weights="usual")
-    x = maps.orthonormal(T, 900_000)
+    T, stack = 7, width_collapse.Stack("centred", skip=True, norm=True, weights="usual")
+    x = map_spectrum.orthonormal(T, 900_000)
     A, W = stack.map(T, 0), stack.weight(T, 500)
     y = (x + A @ x @ W).numpy()
     y = (y - y.mean(1, keepdims=True)) / np.sqrt(y.var(1, keepdims=True) + 1e-5)
     s = np.linalg.svd(y, compute_uv=False)
-    assert width.excess_ranks(stack, T, 1, 0)[0] == pytest.approx(((s[1:] / s[0]) ** 4).sum())
-    assert np.allclose(stack.weight(T, 3) * math.sqrt(T), width.Stack().weight(T, 3))
+    assert width_collapse.excess_ranks(stack, T, 1, 0)[0] == pytest.approx(((s[1:] / s[0]) ** 4).sum())
+    assert np.allclose(stack.weight(T, 3) * math.sqrt(T), width_collapse.Stack().weight(T, 3))
 
 
 def test_centring_values_takes_the_outlier_off_and_centring_outputs_does_not() -> None:
-    error, apart, same = width.cure_error()
+    error, apart, same = width_collapse.cure_error()
     assert error < 1e-12
     assert apart > 0.1
     assert same < 1e-6, "a doubly stochastic map has one mean"
 
 
-@pytest.mark.parametrize("stack", [width.Stack(), width.Stack("centred", causal=True, weights="usual")])
-def test_the_norm_of_the_jacobian_is_autograds(stack: width.Stack) -> None:
+@pytest.mark.parametrize(
+    "stack", [width_collapse.Stack(), width_collapse.Stack("centred", causal=True, weights="usual")]
+)
+def test_the_norm_of_the_jacobian_is_autograds(stack: width_collapse.Stack) -> None:
     for layers in (1, 3):
-        assert gradients.jacobian_norm(stack, 5, layers, 0) == pytest.approx(
-            gradients.autograd_norm(stack, 5, layers, 0)
+        assert width_collapse.jacobian_norm(stack, 5, layers, 0) == pytest.approx(
+            width_collapse.autograd_norm(stack, 5, layers, 0)
         )
 
 
 def test_gaps_of_known_maps() -> None:
-    uniform, random = torch.full((1, 8, 8), 1 / 8), maps.random_map(300, 0)[None]
-    assert trained.gaps(uniform)["ratio"][0] == pytest.approx(0.0, abs=1e-6)
-    assert trained.gaps(random)["random"][0] == pytest.approx(1.0, abs=0.15)
+    uniform, random = torch.full((1, 8, 8), 1 / 8), map_spectrum.random_map(300, 0)[None]
+    assert map_spectrum.gaps(uniform)["ratio"][0] == pytest.approx(0.0, abs=1e-6)
+    assert map_spectrum.gaps(random)["random"][0] == pytest.approx(1.0, abs=0.15)
 
 
 # --- verdicts of runs
@@ -99,7 +101,7 @@ def line(loss: float, residual: float, gap: float | None = 0.5) -> dict[str, Any
 def filled(path: Path, better: float) -> Path:
     """All arms; the centred ones are better by a little more with every seed."""
     runs = Runs(path)
-    for each in trained.ARMS:
+    for each in map_spectrum.ARMS:
         while rows := runs.missing(each.rows(runs)):
             for row in rows:
                 seed = row.plan.seed
@@ -118,7 +120,7 @@ def test_runs_are_judged_seed_by_seed(tmp_path: Path, better: float, expected: s
 
 def test_runs_without_measures_decide_the_loss_alone(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs.jsonl")
-    for each in trained.ARMS:
+    for each in map_spectrum.ARMS:
         losses = [2.9, 3.001, 3.1] if "centred" in each.name else [3.0, 3.1, 3.2]
         fill(runs, each, losses)
     reproduction = reproduce(PAPER, Setting(runs=tmp_path / "runs.jsonl"), claim="f")
@@ -143,13 +145,13 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
                 yield TrainedLayer(f"toy {causal}", 0, half, layer, torch.randn(2, 24, 16))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(maps.TOKENS, True, 128)
-        patch.setitem(maps.SEEDS, True, 3)
-        patch.setitem(width.LENGTHS, True, (16, 32, 64, 128))
-        patch.setitem(width.SEEDS, True, 8)
-        patch.setattr(width, "HELPED", 32)
-        patch.setitem(gradients.SEEDS, True, 6)
-        patch.setattr(trained, "trained_layers", layers)
+        patch.setitem(map_spectrum.MAP_TOKENS, True, 128)
+        patch.setitem(map_spectrum.MAP_SEEDS, True, 3)
+        patch.setitem(width_collapse.LENGTHS, True, (16, 32, 64, 128))
+        patch.setitem(width_collapse.SEEDS, True, 8)
+        patch.setattr(width_collapse, "HELPED_TOKENS", 32)
+        patch.setitem(width_collapse.GRADIENT_SEEDS, True, 6)
+        patch.setattr(map_spectrum, "trained_layers", layers)
         runs = filled(tmp_path_factory.mktemp("runs") / "runs.jsonl", 0.1)
         yield json.loads(reproduce(PAPER, Setting(runs=runs)).to_json())
 

@@ -17,7 +17,7 @@ from locater.errors import LocaterError
 from locater_lab.engine.compute import normal
 from locater_lab.engine.pages import page, write_report
 from locater_lab.papers import Setting, reproduce
-from locater_lab.papers.sahiner2022 import PAPER, clusters, convex, descent, frozen, gated, lifting, optima
+from locater_lab.papers.sahiner2022 import PAPER, convex_problem, image_heads, optima, token_clusters
 
 
 def by_loops(x: np.ndarray[Any, Any], maps: Any, values: Any, gates: Any = None) -> np.ndarray[Any, Any]:
@@ -38,22 +38,24 @@ def test_heads_and_the_lifted_matrix_against_loops() -> None:
         normal(*shape, seed=n) for n, shape in enumerate([(2, 3, 2), (3, 2, 2), (3, 2, 2), (3, 2, 2)])
     )
     arrays = [y.numpy() for y in (x, maps, values, gates)]
-    lifted = convex.lifted_output(convex.design(x), convex.lift(maps, values)).reshape(2, 3, 2)
+    lifted = convex_problem.lifted_output(convex_problem.design(x), convex_problem.lift(maps, values)).reshape(2, 3, 2)
     np.testing.assert_allclose(lifted, by_loops(*arrays[:3]), atol=1e-10)
-    np.testing.assert_allclose(convex.heads_output(x, maps, values, gates), by_loops(*arrays), atol=1e-10)
-    each = torch.cat([convex.lift(maps[j : j + 1], values[j : j + 1]) for j in range(3)])
+    np.testing.assert_allclose(convex_problem.heads_output(x, maps, values, gates), by_loops(*arrays), atol=1e-10)
+    each = torch.cat([convex_problem.lift(maps[j : j + 1], values[j : j + 1]) for j in range(3)])
     np.testing.assert_allclose(
-        convex.lifted_output(convex.design(x, gates), each).reshape(2, 3, 2), by_loops(*arrays), atol=1e-10
+        convex_problem.lifted_output(convex_problem.design(x, gates), each).reshape(2, 3, 2),
+        by_loops(*arrays),
+        atol=1e-10,
     )
 
 
 def test_heads_go_back_and_forth_and_their_penalty_is_the_nuclear_norm() -> None:
-    for number in range(len(lifting.CASES)):
-        assert lifting.recovery_difference(lifting.drawn(number)) < 1e-10
-        assert lifting.least_penalty(lifting.drawn(number)) > 1
-    Z = convex.lift(normal(1, 3, 3, seed=0), normal(1, 3, 2, seed=1))
-    assert convex.rank(Z[0]) == 1
-    assert len(convex.recovered(Z[0])[0]) == 1
+    for number in range(len(convex_problem.CASE_SIZES)):
+        assert convex_problem.recovery_difference(convex_problem.draw_case(number)) < 1e-10
+        assert convex_problem.least_penalty(convex_problem.draw_case(number)) > 1
+    Z = convex_problem.lift(normal(1, 3, 3, seed=0), normal(1, 3, 2, seed=1))
+    assert convex_problem.numerical_rank(Z[0]) == 1
+    assert len(convex_problem.recover_heads(Z[0])[0]) == 1
 
 
 def orthonormal() -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,9 +69,9 @@ def test_the_solvers_against_the_closed_form(way: str) -> None:
     phi, y = orthonormal()
     b = 0.7
     if way == "fista":
-        solution = convex.solve(phi[None], y[None], b, 200, 1e-13)
+        solution = convex_problem.solve(phi[None], y[None], b, 200, 1e-13)
     else:
-        solution = convex.split_solve(phi, y, (b,), 400)[0]
+        solution = convex_problem.split_solve(phi, y, (b,), 400)[0]
     inner = torch.einsum("rgpl,rc->gplc", phi, y)
     for g in range(2):
         U, S, V = np.linalg.svd(inner[g].reshape(4, 6).numpy(), full_matrices=False)
@@ -78,55 +80,57 @@ def test_the_solvers_against_the_closed_form(way: str) -> None:
 
 
 def test_no_matrix_is_below_the_dual_bound() -> None:
-    phi, y = optima.data(0)
-    solution = convex.solve(phi[None], y[None], 0.5, 300, 0.0)
+    phi, y = optima.draw_problem(0)
+    solution = convex_problem.solve(phi[None], y[None], 0.5, 300, 0.0)
     bound = float(solution.objective - solution.gap)
     for seed in range(20):
         Z = solution.Z + 0.02 * normal(*solution.Z.shape, seed=seed)
-        assert float(convex.value_and_gap(phi[None], y[None], Z, torch.tensor([0.5]))[0]) > bound
+        assert float(convex_problem.value_and_gap(phi[None], y[None], Z, torch.tensor([0.5]))[0]) > bound
     assert float(solution.gap) > 0
 
 
 def test_slope_and_curvature_of_heads_against_autograd() -> None:
-    problems = descent.Problems(normal(1, 6, 2, 4, 2, seed=0), normal(1, 6, 2, seed=1), 0.3)
-    maps, values = descent.first_heads(problems, 3, seed=2)
+    problems = optima.Problems(normal(1, 6, 2, 4, 2, seed=0), normal(1, 6, 2, seed=1), 0.3)
+    maps, values = optima.first_heads(problems, 3, seed=2)
     sizes = maps.numel()
 
     def objective(flat: torch.Tensor) -> torch.Tensor:
-        return descent.objectives(problems, flat[:sizes].reshape(maps.shape), flat[sizes:].reshape(values.shape)).sum()
+        return optima.objectives(problems, flat[:sizes].reshape(maps.shape), flat[sizes:].reshape(values.shape)).sum()
 
     flat = torch.cat([maps.flatten(), values.flatten()])
     exact = torch.autograd.functional.hessian(objective, flat)
     phi = problems.per_head(3)
-    ours = descent.hessian(phi, maps, values, descent.residuals(problems, maps, values), 0.3)[0]
+    ours = optima.hessian(phi, maps, values, optima.output_errors(problems, maps, values), 0.3)[0]
     torch.testing.assert_close(ours, exact, atol=1e-10, rtol=1e-10)
 
 
 def test_enough_heads_reach_the_convex_optimum_and_half_of_its_rank_does_not() -> None:
-    phi, y = optima.data(7)
-    solution = convex.solve(phi[None], y[None], optima.PENALTY, 1600, 1e-8)
-    rank = convex.rank(solution.Z[0, 0])
-    problems = descent.Problems.of([(phi, y)], optima.PENALTY).repeated(2)
-    best = {m: float(descent.descended(problems, m, m, 200).objective.min()) for m in (rank // 2, optima.MOST)}
+    phi, y = optima.draw_problem(7)
+    solution = convex_problem.solve(phi[None], y[None], optima.PENALTY, 1600, 1e-8)
+    rank = convex_problem.numerical_rank(solution.Z[0, 0])
+    problems = optima.Problems.of([(phi, y)], optima.PENALTY).repeated(2)
+    best = {m: float(optima.descend_by_newton(problems, m, m, 200).objective.min()) for m in (rank // 2, optima.MOST)}
     optimum = float(solution.objective)
     assert best[optima.MOST] == pytest.approx(optimum, rel=1e-8)
     assert best[rank // 2] > 1.01 * optimum
 
 
 def test_gates_of_relu_heads_make_a_lower_bound() -> None:
-    sets = [gated.data(seed) for seed in range(2)]
+    sets = [optima.draw_gated_problem(seed) for seed in range(2)]
     x, y = torch.stack([x for x, _ in sets]), torch.stack([y for _, y in sets])
-    objectives, maps = gated.relu_trained(x, y, 30)
-    phi = torch.stack([convex.design(*one) for one in zip(x, maps, strict=True)])
-    assert bool((convex.solve(phi, y, gated.PENALTY, 300, 1e-4).objective < objectives).all())
+    objectives, maps = optima.train_relu_heads(x, y, 30)
+    phi = torch.stack([convex_problem.design(*one) for one in zip(x, maps, strict=True)])
+    assert bool((convex_problem.solve(phi, y, optima.GATED_PENALTY, 300, 1e-4).objective < objectives).all())
 
 
 def test_targets_of_the_clusters_by_loops() -> None:
-    batch = clusters.drawn(0, 2)
+    batch = token_clusters.draw_batch(0, 2)
     for n in range(2):
-        for t in range(clusters.TOKENS):
-            own = [float(batch.x[n, u, clusters.VALUE]) for u in range(clusters.TOKENS) if batch.same[n, t, u]]
-            assert float(batch.targets["own"][n, t]) == pytest.approx(sum(own) / clusters.TOKENS)
+        for t in range(token_clusters.TOKENS):
+            own = [
+                float(batch.x[n, u, token_clusters.VALUE]) for u in range(token_clusters.TOKENS) if batch.same[n, t, u]
+            ]
+            assert float(batch.targets["own"][n, t]) == pytest.approx(sum(own) / token_clusters.TOKENS)
 
 
 # --- images
@@ -147,19 +151,19 @@ def made_images(folder: Path, side: int = 28) -> Path:
         "test_images": pixels[150:],
         "test_labels": labels[150:],
     }
-    np.savez(folder / frozen.FILE, **parts)  # type: ignore[arg-type]
+    np.savez(folder / image_heads.FILE, **parts)  # type: ignore[arg-type]
     return folder
 
 
 def test_images_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
-    assert frozen.images(None) is None
-    assert frozen.images(tmp_path) is None
+    assert image_heads.images(None) is None
+    assert image_heads.images(tmp_path) is None
     made_images(tmp_path, side=30)
     with pytest.raises(LocaterError, match="images must be 28 x 28"):
-        frozen.images(tmp_path)
-    (tmp_path / frozen.FILE).write_bytes(b"no archive")
+        image_heads.images(tmp_path)
+    (tmp_path / image_heads.FILE).write_bytes(b"no archive")
     with pytest.raises(LocaterError, match=r"is no \.npz archive with the arrays train_images"):
-        frozen.images(tmp_path)
+        image_heads.images(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -167,21 +171,19 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optima, "SETS", 3)
         patch.setattr(optima, "PENALTIES", (0.1, 30.0))
-        patch.setattr(gated, "SETS", 2)
-        patch.setitem(optima.HEADS, True, (1, 2, 3, 5, 6))
+        patch.setitem(optima.HEAD_COUNTS, True, (1, 2, 3, 5, 6))
         patch.setitem(optima.STARTS, True, 2)
         patch.setitem(optima.ADAM_STEPS, True, 20)
         patch.setattr(optima, "NEWTON_STEPS", 15)
         patch.setattr(optima, "SOLVER_STEPS", 450)
-        patch.setattr(gated, "STEPS", 10)
-        patch.setattr(gated, "SOLVER_STEPS", 100)
-        patch.setitem(gated.RELU_STEPS, True, 20)
-        patch.setattr(clusters, "STEPS", 15)
-        patch.setitem(clusters.SEEDS, True, 2)
-        patch.setitem(frozen.SIZES, True, (100, 40, 60))
-        patch.setitem(frozen.SEEDS, True, 2)
-        patch.setitem(frozen.EPOCHS, True, 10)
-        patch.setitem(frozen.STEPS, True, 20)
+        patch.setattr(optima, "GATED_STEPS", 10)
+        patch.setitem(optima.RELU_STEPS, True, 20)
+        patch.setattr(token_clusters, "STEPS", 15)
+        patch.setitem(token_clusters.SEEDS, True, 2)
+        patch.setitem(image_heads.SIZES, True, (100, 40, 60))
+        patch.setitem(image_heads.SEEDS, True, 2)
+        patch.setitem(image_heads.EPOCHS, True, 10)
+        patch.setitem(image_heads.STEPS, True, 20)
         folder = made_images(tmp_path_factory.mktemp("images"))
         yield json.loads(reproduce(PAPER, Setting(data=folder)).to_json())
 

@@ -17,7 +17,7 @@ from locater_lab.engine.mechanism_runs import SOFTMAX_MASKED
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers import Setting, judge, reproduce
-from locater_lab.papers.sant2022 import PAPER, kinds, layouts, models, relevance, training
+from locater_lab.papers.sant2022 import PAPER, kinds, relevance
 from tests.lab.made_runs import fill
 
 IDS = torch.arange(3, 15).reshape(2, 6)
@@ -55,48 +55,51 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     """One run at small sizes: a tiny model stands for trained ones, and runs are made up."""
     path = tmp_path_factory.mktemp("runs") / "runs.jsonl"
     runs = Runs(path)
-    arms = (training.MIX, training.FULL_MIX, training.COMPRESSED, SOFTMAX_MASKED, training.LOCAL)
+    arms = (relevance.LOCAL_COMPRESSED_MIX, relevance.FULL_MIX, relevance.COMPRESSED, SOFTMAX_MASKED, relevance.LOCAL)
     for step, arm in enumerate(arms):
         fill_uneven(runs, arm, 3.0 + 0.1 * step, even=0.25 - 0.05 * step)
 
     def one(name: str, folder: object, setting: Setting) -> dict[str, Any]:
         if name == "other":
             raise LocaterError("not known")
-        return models.entry(name, tiny_llama(), [{"input_ids": IDS}, {"input_ids": IDS + 1}])
+        return relevance.entry_of_halves(name, tiny_llama(), [{"input_ids": IDS}, {"input_ids": IDS + 1}])
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (kinds, relevance):
             patch.setattr(module, "DRAWS", {True: 6})
-        patch.setattr(models, "model_folders", lambda folder: {"tiny": None, "other": None})
-        patch.setattr(models, "loaded", one)
+        patch.setattr(relevance, "model_folders", lambda folder: {"tiny": None, "other": None})
+        patch.setattr(relevance, "model_entry", one)
         yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
 
 
 def test_shortened_lengths_by_the_formula() -> None:
     for T in range(1, 60):
         for taps, stride in ((5, 2), (7, 3), (1, 1), (3, 1)):
-            assert layouts.shortened(T, taps, stride) == max(0, math.ceil((T + 2 * (stride // 2) - taps) / stride)) + 1
+            assert (
+                kinds.shortened_length(T, taps, stride)
+                == max(0, math.ceil((T + 2 * (stride // 2) - taps) / stride)) + 1
+            )
 
 
 def test_scores_of_a_local_head_by_its_mask() -> None:
     for T, window in ((5, 2), (30, 8), (10, 64), (7, 1)):
         at = torch.arange(T)
-        assert layouts.scores("l", T, window=window) == int(((at[:, None] - at).abs() <= window // 2).sum())
+        assert kinds.head_scores("l", T, window=window) == int(((at[:, None] - at).abs() <= window // 2).sum())
 
 
 def test_layouts_have_the_heads_of_the_paper() -> None:
-    count = {name: "".join(g.kinds * g.layers for g in groups) for name, groups in layouts.LAYOUTS.items()}
+    count = {name: "".join(g.kinds * g.layers for g in groups) for name, groups in kinds.LAYOUTS.items()}
     assert {name: [x.count(k) for k in "flc"] for name, x in count.items()} == {
         "lc": [0, 24, 24], "v1": [0, 18, 30], "v2": [0, 26, 22], "full mix": [8, 12, 28],
     }  # fmt: skip
-    assert layouts.layout_scores(layouts.ALONE["full"], 10) == 4800
+    assert kinds.layout_scores(kinds.SINGLE_KINDS["full"], 10) == 4800
 
 
 def test_a_published_window_by_hand() -> None:
     """Blocks of 21: the first of a block sees 21 back and 41 ahead."""
     seen = kinds.block_window(210)[63].nonzero().flatten()
     assert (63 - seen[0].item(), seen[-1].item() - 63, len(seen)) == (21, 41, 63)
-    assert kinds.reach()["least"] == 21
+    assert kinds.window_reach()["least"] == 21
 
 
 def test_a_local_head_sees_its_own_window() -> None:
@@ -106,7 +109,7 @@ def test_a_local_head_sees_its_own_window() -> None:
 
 
 def test_relevance_of_a_cancelling_pair() -> None:
-    heads = relevance.cancelling()
+    heads = relevance.cancelling_heads()
     assert heads["relevance"] == pytest.approx(0.9, abs=0.02)
     assert heads["change"] < 1e-12
 
@@ -114,8 +117,8 @@ def test_relevance_of_a_cancelling_pair() -> None:
 def test_leaving_a_head_out_is_a_zero_in_the_output_projection() -> None:
     model = tiny_llama()
     plain = model(IDS).logits
-    (projection, heads), *_ = models.outputs(model)
-    with models.without(projection, 2, heads):
+    (projection, heads), *_ = relevance.output_projections(model)
+    with relevance.without_head(projection, 2, heads):
         dropped = model(IDS).logits
     torch.testing.assert_close(model(IDS).logits, plain)
     projection.weight[:, 8:12] = 0
@@ -134,7 +137,9 @@ def test_relevance_of_a_model_is_that_of_its_heads() -> None:
         [(seen[0][..., 4 * h : 4 * h + 4] @ weight[:, 4 * h : 4 * h + 4].mT).abs().sum((1, 2)) for h in range(4)], 1
     )
     shares = parts / parts.sum(1, keepdim=True)
-    torch.testing.assert_close(models.relevances(model, {"input_ids": IDS})[1], shares.mean(0))  # the median of two
+    torch.testing.assert_close(
+        relevance.layer_relevances(model, {"input_ids": IDS})[1], shares.mean(0)
+    )  # the median of two
 
 
 def test_a_model_with_other_names_is_left_out() -> None:
@@ -142,7 +147,7 @@ def test_a_model_with_other_names_is_left_out() -> None:
 
     model = GPT2Model(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(LocaterError, match="GPT2Model: output projections are not called"):
-        models.outputs(model)
+        relevance.output_projections(model)
 
 
 def test_verdicts(document: dict[str, Any]) -> None:
@@ -170,7 +175,7 @@ def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
         "correlations of 1 with every seed: signs of few seeds decide nothing"
     )
     assert claims["e1"]["measured"] == pytest.approx(-0.4, abs=0.01)
-    assert claims["e3"]["numbers"]["best"] == training.MIX.name
+    assert claims["e3"]["numbers"]["best"] == relevance.LOCAL_COMPRESSED_MIX.name
     assert claims["e5"]["measured"] == pytest.approx(1.0)
     without = reproduce(PAPER, Setting(), claim="e").verdicts
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
@@ -178,27 +183,27 @@ def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
 
 def test_the_better_mix_is_told_by_the_seeds_that_both_have() -> None:
     runs = Runs()
-    fill(runs, training.FULL_MIX, [3.1, 3.1, 1.0])
-    assert training.better(runs) is None
-    fill(runs, training.MIX, [3.0, 3.0])
-    assert training.better(runs) is training.MIX
+    fill(runs, relevance.FULL_MIX, [3.1, 3.1, 1.0])
+    assert relevance.better_mix(runs) is None
+    fill(runs, relevance.LOCAL_COMPRESSED_MIX, [3.0, 3.0])
+    assert relevance.better_mix(runs) is relevance.LOCAL_COMPRESSED_MIX
 
 
 def test_even_heads_that_do_worse_refute_the_claim() -> None:
     runs = Runs()
-    for step, arm in enumerate(training.ARMS):
+    for step, arm in enumerate(relevance.ARMS):
         fill(runs, arm, [3.0 + step] * 3, {"relevance": [[1 - 3 * x, x, x, x] for x in (0.05 * step,)]})
-    correlation = training.correlation(runs)
+    correlation = relevance.evenness_correlation(runs)
     assert correlation is not None
     assert correlation.value == pytest.approx(-1.0)
     assert (
-        training.unevenness({"measures": {"relevance": EVEN}})
+        relevance.unevenness({"measures": {"relevance": EVEN}})
         == 0
-        < training.unevenness({"measures": {"relevance": UNEVEN}})
+        < relevance.unevenness({"measures": {"relevance": UNEVEN}})
     )
-    assert math.isnan(training.unevenness({"measures": None}))
-    fill(runs, training.MIX, [3.0] * 3)
-    assert training.correlation(runs) is None, "one arm was not measured"
+    assert math.isnan(relevance.unevenness({"measures": None}))
+    fill(runs, relevance.LOCAL_COMPRESSED_MIX, [3.0] * 3)
+    assert relevance.evenness_correlation(runs) is None, "one arm was not measured"
 
 
 def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from locater_lab.engine.mechanism_runs import SOFTMAX_MASKED
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers import Setting, judge, reproduce
-from locater_lab.papers.shi2022 import PAPER, bounds, cosine, fusion, models, stacks, theorem
+from locater_lab.papers.shi2022 import PAPER, depth_theorem, token_distance, trained_models
 from locater_lab.theory import Block
 from tests.lab.made_runs import fill, made_line
 
@@ -45,9 +45,14 @@ def tiny_bert(seed: int = 0) -> Any:
 def entry(name: str, model: Any, causal: bool) -> dict[str, Any]:
     curves = {
         key: [part.mean(0).tolist() for part in x.chunk(2)]
-        for key, x in models.by_layer(model, [{"input_ids": IDS}]).items()
+        for key, x in trained_models.readings_by_layer(model, [{"input_ids": IDS}]).items()
     }
-    return {"model": name, "causal": causal, "curves": curves, "blocks": models.promised(model, {"input_ids": IDS})}
+    return {
+        "model": name,
+        "causal": causal,
+        "curves": curves,
+        "blocks": trained_models.promised_bounds(model, {"input_ids": IDS}),
+    }
 
 
 def halves(*cosines: float) -> dict[str, Any]:
@@ -66,10 +71,10 @@ def filled(path: Path) -> Path:
             runs.add(arm.row(arm.rates[0], seed), made_line(loss + (0.1 + noise) * seed, measures=measures))
 
     fill_arm(SOFTMAX_MASKED, 3.0, 0.4, 0.0)
-    fill_arm(fusion.FUSIONS["concat"], 2.9, 0.3, 1e-5)
-    fill_arm(fusion.FUSIONS["max"], 3.1, 0.5, 1e-5)
-    fill_arm(fusion.FUSIONS["gate"], 3.0, 0.4, 0.0)
-    fill_arm(fusion.POST, 3.2, 0.9, 1e-5)
+    fill_arm(depth_theorem.FUSIONS["concat"], 2.9, 0.3, 1e-5)
+    fill_arm(depth_theorem.FUSIONS["max"], 3.1, 0.5, 1e-5)
+    fill_arm(depth_theorem.FUSIONS["gate"], 3.0, 0.4, 0.0)
+    fill_arm(depth_theorem.POST, 3.2, 0.9, 1e-5)
     return path
 
 
@@ -77,16 +82,17 @@ def filled(path: Path) -> Path:
 def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """One run at small sizes: a tiny BERT stands for trained models, and runs are made up."""
     path = filled(tmp_path_factory.mktemp("runs") / "runs.jsonl")
-    small = {cosine: ("DRAWS", 6), bounds: ("DRAWS", 30), theorem: ("DRAWS", 240), stacks: ("SEEDS", 3)}
+    small = {"COSINE_DRAWS": (token_distance, 6), "BOUND_DRAWS": (token_distance, 30)}
+    small |= {"THEOREM_DRAWS": (depth_theorem, 240), "STACK_SEEDS": (depth_theorem, 3)}
     with pytest.MonkeyPatch.context() as patch:
-        for module, (name, count) in small.items():
+        for name, (module, count) in small.items():
             patch.setattr(module, name, {True: count})
-        patch.setattr(cosine, "SEEDS", {True: 8})
-        patch.setattr(bounds, "MAPS", {True: 12})
+        patch.setattr(token_distance, "SEEDS", {True: 8})
+        patch.setattr(token_distance, "MAPS", {True: 12})
         bert = tiny_bert()
         patch.setattr(
-            models,
-            "trained",
+            trained_models,
+            "read_models",
             lambda setting: ([entry("a", bert, False), {**entry("b", bert, True), "blocks": []}], {"c": "why"}),
         )
         yield json.loads(reproduce(PAPER, Setting(quick=True, runs=path)).to_json())
@@ -94,7 +100,9 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 
 def test_the_distance_counts_pairs() -> None:
     x = normal(7, 5, seed=3)
-    assert cosine.distance(x) ** 2 == pytest.approx(sum((a - b).square().sum().item() for a in x for b in x) / (2 * 7))
+    assert token_distance.distance_from_equal(x) ** 2 == pytest.approx(
+        sum((a - b).square().sum().item() for a in x for b in x) / (2 * 7)
+    )
 
 
 def test_centred_cosine_is_blind_where_lengths_are_equal() -> None:
@@ -109,44 +117,51 @@ def test_centred_cosine_is_blind_where_lengths_are_equal() -> None:
 
 
 def test_lambda_is_the_largest_eigenvalue_and_can_exceed_one() -> None:
-    a = bounds.attention_map(0, 6, 2.0, causal=True)
+    a = token_distance.attention_map(0, 6, 2.0, causal=True)
     J = torch.full((6, 6), 1 / 6, dtype=torch.float64)
-    assert bounds.lam(a) == pytest.approx(
+    assert token_distance.attention_eigenvalue(a) == pytest.approx(
         torch.linalg.eigvalsh(a.mT @ (torch.eye(6, dtype=torch.float64) - J) @ a)[-1].item()
     )
     copies = torch.zeros(6, 6)
     copies[:3, 0] = copies[3:, 1] = 1.0
-    assert bounds.lam(copies) == pytest.approx(3.0), "half of the queries copy one token, half another: n / 2"
-    assert bounds.attention_map(0, 6, 2.0, causal=True).triu(1).abs().max() == 0
+    assert token_distance.attention_eigenvalue(copies) == pytest.approx(3.0), (
+        "half of the queries copy one token, half another: n / 2"
+    )
+    assert token_distance.attention_map(0, 6, 2.0, causal=True).triu(1).abs().max() == 0
 
 
 def test_the_steepest_slope_of_gelu() -> None:
     x = torch.linspace(-4, 4, 8001, dtype=torch.float64, requires_grad=True)
     slopes = torch.autograd.grad(functional.gelu(x).sum(), x)[0]
-    assert slopes.max().item() == pytest.approx(bounds.STEEPEST, abs=1e-6)
+    assert slopes.max().item() == pytest.approx(token_distance.STEEPEST, abs=1e-6)
 
 
 def test_a_post_block_is_the_block_of_the_theory() -> None:
-    w = theorem.Weights(*(normal(*shape, seed=n) for n, shape in enumerate([(2, 4, 4), (2, 4, 4), (4, 8), (8, 4)])))
-    x = bounds.layer_norm(normal(5, 4, seed=9))
+    w = depth_theorem.Weights(
+        *(normal(*shape, seed=n) for n, shape in enumerate([(2, 4, 4), (2, 4, 4), (4, 8), (8, 4)]))
+    )
+    x = token_distance.layer_norm(normal(5, 4, seed=9))
     block = Block(w.W_QK, w.W_VO, 0.5, skip=True, mlp=lambda y: (y @ w.W_in).relu() @ w.W_out, mlp_skip=True, norm=True)
-    got, v, sigma = theorem.post_block(x, w)
+    got, v, sigma = depth_theorem.post_block(x, w)
     torch.testing.assert_close(got, block(x))
-    largest = max(bounds.lam(a) for a in block.attention(x))
+    largest = max(token_distance.attention_eigenvalue(a) for a in block.attention(x))
     s = max(torch.linalg.svdvals(each).max().item() for each in (w.W_VO, w.W_in, w.W_out))
     assert v == pytest.approx((1 + s * s) * (1 + 2 * s * largest**0.5) / sigma)
-    assert cosine.distance(got) <= v * cosine.distance(x)
+    assert token_distance.distance_from_equal(got) <= v * token_distance.distance_from_equal(x)
 
 
 def test_norms_after_the_sums_collapse_faster() -> None:
-    post, pre = stacks.cosines(0, post=True, depth=8), stacks.cosines(0, post=False, depth=8)
+    post, pre = (
+        depth_theorem.cosines_by_depth(0, post=True, depth=8),
+        depth_theorem.cosines_by_depth(0, post=False, depth=8),
+    )
     assert post[0] == pre[0] == pytest.approx(0, abs=0.05)
     assert post[-1] > 0.9 > 0.8 > pre[-1]
 
 
 def test_states_of_an_encoder_are_read_without_the_special_tokens() -> None:
     model = tiny_bert()
-    by_layer = models.by_layer(model, [{"input_ids": IDS}])
+    by_layer = trained_models.readings_by_layer(model, [{"input_ids": IDS}])
     states = model(IDS, output_hidden_states=True).hidden_states
     assert by_layer["cosine"].shape == (2, 3)
     torch.testing.assert_close(by_layer["cosine"][:, 2], token_cosine(states[2][:, 1:-1]))
@@ -154,26 +169,31 @@ def test_states_of_an_encoder_are_read_without_the_special_tokens() -> None:
 
 def test_blocks_of_a_bert_are_under_their_bounds() -> None:
     model = tiny_bert()
-    blocks = models.promised(model, {"input_ids": IDS})
+    blocks = trained_models.promised_bounds(model, {"input_ids": IDS})
     states = [x.double() for x in model(IDS, output_hidden_states=True).hidden_states]
-    kept = [sum(cosine.distance(b[i]) / cosine.distance(a[i]) for i in range(2)) / 2 for a, b in pairwise(states)]
+    kept = [
+        sum(token_distance.distance_from_equal(b[i]) / token_distance.distance_from_equal(a[i]) for i in range(2)) / 2
+        for a, b in pairwise(states)
+    ]
     assert [block["kept"] for block in blocks] == pytest.approx(kept)
     assert all(block["share"] <= 1 and block["close"] <= block["v"] for block in blocks)
     model.encoder.layer[1].output.LayerNorm.weight.mul_(2)
-    assert models.promised(model, {"input_ids": IDS})[1]["v"] == pytest.approx(2 * blocks[1]["v"], rel=1e-5)
+    assert trained_models.promised_bounds(model, {"input_ids": IDS})[1]["v"] == pytest.approx(
+        2 * blocks[1]["v"], rel=1e-5
+    )
     assert not model.encoder.layer[0].output.LayerNorm._forward_pre_hooks
 
 
 def test_cosine_around_the_mean_by_seed() -> None:
     sets = [[{"centred_cosine": x} for x in values] for values in ([0.1, 0.2], [0.0, 0.1], [0.05, 0.5])]
-    assert cosine.centred_range(sets) == pytest.approx([0.05, 0.4]), "the third set has the largest mean"
+    assert token_distance.centred_range(sets) == pytest.approx([0.05, 0.4]), "the third set has the largest mean"
 
 
 def test_correlations_are_taken_part_by_part() -> None:
-    steps = [theorem.Step(1.0, v=float(n), kept=n % 20 + 0.1 * (n % 3), sigma=-n, cosine=0.0) for n in range(160)]
-    measured = theorem.by_parts(steps, "v")
-    assert len(measured.sample) == theorem.PARTS
-    assert measured.value == pytest.approx(sum(measured.sample) / theorem.PARTS)
+    steps = [depth_theorem.Step(1.0, v=float(n), kept=n % 20 + 0.1 * (n % 3), sigma=-n, cosine=0.0) for n in range(160)]
+    measured = depth_theorem.correlation_by_parts(steps, "v")
+    assert len(measured.sample) == depth_theorem.PARTS
+    assert measured.value == pytest.approx(sum(measured.sample) / depth_theorem.PARTS)
     assert min(measured.sample) > 0.9 > 0.3 > measured.numbers["all_draws"]
 
 
@@ -206,7 +226,7 @@ def test_fusion_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
 
 def test_lines_without_measures_decide_nothing(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs.jsonl")
-    for number, arm in enumerate(fusion.ARMS):
+    for number, arm in enumerate(depth_theorem.ARMS):
         fill(runs, arm, [3.0 - 0.1 * number, 3.0 - 0.10001 * number, 3.0])
     verdicts = reproduce(PAPER, Setting(runs=tmp_path / "runs.jsonl"), claim="f").verdicts
     by_id = {v.claim.id: (v.verdict, v.measured is None) for v in verdicts}

@@ -26,7 +26,7 @@ from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.engine.trained_models import model_folders
 from locater_lab.papers import Setting, reproduce
-from locater_lab.papers.xiao2026 import PAPER, flattening, models, signs, training, vision
+from locater_lab.papers.xiao2026 import PAPER, flattening, one_bit, training
 from tests import ROOT
 from tests.lab.made_runs import made_line
 
@@ -41,9 +41,9 @@ def document() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flattening, "DRAWS", {True: 4})
         patch.setattr(flattening, "PAIRS", {True: 40_000})
-        patch.setattr(models, "TOKENS", {True: 256})
-        patch.setattr(models, "CHARACTERS", {True: 4000})
-        patch.setattr(models, "model_folders", lambda folder: {"demo": next(iter(model_folders(None).values()))})
+        patch.setattr(flattening, "MODEL_TOKENS", {True: 256})
+        patch.setattr(flattening, "CHARACTERS", {True: 4000})
+        patch.setattr(flattening, "model_folders", lambda folder: {"demo": next(iter(model_folders(None).values()))})
         yield json.loads(reproduce(PAPER, setting).to_json())
 
 
@@ -80,22 +80,22 @@ def test_the_limit_of_the_rank_correlation() -> None:
 
 
 def test_rotation_moves_signs_and_not_products() -> None:
-    moved = signs.rotary(shift=5)
+    moved = one_bit.rotary_shift_error(shift=5)
     assert moved["no signs"] < 1e-12 > moved["signs before"]
     assert moved["signs after"] > 0.1
     x = normal(3, 8, seed=0)
-    torch.testing.assert_close(signs.rotated(x, 0)[0], x[0])
-    torch.testing.assert_close(signs.rotated(x, 7).norm(dim=1), x.norm(dim=1))
+    torch.testing.assert_close(one_bit.rotate(x, 0)[0], x[0])
+    torch.testing.assert_close(one_bit.rotate(x, 7).norm(dim=1), x.norm(dim=1))
 
 
 def test_counts_by_hand() -> None:
     q, k = torch.tensor([[0.0, -1.0, 2.0]]), torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 5.0]])
-    assert signs.counted(q, k).tolist() == [[1.0, 1.0]]
-    assert signs.packed(q) == [0b101]
+    assert one_bit.count_product(q, k).tolist() == [[1.0, 1.0]]
+    assert one_bit.pack_bits(q) == [0b101]
 
 
 def test_the_window_of_a_normal() -> None:
-    assert signs.cut(1.0) == pytest.approx(math.erfc(1 / math.sqrt(2)), abs=0.02)
+    assert one_bit.cut_share(1.0) == pytest.approx(math.erfc(1 / math.sqrt(2)), abs=0.02)
 
 
 @pytest.mark.parametrize("r", [-0.5, 0.0, 0.8])
@@ -114,12 +114,12 @@ def test_ranks_and_correlation_agree_with_scipy() -> None:
 def test_a_model_is_made_binary_and_comes_back() -> None:
     model = load_model(str(next(iter(model_folders(None).values()))))
     batch = batches(model, TEXT, length=32, tokens=64)
-    before = models.next_token(model, batch)
-    with models.made_binary(model):
-        inside = models.next_token(model, batch)
-    assert torch.equal(models.next_token(model, batch), before)
-    assert models.divergence(before, inside) > 0.01
-    assert models.divergence(before, before) == 0.0
+    before = flattening.next_token(model, batch)
+    with flattening.binary_model(model):
+        inside = flattening.next_token(model, batch)
+    assert torch.equal(flattening.next_token(model, batch), before)
+    assert flattening.divergence(before, inside) > 0.01
+    assert flattening.divergence(before, before) == 0.0
 
 
 NOISE = (0.0, 0.0001, -0.0002)  # of seeds: a sample without spread decides nothing before six
@@ -137,8 +137,8 @@ def fill(runs: Runs, arm: Arm, loss: float, accuracy: float | None = None, entro
 def made_up() -> Runs:
     runs = Runs()
     fill(runs, SOFTMAX, 4.0, entropy=2.0)
-    fill(runs, training.BINARY, 4.2, entropy=2.5)
-    fill(runs, training.PLAIN, 4.5)
+    fill(runs, training.BINARY_ARM, 4.2, entropy=2.5)
+    fill(runs, training.WITHOUT_BIAS, 4.5)
     fill(runs, SOFTMAX_IMAGE, 0.4, accuracy=0.9)
     fill(runs, training.ON_IMAGES, 0.5, accuracy=0.895)
     return runs
@@ -146,17 +146,17 @@ def made_up() -> Runs:
 
 def with_runs(document: dict[str, Any]) -> dict[str, Any]:
     """The document with verdicts of made-up runs."""
-    results = training.judge(made_up())
-    verdicts = [verdict_of(c, results.measured[c.id], "").to_dict() for c in training.CLAIMS]
+    results = training.judge_start(made_up())
+    verdicts = [verdict_of(c, results.measured[c.id], "").to_dict() for c in training.START_CLAIMS]
     claims = [x for x in document["claims"] if x["id"][0] != "d"] + verdicts
-    studies = {**document["studies"], training.STUDY.title: {"tables": dict(results.tables)}}
+    studies = {**document["studies"], training.START_STUDY.title: {"tables": dict(results.tables)}}
     return json.loads(json.dumps({**document, "claims": claims, "studies": studies}))
 
 
 def test_runs_are_judged_seed_by_seed_and_shown(tmp_path: Path, document: dict[str, Any]) -> None:
     runs = Runs()
     fill(runs, SOFTMAX, 4.0)
-    assert all(value is None for value in training.judge(runs).measured.values()), "one arm decides nothing"
+    assert all(value is None for value in training.judge_start(runs).measured.values()), "one arm decides nothing"
     whole = with_runs(document)
     verdicts = {x["id"]: x["verdict"] for x in whole["claims"] if x["id"][0] == "d"}
     assert verdicts == {"d1": "fails", "d2": "holds", "d3": "holds", "d4": "holds"}
@@ -165,8 +165,8 @@ def test_runs_are_judged_seed_by_seed_and_shown(tmp_path: Path, document: dict[s
     )
     page = write_report(whole, PAPER, tmp_path / "x.md", tmp_path)[0].read_text()
     assert "it ends +0.200" in page
-    rate = min(training.PLAIN.rates)
-    losses = ", ".join(f"{4.5 + rate + NOISE[seed] * 5.5:.3f}" for seed in range(training.PLAIN.seeds))
+    rate = min(training.WITHOUT_BIAS.rates)
+    losses = ", ".join(f"{4.5 + rate + NOISE[seed] * 5.5:.3f}" for seed in range(training.WITHOUT_BIAS.seeds))
     assert f"| binary, no bias | {rate:g} | {losses} |" in page
 
 
@@ -180,7 +180,7 @@ ENDS = {  # accuracy of classifiers, loss of denoisers
 def made_up_images() -> Runs:
     """The second rate is the better one. Converted models lose 5 points, or 40 % of their loss, at the change."""
     runs, strip = Runs(), png_strip(torch.full((10, 28, 28, 1), 255, dtype=torch.uint8))
-    for arms, worse in ((vision.IMAGES, 0), (vision.NOISE, 1)):
+    for arms, worse in ((training.IMAGES, 0), (training.NOISE, 1)):
         for (name, arm), number in zip(arms.items(), range(3), strict=True):
             for rate, seed in [(arm.rates[0], 0), *((arm.rates[1], seed) for seed in range(arm.seeds))]:
                 noise, first = 1e-4 * (number + 1) * (seed % 3), rate == arm.rates[0]
@@ -197,19 +197,19 @@ def made_up_images() -> Runs:
 
 
 def test_models_of_images_are_judged_and_drawn(tmp_path: Path, document: dict[str, Any]) -> None:
-    results = vision.judge(made_up_images())
+    results = training.judge_images(made_up_images())
     measured = {id: x for id, x in results.measured.items() if x is not None}
-    assert measured.keys() == {claim.id for claim in vision.CLAIMS}
+    assert measured.keys() == {claim.id for claim in training.IMAGE_CLAIMS}
     values = {id: x.value for id, x in measured.items()}
     expected = {"g1": -0.002, "g3": -0.05, "g4": 0.018, "g5": -0.02}
     assert {id: values[id] for id in expected} == pytest.approx(expected, abs=5e-4)
     ratios = {"g6": 0.201 / 0.2, "g8": 1.4, "g9": 0.201 / 0.21, "g10": 1.05}
     assert {id: math.exp(values[id]) for id in ratios} == pytest.approx(ratios, abs=2e-3)
-    verdicts = {c.id: verdict_of(c, measured[c.id], "") for c in vision.CLAIMS}
+    verdicts = {c.id: verdict_of(c, measured[c.id], "") for c in training.IMAGE_CLAIMS}
     assert [id for id, x in verdicts.items() if x.verdict == "fails"] == ["g1", "g5", "g6", "g10"]
     entries = [x.to_dict() for x in verdicts.values()]
     claims = [x for x in document["claims"] if x["id"][0] != "g"] + entries
-    studies = {**document["studies"], vision.STUDY.title: {"tables": dict(results.tables)}}
+    studies = {**document["studies"], training.IMAGE_STUDY.title: {"tables": dict(results.tables)}}
     whole = json.loads(json.dumps({**document, "claims": claims, "studies": studies}))
     written = write_report(whole, PAPER, tmp_path / "x.md", tmp_path)
     page = written[0].read_text()

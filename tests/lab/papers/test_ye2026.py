@@ -15,18 +15,18 @@ from locater_lab.engine.claims import verdict_of
 from locater_lab.engine.pages import page, write_report
 from locater_lab.engine.reproduction import Paper, Results, Study
 from locater_lab.papers import Setting, reproduce
-from locater_lab.papers.ye2026 import PAPER, composing, recall, recurrences, stacks
-from locater_lab.papers.ye2026.composing import Task, prompts
+from locater_lab.papers.ye2026 import PAPER, composition, states, trained_stacks
+from locater_lab.papers.ye2026.composition import Task, draw_prompts
 
-TINY = replace(stacks.QUICK, task=Task(4, 2), steps=3, batch=4, width=16)
+TINY = replace(trained_stacks.QUICK, task=Task(4, 2), steps=3, batch=4, width=16)
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def document() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stacks, "QUICK", TINY)
-        patch.setattr(recall, "LOADS", (0.5, 1.0, 2.0, 8.0))
+        patch.setattr(trained_stacks, "QUICK", TINY)
+        patch.setattr(states, "LOADS", (0.5, 1.0, 2.0, 8.0))
         yield json.loads(reproduce(PAPER, Setting()).to_json())
 
 
@@ -49,7 +49,7 @@ def test_the_theorem_is_the_papers_and_open_with_its_reason(document: dict[str, 
 
 @pytest.mark.parametrize("forward", [False, True])
 def test_prompts_are_chains_of_what_they_list(forward: bool) -> None:
-    made = prompts(Task(5, 3), 3, torch.Generator().manual_seed(0), forward, questions=2)
+    made = draw_prompts(Task(5, 3), 3, torch.Generator().manual_seed(0), forward, questions=2)
     assert made.layer[0].unique_consecutive().tolist() == ([0, 1, 2] if forward else [2, 1, 0])
     for b in range(3):
         tables: dict[int, dict[int, int]] = {0: {}, 1: {}, 2: {}}
@@ -65,33 +65,33 @@ def test_prompts_are_chains_of_what_they_list(forward: bool) -> None:
 
 def test_recurrences_see_a_wrong_beta() -> None:
     """The comparison can fail: another step of the state is another output."""
-    tensors = recurrences.operands()
+    tensors = states.draw_operands()
     one = [tensors[n][0, 0] for n in ("q", "k", "v")]
-    a = recurrences.erased(one[0], one[1], one[2], tensors["beta"][0, 0])
-    b = recurrences.erased(one[0], one[1], one[2], tensors["beta"][0, 1])
+    a = states.erasing_loop(one[0], one[1], one[2], tensors["beta"][0, 0])
+    b = states.erasing_loop(one[0], one[1], one[2], tensors["beta"][0, 1])
     assert (a - b).abs().max() > 1e-3
-    assert recurrences.difference("delta", recurrences.erased, ("beta",)) < 1e-12
+    assert states.mechanism_difference("delta", states.erasing_loop, ("beta",)) < 1e-12
 
 
 def test_states_by_hand() -> None:
-    assert composing.states(("start", "f1", "f2"), 2, 2) == 2
-    assert composing.states(("f2", "f1", "start"), 1, 2) == 4
-    assert composing.state_table(2) == {
+    assert composition.count_states(("start", "f1", "f2"), 2, 2) == 2
+    assert composition.count_states(("f2", "f1", "start"), 1, 2) == 4
+    assert composition.state_table(2) == {
         "forward, start first": [2, 2], "forward, start last": [4, 4], "reverse, start first": [6, 6], "reverse, start last": [4, 4],
     }  # fmt: skip
 
 
 def test_hops_by_hand_need_the_right_keys() -> None:
-    made = prompts(Task(4, 3), 8, torch.Generator().manual_seed(2))
-    assert composing.hopped(made, Task(4, 3), "softmax", 12).sum() == 0
-    assert composing.hopped(made, Task(4, 3), "delta", 12).sum() == 0
-    assert composing.hopped(made, Task(4, 3), "delta", 2).mean() > 0.3
+    made = draw_prompts(Task(4, 3), 8, torch.Generator().manual_seed(2))
+    assert composition.hop_errors(made, Task(4, 3), "softmax", 12).sum() == 0
+    assert composition.hop_errors(made, Task(4, 3), "delta", 12).sum() == 0
+    assert composition.hop_errors(made, Task(4, 3), "delta", 2).mean() > 0.3
 
 
 def test_seeds_are_trained_beside_each_other_and_not_together() -> None:
     """A seed's gradient does not know of the other seed."""
-    model = stacks.Stack(TINY, "LS", CPU)
-    made = prompts(TINY.task, 3, torch.Generator().manual_seed(0), questions=2)
+    model = trained_stacks.Stack(TINY, "LS", CPU)
+    made = draw_prompts(TINY.task, 3, torch.Generator().manual_seed(0), questions=2)
     out = model(made)
     assert out.shape == (2, TINY.seeds, 3, 2, 4)
     grads = torch.autograd.grad(out[:, 0].square().sum(), model.parameters)
@@ -102,12 +102,12 @@ def test_seeds_are_trained_beside_each_other_and_not_together() -> None:
 
 def test_a_stack_learns_one_hop() -> None:
     easy = replace(TINY, task=Task(4, 1), layouts=("S",), steps=150, batch=16, width=32, head=8, rate=1e-2)
-    assert stacks.trained(easy, "S", CPU).min() > 0.9
+    assert trained_stacks.train_stack(easy, "S", CPU).min() > 0.9
 
 
 def test_questions_do_not_look_at_later_ones() -> None:
-    model = stacks.Stack(TINY, "LS", CPU)
-    made = prompts(TINY.task, 2, torch.Generator().manual_seed(0), questions=3)
+    model = trained_stacks.Stack(TINY, "LS", CPU)
+    made = draw_prompts(TINY.task, 2, torch.Generator().manual_seed(0), questions=3)
     other = replace(made, start=torch.cat([made.start[:, :2], (made.start[:, 2:] + 1) % 4], 1))
     with torch.no_grad():
         torch.testing.assert_close(model(made)[:, :, :, :2], model(other)[:, :, :, :2])
@@ -129,20 +129,20 @@ ONE_DOES_NOT = {
 
 
 def verdicts_of(results: Results) -> dict[str, str]:
-    return {c.id: verdict_of(c, results.measured[c.id], "").verdict for c in stacks.CLAIMS}
+    return {c.id: verdict_of(c, results.measured[c.id], "").verdict for c in trained_stacks.CLAIMS}
 
 
 def with_stacks(document: dict[str, Any], results: Results) -> dict[str, Any]:
     """The document with these trained stacks in the place of its own."""
-    study = Study("trained stacks", stacks.CLAIMS, lambda setting: results)
+    study = Study("trained stacks", trained_stacks.CLAIMS, lambda setting: results)
     other = json.loads(reproduce(Paper("ye2026", "", "", (study,))).to_json())
     claims = [x for x in document["claims"] if x["id"][0] != "d"] + other["claims"]
     return {**document, "claims": claims, "studies": document["studies"] | other["studies"]}
 
 
 def test_verdicts_of_stacks_wait_until_the_task_is_learned() -> None:
-    size = stacks.FULL
-    results = stacks.judged(FULL_LEARNS, size, "cuda")
+    size = trained_stacks.FULL
+    results = trained_stacks.judge_stacks(FULL_LEARNS, size, "cuda")
     d2 = results.measured["d2"]
     assert d2 is not None
     assert d2.value == pytest.approx(-0.5525 + 0.0075)
@@ -150,9 +150,9 @@ def test_verdicts_of_stacks_wait_until_the_task_is_learned() -> None:
         "rank correlations of 1 with all of four seeds have no spread, and four signs decide nothing"
     )
     worse = {**FULL_LEARNS, "SSS": [[1.0 - abs(x), 0.5, 0.1 + x] for x in NOISE]}
-    brief = stacks.judged(worse, replace(size, brief=True), "cpu")
+    brief = trained_stacks.judge_stacks(worse, replace(size, brief=True), "cpu")
     assert set(verdicts_of(brief).values()) == {"undecided"}
-    long = stacks.judged(worse, size, "cuda")
+    long = trained_stacks.judge_stacks(worse, size, "cuda")
     assert verdicts_of(long) == {"d1": "fails", "d2": "undecided", "d3": "undecided", "d4": "holds"}
 
 
@@ -160,7 +160,9 @@ def test_the_page_counts_the_seeds_that_learned(document: dict[str, Any]) -> Non
     """Where a seed of full layers has not: in short and below the table, and with the picture that a brief run does
     not have.
     """
-    text, figures = page(with_stacks(document, stacks.judged(ONE_DOES_NOT, stacks.FULL, "cuda")), PAPER)
+    text, figures = page(
+        with_stacks(document, trained_stacks.judge_stacks(ONE_DOES_NOT, trained_stacks.FULL, "cuda")), PAPER
+    )
     counts = "Seeds that answer 90% at the last hop: LLL 0 of 4, LLS 0 of 4, LSS 1 of 4, SSS 3 of 4."
     assert "stacks" in figures
     assert text.count(counts) == 2
@@ -176,7 +178,7 @@ def test_the_page_is_made_of_the_document_alone(tmp_path: Path, document: dict[s
     assert [path.name for path in written[1:]] == ["ye2026-recall.svg"]
     assert "nothing is concluded" in text
     assert "Trained on" not in text
-    whole = with_stacks(document, stacks.judged(FULL_LEARNS, stacks.FULL, "cuda"))
+    whole = with_stacks(document, trained_stacks.judge_stacks(FULL_LEARNS, trained_stacks.FULL, "cuda"))
     written = write_report(whole, PAPER, tmp_path / "z.md", tmp_path)
     assert "ye2026-stacks.svg" in [path.name for path in written]
     assert "stacks of full layers learn to compose: the mean share of right answers is 0.95" in written[0].read_text()

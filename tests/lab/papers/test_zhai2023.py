@@ -27,7 +27,7 @@ from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.bao2024.arms import PLAIN, RIVALS, stability_rows
-from locater_lab.papers.zhai2023 import PAPER, floor, reparam, trained
+from locater_lab.papers.zhai2023 import PAPER, floor_and_reparam, trained_models
 from tests import ROOT
 from tests.lab.made_runs import made_line
 
@@ -38,29 +38,31 @@ def test_entropy_against_plain_arithmetic_and_where_a_row_is_nearly_certain() ->
     logits = normal(5, 9, seed=0)
     p = np.exp(logits.numpy())
     p /= p.sum(1, keepdims=True)
-    assert np.allclose(floor.row_entropy(logits), -(p * np.log(p)).sum(1))
+    assert np.allclose(floor_and_reparam.row_entropy(logits), -(p * np.log(p)).sum(1))
     sure = torch.tensor([60.0, 0.0], dtype=torch.float64)  # q = exp(-60): H = q (1 + 60) up to q^2
-    assert floor.row_entropy(sure).item() == pytest.approx(61 * math.exp(-60), rel=1e-12)
+    assert floor_and_reparam.row_entropy(sure).item() == pytest.approx(61 * math.exp(-60), rel=1e-12)
 
 
 def test_random_layers_stay_above_the_theorem_and_the_tight_one_is_at_it() -> None:
     for seed in range(0, 60, 7):
-        logits, s = floor.layer_rows(seed)
-        assert float(floor.row_entropy(logits).min()) >= float(entropy_floor(s, len(logits))) - 1e-12
-        assert float(floor.centred_norm(logits).max()) <= s * (1 + 1e-12), "the theorem's norm is the larger"
-    logits, s = floor.tight_layer(6, 3.0)
+        logits, s = floor_and_reparam.layer_rows(seed)
+        assert float(floor_and_reparam.row_entropy(logits).min()) >= float(entropy_floor(s, len(logits))) - 1e-12
+        assert float(floor_and_reparam.centred_norm(logits).max()) <= s * (1 + 1e-12), (
+            "the theorem's norm is the larger"
+        )
+    logits, s = floor_and_reparam.tight_layer(6, 3.0)
     assert s == pytest.approx(3.0)
-    assert floor.centred_norm(logits)[0].item() == pytest.approx(3.0)
-    assert floor.row_entropy(logits)[0].item() == pytest.approx(float(entropy_floor(3.0, 6)), abs=1e-12)
+    assert floor_and_reparam.centred_norm(logits)[0].item() == pytest.approx(3.0)
+    assert floor_and_reparam.row_entropy(logits)[0].item() == pytest.approx(float(entropy_floor(3.0, 6)), abs=1e-12)
 
 
 def test_descents_come_near_the_floor_and_not_under_it() -> None:
-    found = floor.descended(6, 20, norm=4.0) - entropy_floor(4.0, 6)
+    found = floor_and_reparam.descend_from_random(6, 20, norm=4.0) - entropy_floor(4.0, 6)
     assert -1e-9 < float(found.min()) < 0.01
 
 
 def test_rows_of_two_levels() -> None:
-    rows = floor.two_levels(5, 2.0)
+    rows = floor_and_reparam.two_levels(5, 2.0)
     assert rows.shape == (4, 5)
     assert np.allclose(rows.sum(1), 0, atol=1e-12)
     assert np.allclose(rows.norm(dim=1), 2.0)
@@ -68,17 +70,17 @@ def test_rows_of_two_levels() -> None:
 
 
 def test_power_iteration_is_never_too_high_and_exact_at_first() -> None:
-    errors = reparam.followed(0, 1e-2, 6)
+    errors = floor_and_reparam.norm_errors(0, 1e-2, 6)
     assert max(errors[0]) < 1e-9
     assert min(min(step) for step in errors) > -1e-9
     assert max(errors[-1]) > 0.05, "weights change by their own size here"
 
 
 def test_gradients_know_the_norm() -> None:
-    off, scaled, held = reparam.gradients(0)
+    off, scaled, held = floor_and_reparam.gradient_errors(0)
     assert off < 1e-6
     assert scaled < 1e-12 < held
-    assert reparam.unchanged(0) < 1e-12
+    assert floor_and_reparam.attachment_error(0) < 1e-12
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
@@ -88,14 +90,14 @@ def test_the_theorem_bounds_real_layers(positions: str) -> None:
     shape = Shape(width=16, layers=1, heads=2, kv_heads=1, hidden=16, causal=False, positions=positions)
     layer = replace(next(iter(attention_layers(Transformer(shape, scale=0.5)))), norm=Norm())
     part = TrainedLayer("toy", 0, 0, layer, torch.randn(2, 20, 16))
-    found = trained.of_layer(part)
+    found = trained_models.entropies_of_layer(part)
     assert len(found) == 2
     for head in found:
         assert head["norm"] <= head["s"]
         assert head["theorem"] <= head["row"] <= head["entropy"] + 1e-9
         assert head["range"] <= head["entropy"] + 1e-9
-    assert trained.bare(part)
-    assert not trained.bare(replace(part, layer=replace(layer, softcap=5.0)))
+    assert trained_models.is_plain(part)
+    assert not trained_models.is_plain(replace(part, layer=replace(layer, softcap=5.0)))
 
 
 # --- verdicts of runs
@@ -114,7 +116,7 @@ def made_up(path: Path, good: bool) -> Path:
             fine = (name != "none") is good or rate < 0.01
             for row in rows:
                 runs.add(row, line(4.0, 3.0) if fine else {"status": "diverged", "message": "", "device": "cpu"})
-    for arm in (PLAIN, RIVALS["sigma-reparam"], *trained.ARMS):
+    for arm in (PLAIN, RIVALS["sigma-reparam"], *trained_models.ARMS):
         ours = "sigma" in arm.name
         better = (0.1 if good else -0.1) * (ours + ("gamma" in arm.name))
         while rows := runs.missing(arm.rows(runs)):
@@ -153,12 +155,12 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
             yield TrainedLayer("toy", 0, half, layer, torch.randn(2, 24, 16))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(floor.DRAWS, True, 60)
-        patch.setitem(floor.SEARCHES, True, 5)
-        patch.setattr(floor, "STEPS", 30)
-        patch.setitem(reparam.STEPS, True, 14)
-        patch.setattr(reparam, "SEEDS", 2)
-        patch.setattr(trained, "trained_layers", layers)
+        patch.setitem(floor_and_reparam.DRAWS, True, 60)
+        patch.setitem(floor_and_reparam.SEARCHES, True, 5)
+        patch.setattr(floor_and_reparam, "DESCENT_STEPS", 30)
+        patch.setitem(floor_and_reparam.STEPS, True, 14)
+        patch.setattr(floor_and_reparam, "SEEDS", 2)
+        patch.setattr(trained_models, "trained_layers", layers)
         runs = made_up(tmp_path_factory.mktemp("runs") / "runs.jsonl", True)
         yield json.loads(reproduce(PAPER, Setting(runs=runs)).to_json())
 

@@ -3,14 +3,20 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.chen2024 import information, joint, rivals, stages, watched
+from locater_lab.papers.chen2024 import predictions, training_order, transformer
 
 PAPER = Paper(
     "chen2024",
     "Induction heads on n-gram data: what a two-layer model learns, in which order, and what announces it",
     "Chen, Sheen, Wang and Yang, Unveiling Induction Heads: Provable Training Dynamics and Feature Learning in "
     "Transformers (NeurIPS 2024, arXiv 2409.10559)",
-    (joint.STUDY, stages.STUDY, information.STUDY, rivals.STUDY, watched.STUDY),
+    (
+        training_order.JOINT_STUDY,
+        training_order.STAGES_STUDY,
+        predictions.INFORMATION_STUDY,
+        predictions.RIVALS_STUDY,
+        transformer.STUDY,
+    ),
     Path(__file__).parent,
 )
 

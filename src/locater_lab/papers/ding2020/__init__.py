@@ -5,13 +5,13 @@ away.
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.ding2020 import guarantee, trained
+from locater_lab.papers.ding2020 import guarantee, trained_models
 
 PAPER = Paper(
     "ding2020",
     "Attention that does not explain away: what every key is promised, and whether keys need it",
     "Ding, Fan, Lan, Schuurmans and Soricut, Attention that does not Explain Away (arXiv 2009.14308)",
-    (guarantee.STUDY, guarantee.MASKED, trained.STUDY, trained.RUNS),
+    (guarantee.GUARANTEE_STUDY, guarantee.CAUSAL_STUDY, trained_models.MODELS_STUDY, trained_models.TRAINING_STUDY),
     Path(__file__).parent,
 )
 

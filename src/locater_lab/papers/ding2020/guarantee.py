@@ -28,7 +28,7 @@ MIXES = (0.1, 0.5, 0.9)
 ROUNDS = (1, 2, 5, 20, 100)
 TIGHT = 8  # keys of the tight example
 # keys of the table by size; standard deviation of the logits that are normalized again and again
-SHOWN, ROUGH = 64, 5.0
+SHOWN_KEYS, ROUGH_SIZE = 64, 5.0
 
 CLAIMS = (
     Claim(
@@ -62,11 +62,11 @@ CLAIMS = (
     ),
     Claim(
         "a8", "The promise is about sums: one query may be all that looks at a key",
-        f"largest share of a key's column that comes from one query, logits of standard deviation {ROUGH:g}", "at least", 0.99, by="ours",
+        f"largest share of a key's column that comes from one query, logits of standard deviation {ROUGH_SIZE:g}", "at least", 0.99, by="ours",
     ),
 )  # fmt: skip
 
-CAUSAL = (
+CAUSAL_CLAIMS = (
     Claim(
         "b1", "It cannot be causal, and is refused where it would have to be",
         "causal calls that were answered, of three ways to ask", "at most", 0.0, by="ours",
@@ -101,7 +101,7 @@ def map_of(name: str, E: Logits, **options: Any) -> Logits:
     return mechanism(name).map(E[None, None], keys[None, None], scale=1.0, **options)[0, 0]
 
 
-def sinkhorn(E: Logits, rounds: int = 1) -> Logits:
+def sinkhorn_map(E: Logits, rounds: int = 1) -> Logits:
     """exp(E) with columns, then rows, divided by their sums, again and again; in logarithms."""
     for _ in range(rounds):
         E = E - E.logsumexp(0, keepdim=True)
@@ -109,10 +109,10 @@ def sinkhorn(E: Logits, rounds: int = 1) -> Logits:
     return E.exp()
 
 
-def prefix_normalized(E: Logits) -> Logits:
+def prefix_normalized_map(E: Logits) -> Logits:
     """The causal form: xi_ij = exp(E_ij) / sum of exp(E_i'j) over i' from j to i, then rows.
 
-    >>> prefix_normalized(torch.zeros(2, 2)).tolist()
+    >>> prefix_normalized_map(torch.zeros(2, 2)).tolist()
     [[1.0, 0.0], [0.3333333432674408, 0.6666666865348816]]
     """
     seen = _lower(E)
@@ -120,14 +120,14 @@ def prefix_normalized(E: Logits) -> Logits:
     return (E - low.logcumsumexp(0)).masked_fill(~seen, -torch.inf).softmax(1)
 
 
-def leaking(E: Logits) -> Logits:
+def leaky_causal_map(E: Logits) -> Logits:
     """Causal rows, but column sums over all queries that see the key: what a causal mask alone would make of it."""
     seen = _lower(E)
     low = E.masked_fill(~seen, -torch.inf)
     return (low - low.logsumexp(0, keepdim=True)).softmax(1)
 
 
-def tight(S: int = TIGHT, size: float = 40.0) -> Logits:
+def tight_logits(S: int = TIGHT, size: float = 40.0) -> Logits:
     """Row 0 wins every column, and the other rows avoid column 0."""
     E = torch.zeros(S, S, dtype=torch.float64)
     E[0] = size
@@ -148,7 +148,7 @@ class Draw:
     E: Logits
 
 
-def draws(count: int) -> list[Draw]:
+def draw_logits(count: int) -> list[Draw]:
     """Logits of four sizes, with fewer, as many and more queries than keys; every fifth is loud."""
     drawn = []
     for seed in range(count):
@@ -173,7 +173,7 @@ def padding_error(seed: int = 0, tokens: int = 24, more: int = 9) -> tuple[float
     return float((padded - alone).abs().max()), float(counted.sum(2).min() * tokens)
 
 
-def of_draw(draw: Draw, number: int) -> dict[str, float]:
+def sums_of_draw(draw: Draw, number: int) -> dict[str, float]:
     """Least column sums times S under three mechanisms, keys that softmax explains away, and two changes that should be
     nothing: against Sinkhorn's iteration, and by biases on keys.
     """
@@ -186,7 +186,7 @@ def of_draw(draw: Draw, number: int) -> dict[str, float]:
         "doubly": float(doubly.sum(0).min() * S),
         "hybrid": float(map_of("hybrid_normalized", E, mix=u).sum(0).min() * S / u),
         "away": float((plain.sum(0) < 1 / S).double().mean()),
-        "sinkhorn": float((doubly - sinkhorn(E)).abs().max()),
+        "sinkhorn": float((doubly - sinkhorn_map(E)).abs().max()),
         "biased": float((biased - doubly).abs().max()),
     }
 
@@ -198,7 +198,7 @@ def by_size(drawn: list[Draw], rows: list[dict[str, float]]) -> list[dict[str, f
         some = [
             row
             for draw, row in zip(drawn, rows, strict=True)
-            if draw.size == size and draw.E.shape == (SHOWN, SHOWN) and not draw.loud
+            if draw.size == size and draw.E.shape == (SHOWN_KEYS, SHOWN_KEYS) and not draw.loud
         ]
         if some:
             least = {name: min(row[name] for row in some) for name in ("softmax", "doubly")}
@@ -208,14 +208,14 @@ def by_size(drawn: list[Draw], rows: list[dict[str, float]]) -> list[dict[str, f
 
 def measure(setting: Setting) -> Results:
     """All draws, with the three mechanisms; then single maps."""
-    drawn = draws(DRAWS[setting.quick])
-    rows = [of_draw(draw, number) for number, draw in enumerate(setting.each(drawn))]
+    drawn = draw_logits(DRAWS[setting.quick])
+    rows = [sums_of_draw(draw, number) for number, draw in enumerate(setting.each(drawn))]
     least = {name: min(row[name] for row in rows) for name in ("softmax", "doubly", "hybrid")}
-    rough = ROUGH * normal(SHOWN, SHOWN, seed=1)
+    rough = ROUGH_SIZE * normal(SHOWN_KEYS, SHOWN_KEYS, seed=1)
     doubly = map_of("doubly_normalized", rough)
     error, padding_counted = padding_error()
     lowest, largest = f"none: least of {len(drawn)} draws", f"none: largest of {len(drawn)} draws"
-    bound = float(map_of("doubly_normalized", tight()).sum(0).min() * TIGHT)
+    bound = float(map_of("doubly_normalized", tight_logits()).sum(0).min() * TIGHT)
     # to nine digits: some draws are at the bound, and rounding is on either side of it
     measured = {
         "a1": Measurement(round(least["doubly"], 9), 0.0, lowest),
@@ -228,8 +228,8 @@ def measure(setting: Setting) -> Results:
         "a8": Measurement(float((doubly.max(0).values / doubly.sum(0)).max()), 0.0, "none: one draw"),
     }
     tables = {
-        "column_sums": {"keys": SHOWN, "rows": by_size(drawn, rows)},
-        "sinkhorn_rounds": {"size": ROUGH, "rows": [sums_after(rough, rounds) for rounds in ROUNDS]},
+        "column_sums": {"keys": SHOWN_KEYS, "rows": by_size(drawn, rows)},
+        "sinkhorn_rounds": {"size": ROUGH_SIZE, "rows": [sums_after(rough, rounds) for rounds in ROUNDS]},
         "padding_counted": padding_counted,
     }
     return Results(measured, tables)
@@ -237,11 +237,11 @@ def measure(setting: Setting) -> Results:
 
 def sums_after(E: Logits, rounds: int) -> dict[str, float]:
     """Least and largest column sum after so many rounds."""
-    sums = sinkhorn(E, rounds).sum(0)
+    sums = sinkhorn_map(E, rounds).sum(0)
     return {"rounds": rounds, "least": float(sums.min()), "largest": float(sums.max())}
 
 
-def answered() -> int:
+def answered_calls() -> int:
     """Of three ways to ask for a causal map: those that were answered."""
     E, count = torch.zeros(3, 3, dtype=torch.float64), 0
     ways: tuple[dict[str, Any], ...] = (dict(causal=True), dict(mask=_lower(E)), dict(mask=_lower(E)[None, None]))
@@ -261,18 +261,18 @@ def measure_causal(setting: Setting) -> Results:
     for seed in range(20):
         E = normal(32, 32, seed=seed)
         other = torch.cat([E[:-1], normal(1, 32, seed=seed + 100)])
-        leaks.append(float((leaking(E) - leaking(other))[:-1].abs().max()))
-        prefix_leaks.append(float((prefix_normalized(E) - prefix_normalized(other))[:-1].abs().max()))
+        leaks.append(float((leaky_causal_map(E) - leaky_causal_map(other))[:-1].abs().max()))
+        prefix_leaks.append(float((prefix_normalized_map(E) - prefix_normalized_map(other))[:-1].abs().max()))
     own: list[float] = []
     plain: list[float] = []
     for number in range(DRAWS[setting.quick] // 3):
         S = KEYS[number % 4]
         E = SIZES[number // 4 % 4] * normal(S, S, seed=number)
         place = torch.arange(1, S + 1, dtype=torch.float64)
-        own.append(float((prefix_normalized(E).diagonal() * place).min()))
+        own.append(float((prefix_normalized_map(E).diagonal() * place).min()))
         plain.append(float((map_of("softmax", E, causal=True).sum(0) * place).min()))
     measured = {
-        "b1": Measurement(float(answered()), 0.0, "none: counted"),
+        "b1": Measurement(float(answered_calls()), 0.0, "none: counted"),
         "b2": by_seed(leaks, of="draws"),
         "b3": Measurement(max(prefix_leaks), 0.0, "none: largest of 20 draws"),
         "b4": Measurement(round(min(own), 9), 0.0, f"none: least of {len(own)} draws"),
@@ -281,5 +281,5 @@ def measure_causal(setting: Setting) -> Results:
     return Results(measured)
 
 
-STUDY = Study("the promise to every key", CLAIMS, measure)
-MASKED = Study("under a causal mask", CAUSAL, measure_causal)
+GUARANTEE_STUDY = Study("the promise to every key", CLAIMS, measure)
+CAUSAL_STUDY = Study("under a causal mask", CAUSAL_CLAIMS, measure_causal)

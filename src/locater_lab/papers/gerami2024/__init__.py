@@ -5,13 +5,19 @@ factorises.
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.gerami2024 import cost, forms, leak, limits, training
+from locater_lab.papers.gerami2024 import cost_and_training, exactness, limits
 
 PAPER = Paper(
     "gerami2024",
     "Fastmax: a polynomial for the exponential, what it saves and what it cannot do",
     "Gerami, Hoover, Dulepet and Duraiswami, FAST: factorizable attention for speeding up transformers (arXiv 2402.07901)",
-    (forms.STUDY, limits.STUDY, leak.STUDY, cost.STUDY, training.STUDY),
+    (
+        exactness.FORMS_STUDY,
+        limits.STUDY,
+        exactness.LEAK_STUDY,
+        cost_and_training.COST_STUDY,
+        cost_and_training.TRAINING_STUDY,
+    ),
     Path(__file__).parent,
 )
 

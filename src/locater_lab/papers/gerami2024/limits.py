@@ -26,7 +26,7 @@ from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.compute import normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
-from locater_lab.papers.gerami2024.forms import polynomial
+from locater_lab.papers.gerami2024.exactness import polynomial
 
 DRAWS = {True: 200, False: 2000}
 KEYS = (4, 40, 400, 4000)
@@ -80,7 +80,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def built(n: int, along: int = 1) -> tuple[Float[Tensor, "1 1 1 D"], Float[Tensor, "1 1 n D"]]:
+def build_keys(n: int, along: int = 1) -> tuple[Float[Tensor, "1 1 1 D"], Float[Tensor, "1 1 n D"]]:
     """A query, and n keys of which the first `along` point along it and the others against it."""
     q = normal(1, 1, 1, SIZE, seed=n)
     signs = torch.ones(n, 1, dtype=torch.float64)
@@ -104,11 +104,11 @@ def entropy(weights: Tensor) -> Float[Tensor, "*rows"]:
     return torch.special.entr(weights).sum(-1)
 
 
-def drawn_entropy(seed: int, size: int, n: int = 40) -> float:
+def entropy_of_draw(seed: int, size: int, n: int = 40) -> float:
     """Mean entropy over log n of Gaussian queries and keys. x spreads by 1 / sqrt(D), so it is about 1 - 1 / (2 D log
     n).
 
-    >>> abs(drawn_entropy(0, 64) - (1 - 1 / (128 * math.log(40)))) < 1e-3
+    >>> abs(entropy_of_draw(0, 64) - (1 - 1 / (128 * math.log(40)))) < 1e-3
     True
     """
     q, k = normal(1, 1, 64, size, seed=seed), normal(1, 1, n, size, seed=seed + 1000)
@@ -127,7 +127,7 @@ def widest_gap(ratio: float = RATIO) -> float:
     return (a * p * p.log() + (1 - a) * p / ratio * (p / ratio).log()).max().item()
 
 
-def slope(x: Tensor, values: Float[Tensor, "n E"]) -> float:
+def largest_slope(x: Tensor, values: Float[Tensor, "n E"]) -> float:
     """Largest over keys of |dO / dx_l| / |v_l - o|, by autograd of the map of scores x."""
     x = x.clone().requires_grad_()
     weight = polynomial(x, 2)
@@ -150,14 +150,14 @@ def half_scale(n: int, fastmax: bool) -> float:
             k = torch.cat([q[0, 0], other.expand(n - 1, 2)])[None, None]
             top = mechanism("fastmax").map(q, k, scale=s)[..., 0].item()
         else:
-            q, k = built(n)
+            q, k = build_keys(n)
             unit = q / q.norm()
             top = mechanism("softmax").map(unit, k / k.norm(dim=-1, keepdim=True), scale=s)[..., 0].item()
         low, high = (low, s) if top > 0.5 else (s, high)
     return math.sqrt(low * high)
 
 
-def drawn_limits(seed: int) -> tuple[float, float | None]:
+def limits_of_draw(seed: int) -> tuple[float, float | None]:
     """One draw: its largest weight over the cap, and its largest slope over the bound; slopes of few keys alone."""
     n = KEYS[seed % 3]
     q = 3 * normal(1, 1, 8, SIZE, seed=seed)
@@ -166,14 +166,14 @@ def drawn_limits(seed: int) -> tuple[float, float | None]:
     if n > 40:
         return weight, None
     x = (q / q.norm(dim=-1, keepdim=True) @ (k / k.norm(dim=-1, keepdim=True)).mT)[0, 0, 0]
-    return weight, slope(x, normal(n, 3, seed=seed + 5)) * (n + 4) / 4
+    return weight, largest_slope(x, normal(n, 3, seed=seed + 5)) * (n + 4) / 4
 
 
-def built_limits(n: int) -> dict[str, Any]:
+def limits_of_built_keys(n: int) -> dict[str, Any]:
     """Keys built to attain each bound, beside the bounds and softmax."""
-    q, k = built(n)
+    q, k = build_keys(n)
     weight = largest_weight(q, k)
-    gap = max(math.log(n) - entropy(mechanism("fastmax").map(*built(n, m))).item() for m in _shares(n))
+    gap = max(math.log(n) - entropy(mechanism("fastmax").map(*build_keys(n, m))).item() for m in _shares(n))
     return {
         "keys": n,
         "cap": 5 / (n + 4),
@@ -182,7 +182,7 @@ def built_limits(n: int) -> dict[str, Any]:
         "uniform": 1 / n,
         "gap": gap,
         "share": 1 - gap / math.log(n),
-        "slope": slope(k[0, 0, :, 0].sign() * q[0, 0, 0, 0].sign(), normal(n, 3, seed=n)),
+        "slope": largest_slope(k[0, 0, :, 0].sign() * q[0, 0, 0, 0].sign(), normal(n, 3, seed=n)),
         "slope_bound": 4 / (n + 4),
         "half_scale": half_scale(n, True) if n > 10 else None,
         "half_scale_softmax": half_scale(n, False) if n > 10 else None,
@@ -193,13 +193,13 @@ def measure(setting: Setting) -> Results:
     """Draws, and keys built to attain each bound."""
     count = DRAWS[setting.quick]
     raw = torch.cat([3 * normal(512, seed=seed) for seed in range(count)])
-    drawn = [drawn_limits(seed) for seed in range(count)]
+    drawn = [limits_of_draw(seed) for seed in range(count)]
     weights, slopes = [weight for weight, _ in drawn], [x for _, x in drawn if x is not None]
-    rows = [built_limits(n) for n in KEYS]
+    rows = [limits_of_built_keys(n) for n in KEYS]
     by_keys = {row["keys"]: row for row in rows}
     attained = [row["built"] * (row["keys"] + 4) / 5 for row in rows]
     steep = [row["slope"] * (row["keys"] + 4) / 4 for row in rows]
-    ratios = {size: [drawn_entropy(seed, size) for seed in range(20)] for size in (16, 64, 256)}
+    ratios = {size: [entropy_of_draw(seed, size) for seed in range(20)] for size in (16, 64, 256)}
     x = torch.linspace(-1, 1, 2001, dtype=torch.float64)
     off = (polynomial(x, 2) / x.exp() - 1).abs().max().item()
     largest = f"none: the largest of {count} draws and {len(KEYS)} built"

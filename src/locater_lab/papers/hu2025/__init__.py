@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.hu2025 import construction, free_head, sequences, trained_layer
+from locater_lab.papers.hu2025 import constructions, trained_heads
 
 PAPER = Paper(
     "hu2025",
     "Universal approximation with softmax attention: the head with anchors, and whether training finds it",
     "Hu, Liu, Chen, Wu and Liu, Universal Approximation with Softmax Attention (arXiv 2504.15956, 2025)",
-    (construction.STUDY, sequences.STUDY, free_head.STUDY, trained_layer.STUDY),
+    (constructions.HEAD_STUDY, constructions.SEQUENCE_STUDY, trained_heads.HEAD_STUDY, trained_heads.LAYER_STUDY),
     Path(__file__).parent,
 )
 

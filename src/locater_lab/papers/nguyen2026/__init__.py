@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.nguyen2026 import mixture, places, samples
+from locater_lab.papers.nguyen2026 import gate_places, sample_counts
 
 PAPER = Paper(
     "nguyen2026",
     "Gated attention as a mixture of experts: what a gate changes, and what it does not",
     "Nguyen, Pham, Cao, Dinh, Nguyen, Ho and Rinaldo, A Statistical Theory of Gated Attention through the Lens of Hierarchical Mixture of "
     "Experts (arXiv 2602.01468, 2026)",
-    (mixture.STUDY, places.STUDY, samples.STUDY, samples.THEOREM_STUDY),
+    (gate_places.MIXTURE_STUDY, gate_places.PLACES_STUDY, sample_counts.SAMPLES_STUDY, sample_counts.THEOREM_STUDY),
     Path(__file__).parent,
 )
 

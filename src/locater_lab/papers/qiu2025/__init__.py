@@ -3,13 +3,21 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.qiu2025 import gates, nonlinear, qwen, sinks, training, variants
+from locater_lab.papers.qiu2025 import gate_forms, linearity, training
 
 PAPER = Paper(
     "qiu2025",
     "Gated attention: claim by claim",
     "Qiu et al., Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free (2025, arXiv 2505.06708)",
-    (gates.STUDY, qwen.STUDY, nonlinear.STUDY, variants.STUDY, training.STUDY, training.HOT_STUDY, sinks.STUDY),
+    (
+        gate_forms.FORMS_STUDY,
+        gate_forms.QWEN_STUDY,
+        linearity.LINEARITY_STUDY,
+        linearity.TABLE_STUDY,
+        training.TRAINING_STUDY,
+        training.HOT_STUDY,
+        training.SINK_STUDY,
+    ),
     Path(__file__).parent,
 )
 

@@ -1,12 +1,17 @@
-"""Gates in training, at the size of this project's runs: which lower the loss, take the sink away and calm the stream.
+"""Gates in training, at the size of this project's runs (studies d and e), and where softmax has a sink (study f).
+
+Gates in training, at the size of this project's runs: which lower the loss, take the sink away and calm the stream.
 Studies d and e.
 
 The paper's models have 15 billion parameters and 400 billion tokens. These have 6 layers of width 256 and a few million
 tokens, so that every verdict is of this size alone. Softmax and one gate per head are at the better of two learning
 rates, variations at the higher of them.
 
-No head of these models has a sink, so claims on sinks are judged by other ones (`engine/sink_runs.py`), trained on
-more text by the recipe that grew the most. Where not one head of softmax has a sink there, nothing is said of sinks.
+No head of these models has a sink, so claims on sinks are judged by other ones (`engine/sink_runs.py`), trained on more
+text by the recipe that grew the most. Where not one head of softmax has a sink there, nothing is said of sinks.
+
+**Where there is a sink.** Gates where softmax has a sink: which take it away, and which leave it. Study f; the models
+of study d have none.
 """
 
 from __future__ import annotations
@@ -33,17 +38,29 @@ from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, BASE, SOFTMAX, TUNED
 from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Arm, Row, Runs
 from locater_lab.engine.sink_runs import (
+    COPY_SINK,
     GATE,
     GATES,
+    HERE,
+    LEFT,
     NO_TEXT_SINK,
     ON_TEXT,
+    PLAIN,
     SHARE,
+    UNIFORM,
+    WEIGHT,
     has_text_sink,
     pick_recipe,
+    sink_arm,
+    sink_tables,
     text_arms,
     text_rows,
     text_sink_tables,
+    weight_left,
 )
+
+# ---- d and e: gates in training ----
+
 
 HEAD, ELEMENT = arm("gated"), arm("gated(per=element)")
 VALUE, KEY, QUERY = arm("gated(position=value, per=element)"), arm("gated(position=key)"), arm("gated(position=query)")
@@ -54,11 +71,11 @@ CONSTANT, NS, SHARED = (
 )
 ARMS = (SOFTMAX, HEAD, ELEMENT, VALUE, KEY, QUERY, CONSTANT, NS, SHARED)
 HOT, SHORT, HOT_SEEDS = 1.5e-2, 400, 2  # a rate at which softmax loses half a nat, and steps
-UNIFORM = math.log(BASE.vocabulary)  # what a run that diverged is counted as
-SPIKE = "measures.spike_ratio"
+UNIFORM_LOSS = math.log(BASE.vocabulary)  # what a run that diverged is counted as
+SPIKE_RATIO = "measures.spike_ratio"
 OF_SINKS = ("d7", "d8", "d9", "d10", "d11", "d12", "d15")
 
-CLAIMS = (
+TRAINING_CLAIMS = (
     Claim("d1", "A gate per element after attention lowers the loss", f"change of report loss against softmax, {VARIED}",
           "at most", 0.0, where="Table 1"),
     Claim("d2", "So does one gate per head", f"change of report loss against softmax, {TUNED}", "at most", 0.0, where="Table 1"),
@@ -119,7 +136,7 @@ def training_table(runs: Runs, arms: Sequence[Arm]) -> dict[str, Any] | None:
     }
 
 
-def judge(runs: Runs) -> Results:
+def judge_training(runs: Runs) -> Results:
     loss = "report_loss"
     measured = {
         "d1": difference(runs, ELEMENT, SOFTMAX, loss),
@@ -128,7 +145,7 @@ def judge(runs: Runs) -> Results:
         "d4": difference(runs, ELEMENT, VALUE, loss),
         "d5": difference(runs, HEAD, KEY, loss),
         "d6": difference(runs, HEAD, QUERY, loss),
-        "d13": difference(runs, ELEMENT, SOFTMAX, SPIKE),
+        "d13": difference(runs, ELEMENT, SOFTMAX, SPIKE_RATIO),
         "d14": mean_of_arm(runs, ELEMENT, "measures.gate"),
         "d16": difference(runs, NS, ELEMENT, loss),
         "d17": difference(runs, SHARED, ELEMENT, loss),
@@ -158,7 +175,7 @@ def judge_sinks(runs: Runs) -> dict[str, Measurement | None]:
     return measured if has_text_sink(runs, plain) else mark_inconclusive(measured, OF_SINKS, NO_TEXT_SINK)
 
 
-def rows(runs: Runs) -> list[Row]:
+def training_rows(runs: Runs) -> list[Row]:
     """Runs of both kinds of models; of the second, recipes, and arms that gates are judged by."""
     recipe = pick_recipe(runs)
     arms = [] if recipe is None else [text_arms(recipe)[name].name for name in ("plain", *GATES)]
@@ -182,17 +199,81 @@ def judge_hot(runs: Runs) -> Results:
         lines = [runs.of(row) for row in rows]
         if any(line is None for line in lines):
             return Results({})
-        losses[name] = [_loss(line) for line in lines if line is not None]
+        losses[name] = [_loss_or_uniform(line) for line in lines if line is not None]
     plain, gated = losses.values()
     differences = [a - b for a, b in zip(gated, plain, strict=True)]
     return Results({"e1": by_seed(differences)}, {"hot_rate": {"losses": losses, "rate": HOT, "steps": SHORT}})
 
 
-def _loss(line: Mapping[str, Any]) -> float:
-    return float(line["report_loss"]) if line["status"] == "done" else UNIFORM
+def _loss_or_uniform(line: Mapping[str, Any]) -> float:
+    return float(line["report_loss"]) if line["status"] == "done" else UNIFORM_LOSS
 
 
-STUDY = study_of_runs("gates in training", CLAIMS, rows, judge)
+TRAINING_STUDY = study_of_runs("gates in training", TRAINING_CLAIMS, training_rows, judge_training)
 HOT_STUDY = study_of_arms(
     "a hot learning rate", HOT_CLAIMS, (), judge_hot, [row for rows in hot_rows().values() for row in rows]
 )
+
+
+# ---- f: gates where there is a sink ----
+
+
+COPY_HEAD, COPY_ELEMENT, COPY_VALUES = (
+    sink_arm("gated"),
+    sink_arm("gated(per=element)"),
+    sink_arm("gated(position=value, per=element)"),
+)
+COPY_KEY, COPY_QUERY = sink_arm("gated(position=key)"), sink_arm("gated(position=query)")
+COPY_CONSTANT, COPY_NS = sink_arm("gated(from_input=False)"), sink_arm("gated(score=ns_sigmoid, per=element)")
+COPY_ARMS = (PLAIN, COPY_HEAD, COPY_ELEMENT, COPY_VALUES, COPY_KEY, COPY_QUERY, COPY_CONSTANT, COPY_NS)
+COPY_VARIANTS = (
+    COPY_ELEMENT,
+    COPY_HEAD,
+    COPY_VALUES,
+    COPY_CONSTANT,
+    COPY_NS,
+)  # of the paper's six; with one head there is none to share a gate with
+ON_FIRST = f"weight on the first token, as it acts, {HERE}"
+OF_ROWS = f"first token's share of rows made to sum to 1, {HERE}"  # what the paper's table has
+
+SINK_CLAIMS = (
+    Claim("f1", "Softmax has a sink to take away", ON_FIRST, "at least", COPY_SINK, by="ours"),
+    Claim("f2", "A gate per element takes weight off it", f"change of the {OF_ROWS}", "at most", 0.0, where="Table 4"),
+    Claim("f3", "So does one gate per head", f"change of the {OF_ROWS}", "at most", 0.0, where="Table 4"),
+    Claim("f4", "Gates on values leave more of it", f"{OF_ROWS}, with gates on values less after attention", "at least", 0.0,
+          where="Table 4"),
+    Claim("f5", "A gate on keys leaves it", ON_FIRST, "at least", COPY_SINK, by="ours"),
+    Claim("f6", "A gate on queries leaves it", ON_FIRST, "at least", COPY_SINK, by="ours"),
+    Claim("f7", "Gates that ignore the input leave more of it", f"{OF_ROWS}, without input less with it, per head", "at least", 0.0,
+          where="Table 4"),
+    Claim("f8", "Gates that cannot close leave more of it", f"{OF_ROWS}, with NS-sigmoid less with the sigmoid", "at least", 0.0,
+          where="Table 4"),
+    Claim("f9", "The more the gates close, the smaller the sink", "rank correlation of mean gate with the first token's share over "
+          f"{len(COPY_VARIANTS)} variants, seed by seed, {HERE}", "at least", 0.8, where="Table 4", bound="ours"),
+    Claim("f10", "As it acts, the gate per element leaves a tenth at most", f"weight on the first token over that under softmax, {HERE}",
+          "at most", LEFT, by="ours"),
+    Claim("f11", "So does the gate per head", f"weight on the first token over that under softmax, {HERE}", "at most", LEFT, by="ours"),
+    Claim("f12", "The map behind a gate per head has no sink either: no more than even attention gives", OF_ROWS, "at most", UNIFORM,
+          by="ours"),
+)  # fmt: skip
+
+
+def judge_copy_sinks(runs: Runs) -> Results:
+    measured = {
+        "f1": mean_of_arm(runs, PLAIN, WEIGHT),
+        "f2": difference(runs, COPY_ELEMENT, PLAIN, SHARE),
+        "f3": difference(runs, COPY_HEAD, PLAIN, SHARE),
+        "f4": difference(runs, COPY_VALUES, COPY_ELEMENT, SHARE),
+        "f5": mean_of_arm(runs, COPY_KEY, WEIGHT),
+        "f6": mean_of_arm(runs, COPY_QUERY, WEIGHT),
+        "f7": difference(runs, COPY_CONSTANT, COPY_HEAD, SHARE),
+        "f8": difference(runs, COPY_NS, COPY_ELEMENT, SHARE),
+        "f9": rank_correlation(runs, COPY_VARIANTS, "measures.gate", SHARE),
+        "f10": weight_left(runs, COPY_ELEMENT),
+        "f11": weight_left(runs, COPY_HEAD),
+        "f12": mean_of_arm(runs, COPY_HEAD, SHARE),
+    }
+    return Results(measured, sink_tables(runs, COPY_ARMS))
+
+
+SINK_STUDY = study_of_arms("gates where there is a sink", SINK_CLAIMS, COPY_ARMS, judge_copy_sinks)

@@ -3,14 +3,21 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.saada2024 import causal, gradients, maps, trained, width
+from locater_lab.papers.saada2024 import map_spectrum, width_collapse
 
 PAPER = Paper(
     "saada2024",
     "Mind the gap: what the outlier in attention's spectrum does, and what taking it off cures",
     "Nait Saada, Naderi and Tanner, Mind the Gap: a spectral analysis of rank collapse and signal propagation in attention layers "
     "(ICML 2025, arXiv 2410.07799)",
-    (maps.STUDY, width.STUDY, gradients.STUDY, causal.STUDY, trained.STUDY, trained.RUNS),
+    (
+        map_spectrum.RANDOM_STUDY,
+        width_collapse.WIDTH_STUDY,
+        width_collapse.GRADIENT_STUDY,
+        width_collapse.CAUSAL_STUDY,
+        map_spectrum.TRAINED_STUDY,
+        map_spectrum.TRAINING_STUDY,
+    ),
     Path(__file__).parent,
 )
 

@@ -3,14 +3,21 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.sahiner2022 import clusters, frozen, gated, lifting, optima
+from locater_lab.papers.sahiner2022 import convex_problem, image_heads, optima, token_clusters
 
 PAPER = Paper(
     "sahiner2022",
     "Attention as a convex problem: the optimum, the heads it takes, and what the penalty does",
     "Sahiner, Ergen, Ozturkler, Pauly, Mardani and Pilanci, Unraveling Attention via Convex Duality: Analysis and Interpretations of "
     "Vision Transformers (ICML 2022, arXiv 2205.08078)",
-    (lifting.STUDY, optima.STUDY, gated.STUDY, gated.RELU_STUDY, clusters.STUDY, frozen.STUDY),
+    (
+        convex_problem.LIFTING_STUDY,
+        optima.OPTIMA_STUDY,
+        optima.GATED_STUDY,
+        optima.RELU_STUDY,
+        token_clusters.STUDY,
+        image_heads.STUDY,
+    ),
     Path(__file__).parent,
 )
 

@@ -5,14 +5,21 @@ counts.
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.sant2022 import kinds, layouts, models, relevance, training
+from locater_lab.papers.sant2022 import kinds, relevance
 
 PAPER = Paper(
     "sant2022",
     "Multiformer: heads of several kinds in one layer, and how much each head counts",
     "Sant, Gallego, Alastruey and Costa-jussa, Multiformer: a head-configurable transformer-based model for direct "
     "speech translation (NAACL SRW 2022, arXiv 2205.07100)",
-    (kinds.STUDY, layouts.STUDY, relevance.STUDY, models.STUDY, training.STUDY, training.SCORES),
+    (
+        kinds.KINDS_STUDY,
+        kinds.LAYOUT_STUDY,
+        relevance.RELEVANCE_STUDY,
+        relevance.MODEL_STUDY,
+        relevance.TRAINING_STUDY,
+        relevance.SCORES_STUDY,
+    ),
     Path(__file__).parent,
 )
 

@@ -3,13 +3,20 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.shi2022 import bounds, cosine, fusion, models, stacks, theorem
+from locater_lab.papers.shi2022 import depth_theorem, token_distance, trained_models
 
 PAPER = Paper(
     "shi2022",
     "Over-smoothing in BERT: how alike tokens become, what the theorem promises, what fusion does",
     "Shi and others, Revisiting over-smoothing in BERT from the perspective of graph (ICLR 2022, arXiv 2202.08625)",
-    (cosine.STUDY, bounds.STUDY, theorem.STUDY, stacks.STUDY, models.STUDY, fusion.STUDY),
+    (
+        token_distance.COSINE_STUDY,
+        token_distance.BOUNDS_STUDY,
+        depth_theorem.THEOREM_STUDY,
+        depth_theorem.NORM_PLACE_STUDY,
+        trained_models.STUDY,
+        depth_theorem.FUSION_STUDY,
+    ),
     Path(__file__).parent,
 )
 

@@ -3,14 +3,22 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.sun2026 import first, growth, metrics, norms, sinks, spikes, training
+from locater_lab.papers.sun2026 import sinks_and_spikes, trained_models, training
 
 PAPER = Paper(
     "sun2026",
     "Spikes, sparse tokens and sinks: claim by claim",
     "Sun, Canziani, LeCun and Zhu, Spike, Sparse, Sink (2026, arXiv 2603.05498); measures of Gu et al. (2024, arXiv 2410.10781) and "
     "Sun et al. (2024, arXiv 2402.17762)",
-    (metrics.STUDY, norms.STUDY, first.STUDY, spikes.STUDY, training.STUDY, sinks.STUDY, growth.STUDY),
+    (
+        sinks_and_spikes.METRICS_STUDY,
+        sinks_and_spikes.NORM_STUDY,
+        sinks_and_spikes.FIRST_STUDY,
+        trained_models.STUDY,
+        training.TRAINING_STUDY,
+        training.SINK_STUDY,
+        training.GROWTH_STUDY,
+    ),
     Path(__file__).parent,
 )
 

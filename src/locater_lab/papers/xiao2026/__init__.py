@@ -3,20 +3,20 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.xiao2026 import flattening, models, published, signs, training, vision
+from locater_lab.papers.xiao2026 import flattening, one_bit, training
 
 PAPER = Paper(
     "xiao2026",
     "BinaryAttention: what one bit per channel keeps of attention",
     "Xiao, Zhang and Zhang, BinaryAttention (CVPR 2026, arXiv 2603.09582)",
     (
-        signs.STUDY,
-        flattening.STUDY,
-        models.STUDY,
-        training.STUDY,
-        published.ACCURACY_STUDY,
-        published.SPEED_STUDY,
-        vision.STUDY,
+        one_bit.STUDY,
+        flattening.GAUSSIAN_STUDY,
+        flattening.MODEL_STUDY,
+        training.START_STUDY,
+        training.ACCURACY_STUDY,
+        training.SPEED_STUDY,
+        training.IMAGE_STUDY,
     ),
     Path(__file__).parent,
 )

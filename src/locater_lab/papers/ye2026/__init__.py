@@ -3,14 +3,20 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.ye2026 import composing, recall, recurrences, separation, stacks
+from locater_lab.papers.ye2026 import composition, states, trained_stacks
 
 PAPER = Paper(
     "ye2026",
     "Hybrids of linear and full attention: states, recall, and composing functions",
     "Ye, He, Liao, Wu and Lu, A Provable Expressiveness Hierarchy in Hybrid Linear-Full Attention "
     "(arXiv 2602.01763, 2026)",
-    (recurrences.STUDY, recall.STUDY, composing.STUDY, stacks.STUDY, *separation.STUDIES),
+    (
+        states.RECURRENCE_STUDY,
+        states.RECALL_STUDY,
+        composition.COMPOSITION_STUDY,
+        trained_stacks.STUDY,
+        *composition.SEPARATION_STUDIES,
+    ),
     Path(__file__).parent,
 )
 

@@ -3,14 +3,20 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.zhai2023 import floor, reparam, trained
+from locater_lab.papers.zhai2023 import floor_and_reparam, trained_models
 
 PAPER = Paper(
     "zhai2023",
     "Stabilizing training by preventing entropy collapse: what the bound says, and what the method does",
     "Zhai, Likhomanenko, Littwin, Busbridge, Ramapuram, Zhang, Gu and Susskind, Stabilizing Transformer Training by "
     "Preventing Attention Entropy Collapse (ICML 2023, arXiv 2303.06296)",
-    (floor.STUDY, reparam.STUDY, trained.STUDY, trained.KEPT_RUNS, trained.RUNS),
+    (
+        floor_and_reparam.FLOOR_STUDY,
+        floor_and_reparam.REPARAM_STUDY,
+        trained_models.HEADS_STUDY,
+        trained_models.STORED_RUNS_STUDY,
+        trained_models.GAMMA_STUDY,
+    ),
     Path(__file__).parent,
 )
 
