@@ -1,26 +1,22 @@
 """The cost of observing: memory and time of a forward pass on the CPU; a forward pass and training steps on a GPU.
 
-python benchmarks/observe.py            the CPU part, each contender in a process of its own, in turns
+python benchmarks/observe.py            the CPU part, each contender in a process of its own, in turns: seven minutes
+python benchmarks/observe.py --quick    one round of a shorter sequence: half a minute
 python benchmarks/observe.py --gpu      the GPU part (benchmarks/observe_gpu.py)
 python benchmarks/observe.py --table    prints both from benchmarks/results/observe-*.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from common import RESULTS, Run, command_line, in_process, in_turns, medians, memory, peak, place, processor, write
 
-RESULTS = Path(__file__).parent / "results"
 BATCH, LENGTH = 4, 1024
 CONTENDERS = ("plain", "eager maps", "observe", "observe, 64 rows")
 
@@ -28,7 +24,7 @@ CONTENDERS = ("plain", "eager maps", "observe", "observe, 64 rows")
 # CPU
 
 
-def forward(contender: str) -> dict[str, float]:
+def forward(contender: str, batch: int, length: int) -> Run:
     """Peak memory over that of the model, and time of a forward pass; all but "plain" compute the entropy of every
     head.
     """
@@ -37,7 +33,7 @@ def forward(contender: str) -> dict[str, float]:
     from locater.observing import observe
 
     model = model_of("eager" if contender == "eager maps" else "sdpa").eval()
-    ids = torch.randint(0, 50257, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 50257, (batch, length), generator=torch.Generator().manual_seed(0))
     inner = model.transformer  # the logits over 50,257 words would hide everything else
     rows = 64 if "rows" in contender else None
 
@@ -55,52 +51,31 @@ def forward(contender: str) -> dict[str, float]:
 
     with torch.no_grad():
         inner(ids[:1, :32], use_cache=False)
-    resident = _status("VmRSS")
-    began = time.perf_counter()
-    once()
-    seconds = [time.perf_counter() - began]
-    peak = _status("VmHWM") - resident
-    for _ in range(2):
+    resident = memory()
+    seconds = []
+    for turn in range(3):
         began = time.perf_counter()
         once()
         seconds.append(time.perf_counter() - began)
-    return {"peak_mb": peak / 1024, "seconds": min(seconds)}
+        if turn == 0:
+            over = peak() - resident
+    return {"peak_mb": over / 2**20, "seconds": min(seconds)}
 
 
-def _status(name: str) -> int:
-    return next(
-        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
-    )
-
-
-def cpu(rounds: int) -> dict[str, Any]:
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
-    for _ in range(rounds):
-        for name in CONTENDERS:
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", name], capture_output=True, text=True, check=True, env=os.environ
-            )
-            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
-    medians = {
-        name: {key: statistics.median(run[key] for run in of_name) for key in of_name[0]}
-        for name, of_name in runs.items()
+def cpu(quick: bool) -> dict[str, Any]:
+    """Each contender in a process of its own, in turns. A quick run takes one short sequence."""
+    rounds, batch, length = (1, 1, 256) if quick else (3, BATCH, LENGTH)
+    contenders = {
+        name: partial(in_process, __file__, "--one", name, "--batch", str(batch), "--length", str(length))
+        for name in CONTENDERS
     }
     return {
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "rounds": rounds,
-        "shape": "GPT-2 small without its output map, batch 4, 1,024 tokens, float32",
-        "contenders": medians,
+        "shape": f"GPT-2 small without its output map, batch {batch}, {length:,} tokens, float32",
+        "contenders": medians(in_turns(contenders, rounds)),
     }
-
-
-def _processor() -> str:
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.processor()
 
 
 def table() -> None:
@@ -153,26 +128,24 @@ def forward_table(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--one", choices=CONTENDERS)
+    parser = command_line(__doc__, "observe", ("cpu", "gpu"))
+    parser.add_argument("--table", action="store_true", help="print the results that are kept, and run nothing")
+    parser.add_argument("--one", choices=CONTENDERS, help="this contender alone, in this process")
+    parser.add_argument("--batch", type=int, default=BATCH, help="with --one")
+    parser.add_argument("--length", type=int, default=LENGTH, help="with --one")
     parser.add_argument("--only", choices=("llama", "eager", "compiled"), help="with --gpu: this part alone")
-    parser.add_argument("--turns", type=int, default=9, help="with --gpu: of 100 steps, with the monitor and without")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--turns", type=int, help="with --gpu: of 100 steps, with the monitor and without (9)")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(forward(args.one)))
+        print(json.dumps(forward(args.one, args.batch, args.length)))
     elif args.table:
         table()
-    else:
+    elif args.gpu:
         from observe_gpu import gpu
 
-        out = args.out or RESULTS / f"observe-{'gpu' if args.gpu else 'cpu'}.json"
-        results = gpu(out, args.turns, args.only) if args.gpu else cpu(args.rounds)
-        out.write_text(json.dumps(results, indent=1) + "\n")
-        print(json.dumps(results, indent=1))
+        write(gpu(place(args), args.turns or (1 if args.quick else 9), args.only), place(args))
+    else:
+        write(cpu(args.quick), place(args))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ BENCHMARKS = (
     Benchmark("explain", BOTH),
     Benchmark("penalty", BOTH),
     Benchmark("controls", BOTH),
-    Benchmark("observe", BOTH, ("--rounds", "1")),
+    Benchmark("observe", BOTH),
     Benchmark("mechanisms", BOTH, ()),
     Benchmark("attention", ("gpu",), ("--lengths", "8192"), flag=""),
     Benchmark("binary_products", ("gpu",), (), flag="", file="binary"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jaxtyping import install_import_hook
@@ -20,7 +23,8 @@ if find_spec("beartype") is not None:
     install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
 
 from locater.amx import avoid_broken_amx
-from tests import summary
+from tests import costs, summary
+from tests.processes import end_interpreter
 from tests.summary import pytest_terminal_summary  # noqa: F401 - a hook by its name
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
@@ -37,10 +41,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", metavar="I/N", help="run the I-th of N parts of the selected tests, for processes side by side"
     )
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within a file, in another order")
+    parser.addoption("--costs", type=int, metavar="N", help="the N files and tests that take most processor time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--costs"):
+        config.pluginmanager.register(costs)
 
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        generator, place = random.Random(seed), {}
+        for path in sorted({item.path for item in items}):
+            place[path] = generator.random()
+        generator.shuffle(items)
+        items.sort(key=lambda item: place[item.path])
     if part := config.getoption("--part"):
         number, count = map(int, part.split("/"))
         items[:] = items[number - 1 :: count]
@@ -51,6 +68,29 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def seed_generators() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - libraries draw from it
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """What tests share is the same whichever of them asks for it first."""
+    if fixturedef.scope != "function":
+        seed_generators()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """A test draws the same numbers in any order, alone, and in any worker."""
+    seed_generators()
+
+
+def pytest_sessionfinish() -> None:
+    end_interpreter()
 
 
 @dataclass

@@ -4,11 +4,13 @@ seconds.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -95,12 +97,54 @@ def ranks(work: Callable[[int], Any], folder: Path, count: int = 2, seconds: flo
     return finished(children, seconds)
 
 
+INTERPRETER = """
+import importlib, json, os, sys, traceback
+import torch
+torch.set_num_threads(1)
+for line in sys.stdin:
+    module, call, log = json.loads(line)
+    t = importlib.import_module(module)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            exec(call)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+_interpreter: subprocess.Popen[str] | None = None
+
+
 def interpreted(module: str, call: str) -> None:
-    """Run `call`, in which `t` is the test module, with Triton's kernels interpreted on the CPU: a fresh process,
-    because the switch is read when Triton is imported.
+    """Run `call`, in which `t` is the test module, with Triton's kernels interpreted on the CPU: in a fork of a process
+    that was started for this, because the switch is read when Triton is imported.
     """
     pytest.importorskip("triton", reason="Triton is only made for Linux")
-    code = f"import importlib, torch\ntorch.set_num_threads(1)\nt = importlib.import_module({module!r})\n{call}\n"
-    variables = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    global _interpreter
+    if _interpreter is None or _interpreter.poll() is not None:
+        variables = {**os.environ, "TRITON_INTERPRET": "1"}
+        _interpreter = subprocess.Popen(
+            [sys.executable, "-c", INTERPRETER],
+            env=variables,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    assert _interpreter.stdin is not None
+    assert _interpreter.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as log:
+        print(json.dumps([module, call, log.name]), file=_interpreter.stdin, flush=True)
+        status = _interpreter.stdout.readline().strip()
+        assert status == "0", log.read()[-3000:] or f"{module}: {call}: ended with status {status}"
+
+
+def end_interpreter() -> None:
+    """When all tests of this process are done."""
+    if _interpreter is not None:
+        _interpreter.communicate()

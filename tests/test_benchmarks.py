@@ -96,13 +96,11 @@ def test_a_benchmark_that_fails_is_named_and_stops_no_other(
 
 
 def test_no_script_has_helpers_of_its_own_for_what_is_shared() -> None:
-    """Names of `common.py` are defined once; observe, attention and mechanisms stand by themselves."""
+    """Names of `common.py` are defined once; attention and mechanisms stand by themselves."""
     shared = {node.name for node in _functions("common")}
     for path in (ROOT / "benchmarks").glob("*.py"):
         if path.stem not in (
             "common",
-            "observe",
-            "observe_gpu",
             "attention",
             "attention_tuning",
             "binary_products",
