@@ -23,8 +23,7 @@ from locater_lab.engine.figures import Contour, Field, Panel, Series, contour, d
 from locater_lab.engine.pages import page, write_report
 from locater_lab.engine.reproduction import Study, join_documents, measure
 from locater_lab.papers import PAPERS, Setting, reproduce
-from locater_lab.papers.dong2021 import bounds, circle, contraction, lengths, phases, planted, slowing, two_collapses
-from locater_lab.papers.dong2021 import two_collapses as separation
+from locater_lab.papers.dong2021 import circle, contraction, locater_slowing, paths, planted_heads, two_collapses
 from locater_lab.theory import Block, depth_residuals, layer_bound, path_counts
 from locater_lab.train import Transformer
 from tests import ROOT
@@ -42,8 +41,8 @@ def verdicts(study: Study) -> dict[str, str]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every study at a size that takes a second or two."""
     monkeypatch.setitem(contraction.SEEDS, True, 6)
-    monkeypatch.setitem(bounds.DRAWS, True, 60)
-    monkeypatch.setattr(bounds, "CROWD", 100_000)
+    monkeypatch.setitem(contraction.DRAWS, True, 60)
+    monkeypatch.setattr(contraction, "CROWD", 100_000)
     monkeypatch.setitem(circle.SEEDS, True, 3)
     monkeypatch.setitem(circle.STEPS, True, 5)
     monkeypatch.setattr(circle, "WALKED", 20)
@@ -52,11 +51,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_collapses, "SIZES", (0.125, 0.5, 2.0, 8.0, 32.0))
     monkeypatch.setattr(two_collapses, "MEANS", (-4.0, 0.0, 1.0, 4.0, 16.0))
     monkeypatch.setattr(two_collapses, "SCALES", tuple(2.0**k for k in range(-3, 7)))
-    monkeypatch.setattr(slowing, "SEEDS", 2)
-    monkeypatch.setitem(slowing.STEPS, True, 10)
-    monkeypatch.setattr(slowing, "CHECKED", 8)
-    monkeypatch.setattr(slowing, "BATCH", 4)
-    monkeypatch.setattr(slowing, "DESCENT", 40)
+    monkeypatch.setattr(locater_slowing, "SEEDS", 2)
+    monkeypatch.setitem(locater_slowing.STEPS, True, 10)
+    monkeypatch.setattr(locater_slowing, "CHECKED", 8)
+    monkeypatch.setattr(locater_slowing, "BATCH", 4)
+    monkeypatch.setattr(locater_slowing, "DESCENT_STEPS", 40)
 
 
 # --- a: contraction ---------------------------------------------------------------------------------------------------
@@ -105,14 +104,14 @@ def test_uniform_causal_attention_halves_the_residual_every_layer() -> None:
 
 
 def test_study_a_decides_its_claims(small: None) -> None:
-    said = verdicts(contraction.STUDY)
+    said = verdicts(contraction.CONTRACTION_STUDY)
     sure = ("a1", "a2", "a3", "a5", "a7", "a8")
     assert {i: said[i] for i in sure} == dict.fromkeys(sure, "holds")
     assert said["a10"] == "fails", "MLPs alone do not stop it"
 
 
 def test_the_abstracts_sentence_is_judged_by_its_weaker_part(small: None) -> None:
-    measured = measure(contraction.STUDY, Setting()).measured["a10"]
+    measured = measure(contraction.CONTRACTION_STUDY, Setting()).measured["a10"]
     assert measured is not None
     assert measured.value == pytest.approx(measured.numbers["with MLPs"])
     assert measured.numbers["with MLPs"] < -10 < -2 < measured.numbers["with skips"]
@@ -123,35 +122,35 @@ def test_the_abstracts_sentence_is_judged_by_its_weaker_part(small: None) -> Non
 
 @pytest.mark.parametrize("m", [10, 40])
 def test_the_crowd_is_that_of_a_dense_layer(m: int) -> None:
-    found, strength = bounds.crowd(m), math.log(bounds.ITSELF * 2 * m)
+    found, strength = contraction.crowd_of(m), math.log(contraction.OWN_WEIGHT * 2 * m)
     x = torch.zeros(2 * m + 1, m + 1, dtype=torch.float64)
     x[: m + 1] = torch.eye(m + 1, dtype=torch.float64)
-    x[:, 0] += math.log(bounds.HUB * 2 * m) / strength
+    x[:, 0] += math.log(contraction.HUB_WEIGHT * 2 * m) / strength
     same = torch.eye(m + 1, dtype=torch.float64)[None]
     layer = Block(strength * same, same, scale=1.0)
     after = layer(x)
     assert found.tokens == len(x)
-    assert found.residual <= bounds.best_at_least(after)
-    assert found.residual == pytest.approx(bounds.best_at_least(after), rel=2 / m)
+    assert found.residual <= contraction.best_at_least(after)
+    assert found.residual == pytest.approx(contraction.best_at_least(after), rel=2 / m)
     assert composite_norm(x - x[-1]).item() == pytest.approx(1)
     assert found.stated == pytest.approx(4 * strength)
     assert (
-        bounds.best_at_least(after)
+        contraction.best_at_least(after)
         <= layer_bound(x, layer).item()
         <= found.proved * (1 + 1e-9) * composite_norm(token_residual(x)).item() ** 3
     )
 
 
 def test_the_crowd_crosses_where_it_is_said_to() -> None:
-    first = bounds.crossing()
-    before, at = bounds.crowd((first - 1) // 2 - 1), bounds.crowd((first - 1) // 2)
+    first = contraction.crossing_count()
+    before, at = contraction.crowd_of((first - 1) // 2 - 1), contraction.crowd_of((first - 1) // 2)
     assert before.residual <= before.stated
     assert at.residual > at.stated
     assert 7_000 < first < 9_000
 
 
 def test_study_b_decides_its_claims(small: None) -> None:
-    said = verdicts(bounds.STUDY)
+    said = verdicts(contraction.BOUNDS_STUDY)
     assert [i for i, verdict in said.items() if verdict == "fails"] == ["b2", "b6"]
     assert "undecided" not in said.values()
 
@@ -159,12 +158,12 @@ def test_study_b_decides_its_claims(small: None) -> None:
 # --- e: lengths -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stated", lengths.TABLE, ids=lambda s: s.model)
-def test_the_table_in_fractions(stated: lengths.Stated) -> None:
+@pytest.mark.parametrize("stated", paths.STATED_LENGTHS, ids=lambda s: s.model)
+def test_the_table_in_fractions(stated: paths.StatedLengths) -> None:
     """Binomial with chance H / (1 + H), as exact fractions: independent of the counts."""
     p = Fraction(stated.heads, 1 + stated.heads)
     chance = [math.comb(stated.depth, k) * p**k * (1 - p) ** (stated.depth - k) for k in range(stated.depth + 1)]
-    found = lengths.row(stated.depth, stated.heads)
+    found = paths.length_row(stated.depth, stated.heads)
     assert found["mean"] == pytest.approx(float(stated.depth * p), rel=1e-14)
     assert found["modes"] == [k for k, x in enumerate(chance) if x == max(chance)] == list(stated.modes)
     assert (found["at_mode"], found["longest"]) == pytest.approx((float(max(chance)), float(chance[-1])), rel=1e-14)
@@ -178,12 +177,12 @@ def test_the_table_in_fractions(stated: lengths.Stated) -> None:
 def test_weights_of_lengths_by_listing_every_set_of_layers() -> None:
     listed = [0.0] * 7
     for visited in product((False, True), repeat=6):
-        listed[sum(visited)] += math.prod(1 - a if v else a for v, a in zip(visited, lengths.SKIPS, strict=True))
-    found = lengths.measure(Setting())
+        listed[sum(visited)] += math.prod(1 - a if v else a for v, a in zip(visited, paths.SKIPS, strict=True))
+    found = paths.measure_length(Setting())
     assert found.tables["length_weights"]["weights"] == pytest.approx(listed, rel=1e-12)
     assert found.measured["e4"].value == pytest.approx(listed[0] + listed[1])  # type: ignore[union-attr]
-    assert set(verdicts(lengths.STUDY).values()) == {"holds"}
-    assert lengths.listed(5, 3) == path_counts(5, 3)
+    assert set(verdicts(paths.LENGTH_STUDY).values()) == {"holds"}
+    assert paths.count_listed_paths(5, 3) == path_counts(5, 3)
 
 
 # --- g: the circle ----------------------------------------------------------------------------------------------------
@@ -235,15 +234,15 @@ def test_training_on_the_circle_learns_it() -> None:
 # --- h: both collapses ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", planted.SHAPES)
+@pytest.mark.parametrize("shape", planted_heads.SHAPES)
 @pytest.mark.parametrize("ratio", two_collapses.RATIOS)
 def test_heads_have_the_moments_they_are_asked_for(shape: str, ratio: float) -> None:
-    A = planted.head(5.0, 3.0, ratio, shape, seed=2)
+    A = planted_heads.planted_head(5.0, 3.0, ratio, shape, seed=2)
     assert A is not None
     assert (A.trace().item(), A.norm().item(), (A @ A).trace().item()) == pytest.approx((5.0, 3.0, ratio * 9.0))
-    most = math.sqrt(planted.WIDTH * (1 + ratio) / 2) * 3.0  # M^2 <= d (F + S) / 2
-    assert planted.head(most * 1.001, 3.0, ratio, shape) is None
-    assert planted.head(most * 0.999, 3.0, ratio, shape) is not None
+    most = math.sqrt(planted_heads.WIDTH * (1 + ratio) / 2) * 3.0  # M^2 <= d (F + S) / 2
+    assert planted_heads.planted_head(most * 1.001, 3.0, ratio, shape) is None
+    assert planted_heads.planted_head(most * 0.999, 3.0, ratio, shape) is not None
 
 
 def plain_attention(x: np.ndarray, A: np.ndarray, causal: bool) -> tuple[np.ndarray, list[float]]:
@@ -261,13 +260,15 @@ def plain_attention(x: np.ndarray, A: np.ndarray, causal: bool) -> tuple[np.ndar
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", planted.TOKENS)
+@pytest.mark.parametrize("kind", planted_heads.TOKENS)
 def test_kept_entropy_and_price_are_those_of_plain_loops(kind: str, causal: bool) -> None:
-    x, A = planted.tokens(kind, 2, seed=1), planted.head(4.0, 2.0, 0.0)
+    x, A = planted_heads.draw_tokens(kind, 2, seed=1), planted_heads.planted_head(4.0, 2.0, 0.0)
     assert A is not None
-    other = planted.head(1.0, 8.0, 1.0)
+    other = planted_heads.planted_head(1.0, 8.0, 1.0)
     assert other is not None
-    seen = planted.attend(planted.Batch.of(x), torch.stack([other, A]), causal)  # the second is compared
+    seen = planted_heads.attend_batch(
+        planted_heads.Batch.of(x), torch.stack([other, A]), causal
+    )  # the second is compared
     kept, entropy, price = [], [], []
     for tokens in x.double().numpy():
         y, shares = plain_attention(tokens, A.numpy(), causal)
@@ -283,10 +284,10 @@ def test_kept_entropy_and_price_are_those_of_plain_loops(kind: str, causal: bool
 
 def test_the_first_order_of_kept_and_entropy() -> None:
     """v / 2 is the entropy lost and k the residual kept (Frobenius) by a head that hardly attends."""
-    batch = planted.Batch.of(planted.tokens("equal norm", 1, seed=4))
-    A = planted.head(0.02, 0.01, 0.0)
+    batch = planted_heads.Batch.of(planted_heads.draw_tokens("equal norm", 1, seed=4))
+    A = planted_heads.planted_head(0.02, 0.01, 0.0)
     assert A is not None
-    v, k = (float(x) for x in planted.response(batch, A[None]))
+    v, k = (float(x) for x in planted_heads.linear_response(batch, A[None]))
     x = batch.x[0].double().numpy()
     y, shares = plain_attention(x, A.numpy(), causal=False)
     left, R = y - y.mean(0), x - x.mean(0)
@@ -303,13 +304,13 @@ def test_rules_of_one_and_two_numbers_by_brute_force() -> None:
         return float((said & label).sum() / label.sum() + (~said & ~label).sum() / (~label).sum()) / 2
 
     one = max(balanced((score >= a) & (score <= b)) for a in range(8) for b in range(8))
-    assert separation.interval_accuracy(score, label) == pytest.approx(max(one, 0.5))
+    assert two_collapses.interval_accuracy(score, label) == pytest.approx(max(one, 0.5))
     two = max(balanced((score >= a) & (other <= b)) for a in range(8) for b in range(8))
-    a, b = separation.corner(score, other, label)
+    a, b = two_collapses.best_corner(score, other, label)
     assert balanced((score >= a) & (other <= b)) == pytest.approx(two)
     pairs = [(p > n) + 0.5 * (p == n) for p in score[label].tolist() for n in score[~label].tolist()]
-    assert separation.ordering(score, label) == pytest.approx(sum(pairs) / len(pairs))
-    assert math.isnan(separation.ordering(score, torch.ones(60, dtype=torch.bool)))
+    assert two_collapses.ordering_chance(score, label) == pytest.approx(sum(pairs) / len(pairs))
+    assert math.isnan(two_collapses.ordering_chance(score, torch.ones(60, dtype=torch.bool)))
 
 
 def test_the_directions_of_study_h(small: None) -> None:
@@ -322,17 +323,17 @@ def test_the_directions_of_study_h(small: None) -> None:
 
 
 def test_the_penalty_alone_slows_the_collapse_and_surgery_is_undone() -> None:
-    begun = slowing.drawn(2, 0.3, 0)
-    after = slowing.penalised(begun, 2.0, 250)
-    assert slowing.moments_of(begun)["size"] == pytest.approx(0.3, rel=0.05)
-    assert slowing.moments_of(after)["M"] == pytest.approx(2, abs=0.2)
-    x = planted.tokens("equal norm", 1, 0)[0].double()
-    assert slowing.stack_shares(after, x)[2] > 10 * slowing.stack_shares(begun, x)[2]
+    begun = locater_slowing.draw_maps(2, 0.3, 0)
+    after = locater_slowing.penalize_maps(begun, 2.0, 250)
+    assert locater_slowing.moments_of(begun)["size"] == pytest.approx(0.3, rel=0.05)
+    assert locater_slowing.moments_of(after)["M"] == pytest.approx(2, abs=0.2)
+    x = planted_heads.draw_tokens("equal norm", 1, 0)[0].double()
+    assert locater_slowing.stack_shares(after, x)[2] > 10 * locater_slowing.stack_shares(begun, x)[2]
     torch.manual_seed(0)
-    model = Transformer(slowing.SHAPE)
-    whole = slowing.layer_shares(model, False, 0)
-    cut = slowing.layer_shares(model, True, 0)
-    assert slowing.layer_shares(model, False, 0) == whole
+    model = Transformer(locater_slowing.SHAPE)
+    whole = locater_slowing.layer_shares(model, False, 0)
+    cut = locater_slowing.layer_shares(model, True, 0)
+    assert locater_slowing.layer_shares(model, False, 0) == whole
     assert whole[0] == cut[0]
     assert cut[2] < 1e-4 < 0.2 < whole[-1]
 
@@ -426,7 +427,9 @@ def test_words_of_a_phase_diagram_stand_where_cells_are_so(document: dict[str, A
         name: {key: [[x and 1.0 for x in row] for row in plane] for key, plane in held.items()}
         for name, held in table["planes"].items()
     }
-    words = [word[2] for d in phases.phase_table(clear, table["M"], table["size"])["diagrams"] for word in d["words"]]
+    words = [
+        word[2] for d in planted_heads.phase_table(clear, table["M"], table["size"])["diagrams"] for word in d["words"]
+    ]
     assert "neither" in words
     assert not {"rank collapse", "entropy"} & set(words), "no cell is so"
 

@@ -4,14 +4,12 @@ from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
 from locater_lab.papers.dong2021 import (
-    bounds,
     circle,
     contraction,
-    depth,
-    lengths,
-    products,
-    slowing,
-    tasks,
+    locater_slowing,
+    path_tasks,
+    paths,
+    residual_by_depth,
     two_collapses,
 )
 
@@ -21,15 +19,15 @@ PAPER = Paper(
     "Dong, Cordonnier and Loukas, Attention is not all you need: pure attention loses rank doubly exponentially with depth "
     "(ICML 2021, arXiv 2103.03404)",
     (
-        contraction.STUDY,
-        bounds.STUDY,
-        depth.STUDY,
-        products.STUDY,
-        lengths.STUDY,
-        tasks.STUDY,
+        contraction.CONTRACTION_STUDY,
+        contraction.BOUNDS_STUDY,
+        residual_by_depth.DEPTH_STUDY,
+        paths.PRODUCT_STUDY,
+        paths.LENGTH_STUDY,
+        path_tasks.STUDY,
         circle.STUDY,
         two_collapses.STUDY,
-        slowing.STUDY,
+        locater_slowing.STUDY,
     ),
     Path(__file__).parent,
 )

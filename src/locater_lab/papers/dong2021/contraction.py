@@ -1,8 +1,18 @@
-"""How fast attention makes tokens equal, and what skips, MLPs, LayerNorm and a mask change in that: study a.
+"""How fast attention makes tokens equal, and what changes that (study a); and the bounds of the paper over random draws
+(study b).
+
+**Contraction.** How fast attention makes tokens equal, and what skips, MLPs, LayerNorm and a mask change in that: study
+a.
 
 Residuals of a deep stack leave float64 after three layers if tokens are stored as they are: 1e-16 of the shared part is
 rounding. `Tokens` keeps the shared part and the residual apart, and `advance` moves both without ever subtracting one
 from the other, so that a residual of 1e-200 has its sixteen digits.
+
+**Bounds.** The bounds of the paper over random draws: whether they hold, and how loose they are. Study b.
+
+They are those of the paper's first version on arXiv, with the constant 4. That constant is too small for many tokens;
+the second version repairs it by a factor γ that depends on the attention weights. Claims b6 and b7 are about that
+constant, not about the paper as it stands.
 """
 
 from __future__ import annotations
@@ -19,23 +29,36 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.measures import composite_norm
+from locater.measures import composite_norm, token_residual
 from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.compute import normal
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.theory import Block, contraction_order, contraction_rate, depth_residuals
+from locater_lab.theory import (
+    Block,
+    attention_bound,
+    beta,
+    contraction_order,
+    contraction_rate,
+    depth_residuals,
+    layer_bound,
+    mlp_lipschitz,
+    skip_bound,
+)
+
+# ---- a: cubic contraction ----
+
 
 TOKENS, WIDTH, DEPTH = 16, 8, 12
 SEEDS = {True: 16, False: 64}
 SIZES = torch.tensor([0.3, 0.1, 0.03, 0.01, 0.003], dtype=torch.float64)  # how far apart tokens are, for the order
 FLOOR = 1e-250  # under it residuals are not followed
-GONE = 1e-6  # share of the tokens' size at which they count as equal
+EQUAL_SHARE = 1e-6  # share of the tokens' size at which they count as equal
 GAINS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of an MLP's first map: its Lipschitz constant is proportional
 MASKED_DEPTH, MASKED_FROM = 40, 20  # layers under a causal mask; from which one the rate is read
 KINDS = ("attention", "with MLPs", "with LayerNorm", "with skips", "causal mask", "a whole block")
 
-CLAIMS = (
+CONTRACTION_CLAIMS = (
     Claim(
         "a1", "A layer of attention without a mask contracts the residual to its third power",
         "slope of log residual after against log residual before, tokens 0.003 to 0.01 apart", "about", 3.0, 0.05,
@@ -61,7 +84,7 @@ CLAIMS = (
     ),
     Claim(
         "a6", "The larger the Lipschitz constant of MLPs, the slower it is",
-        f"rank correlation of the gain of MLPs with the layers until the residual's share is under {GONE:g}",
+        f"rank correlation of the gain of MLPs with the layers until the residual's share is under {EQUAL_SHARE:g}",
         "at least", 0.9, where="theorem with MLPs", bound="ours",
     ),
     Claim(
@@ -76,7 +99,7 @@ CLAIMS = (
     ),
     Claim(
         "a9", "MLPs counteract it: with MLPs that keep a token's size it takes more layers than without",
-        f"layers until the residual's share is under {GONE:g} with MLPs of gain 1, less those of attention alone",
+        f"layers until the residual's share is under {EQUAL_SHARE:g} with MLPs of gain 1, less those of attention alone",
         "at least", 0.0, where="theorem with MLPs", bound="ours",
     ),
     Claim(
@@ -160,7 +183,7 @@ def exact_depth(x: Float[Tensor, "tokens width"], layers: Sequence[Block]) -> li
 # --- what is measured ---
 
 
-def order(seed: int, heads: int, **kind: Any) -> Float[Tensor, " steps"]:
+def contraction_slopes(seed: int, heads: int, **kind: Any) -> Float[Tensor, " steps"]:
     """Slopes of log residual after against before, from far apart tokens to close ones."""
     layer = block(seed, heads=heads, **kind)
     v, R = normal(1, WIDTH, seed=seed + 1000), normal(TOKENS, WIDTH, seed=seed + 2000)
@@ -168,7 +191,7 @@ def order(seed: int, heads: int, **kind: Any) -> Float[Tensor, " steps"]:
     return contraction_order(SIZES, after)
 
 
-def stack(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[Block]:
+def stack_of(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[Block]:
     """Blocks of one of KINDS, every layer drawn anew."""
     blocks = []
     for layer in range(depth):
@@ -182,29 +205,29 @@ def stack(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[B
     return blocks
 
 
-def shares(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[float]:
+def residual_shares(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[float]:
     """Residual as a share of the tokens' size at layers 0 ... depth."""
-    return depth_residuals(normal(TOKENS, WIDTH, seed=seed), stack(kind, seed, depth, gain), relative=True).tolist()
+    return depth_residuals(normal(TOKENS, WIDTH, seed=seed), stack_of(kind, seed, depth, gain), relative=True).tolist()
 
 
-def until_gone(residual_shares: Sequence[float]) -> int:
+def layers_until_equal(residual_shares: Sequence[float]) -> int:
     """Layers until tokens count as equal; their number and one more where they never do.
 
-    >>> until_gone([1.0, 0.1, 1e-9]), until_gone([1.0, 0.9])
+    >>> layers_until_equal([1.0, 0.1, 1e-9]), layers_until_equal([1.0, 0.9])
     (2, 2)
     """
-    return next((layer for layer, share in enumerate(residual_shares) if share < GONE), len(residual_shares))
+    return next((layer for layer, share in enumerate(residual_shares) if share < EQUAL_SHARE), len(residual_shares))
 
 
 def masked_rate(seed: int) -> float:
     """Geometric mean of the factor per layer, deep under a causal mask; LayerNorm-free, so the shared part moves as the
     rest does.
     """
-    by_layer = torch.tensor(shares("causal mask", seed, MASKED_DEPTH), dtype=torch.float64)
+    by_layer = torch.tensor(residual_shares("causal mask", seed, MASKED_DEPTH), dtype=torch.float64)
     return contraction_rate(by_layer[MASKED_FROM:]).log().mean().exp().item()
 
 
-def last_ratio(residuals: Sequence[float]) -> float:
+def last_log_ratio(residuals: Sequence[float]) -> float:
     """log r_(l+1) / log r_l at the last layer above FLOOR: 3 where the constant no longer counts beside the
     residual.
     """
@@ -212,41 +235,41 @@ def last_ratio(residuals: Sequence[float]) -> float:
     return logs[-1] / logs[-2]
 
 
-over_draws = partial(by_seed, of="draws")
+mean_over_draws = partial(by_seed, of="draws")
 
 
-def worst(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measurement:
+def largest_of_draws(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measurement:
     """The largest of all draws, a bound for every one of them: no spread."""
     return Measurement(max(values), 0.0, f"none: the largest of {len(values)} draws", numbers or {})
 
 
-def measure(setting: Setting) -> Results:
+def measure_contraction(setting: Setting) -> Results:
     """All draws of every kind."""
     seeds = list(range(SEEDS[setting.quick]))
     orders = {
-        name: torch.stack([order(seed, 1 + seed % 3, causal=name == "causal") for seed in seeds])
+        name: torch.stack([contraction_slopes(seed, 1 + seed % 3, causal=name == "causal") for seed in seeds])
         for name in ("free", "causal")
     }
-    exact = [exact_depth(normal(TOKENS, WIDTH, seed=seed), stack("attention", seed)) for seed in seeds]
-    depth = {kind: [shares(kind, seed) for seed in seeds] for kind in setting.each(list(KINDS))}
-    until = [[until_gone(shares("with MLPs", seed, gain=gain)) for gain in GAINS] for seed in seeds]
+    exact = [exact_depth(normal(TOKENS, WIDTH, seed=seed), stack_of("attention", seed)) for seed in seeds]
+    depth = {kind: [residual_shares(kind, seed) for seed in seeds] for kind in setting.each(list(KINDS))}
+    until = [[layers_until_equal(residual_shares("with MLPs", seed, gain=gain)) for gain in GAINS] for seed in seeds]
     slower = [spearman(torch.tensor(GAINS), torch.tensor([float(n) for n in row])) or 0.0 for row in until]
-    alone = [until_gone(by_layer) for by_layer in depth["attention"]]
+    alone = [layers_until_equal(by_layer) for by_layer in depth["attention"]]
     later = [float(row[GAINS.index(1.0)] - n) for row, n in zip(until, alone, strict=True)]
     ends = {kind: [_log10(by_layer[-1]) for by_layer in draws] for kind, draws in depth.items()}
     parts = ("with skips", "with MLPs")
     lesser = [min(pair) for pair in zip(*(ends[part] for part in parts), strict=True)]
     measured = {
-        "a1": over_draws(orders["free"][:, -1].tolist()),
-        "a2": over_draws(orders["causal"][:, -1].tolist()),
-        "a3": over_draws([last_ratio(residuals) for residuals in exact]),
-        "a4": over_draws([by_layer[-1] for by_layer in depth["with skips"]]),
-        "a5": worst(ends["with MLPs"]),
-        "a6": over_draws(slower),
-        "a7": worst(ends["with LayerNorm"]),
-        "a8": over_draws([masked_rate(seed) for seed in seeds]),
-        "a9": over_draws(later),
-        "a10": over_draws(lesser, {part: fmean(ends[part]) for part in parts}),
+        "a1": mean_over_draws(orders["free"][:, -1].tolist()),
+        "a2": mean_over_draws(orders["causal"][:, -1].tolist()),
+        "a3": mean_over_draws([last_log_ratio(residuals) for residuals in exact]),
+        "a4": mean_over_draws([by_layer[-1] for by_layer in depth["with skips"]]),
+        "a5": largest_of_draws(ends["with MLPs"]),
+        "a6": mean_over_draws(slower),
+        "a7": largest_of_draws(ends["with LayerNorm"]),
+        "a8": mean_over_draws([masked_rate(seed) for seed in seeds]),
+        "a9": mean_over_draws(later),
+        "a10": mean_over_draws(lesser, {part: fmean(ends[part]) for part in parts}),
     }
     gains = [{"gain": gain, "layers": fmean(row[n] for row in until)} for n, gain in enumerate(GAINS)]
     tables = {
@@ -275,13 +298,13 @@ def _exact_table(exact: Sequence[Sequence[float]]) -> dict[str, Any]:
 def _layers_table(draws: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Geometric mean over draws, as points and at the last layer; a share that is rounding counts as 1e-17."""
     means = torch.tensor(draws, dtype=torch.float64).clamp_min(1e-17).log().mean(0).exp().tolist()
-    return {"points": visible(means), "last": means[-1]}
+    return {"points": visible_points(means), "last": means[-1]}
 
 
-def visible(residual_shares: Sequence[float]) -> list[tuple[int, float]]:
+def visible_points(residual_shares: Sequence[float]) -> list[tuple[int, float]]:
     """Points (layer, share) until float64 has nothing left to show.
 
-    >>> visible([1.0, 1e-8, 1e-17, 1e-17])
+    >>> visible_points([1.0, 1e-8, 1e-17, 1e-17])
     [(0, 1.0), (1, 1e-08), (2, 1e-17)]
     """
     last = next((n for n, share in enumerate(residual_shares) if share < 1e-16), len(residual_shares) - 1)
@@ -292,4 +315,200 @@ def _log10(share: float) -> float:
     return math.log10(max(share, 1e-17))
 
 
-STUDY = Study("cubic contraction", CLAIMS, measure)
+CONTRACTION_STUDY = Study("cubic contraction", CONTRACTION_CLAIMS, measure_contraction)
+
+
+# ---- b: bounds over random draws ----
+
+
+DRAWS = {True: 600, False: 6000}
+BOUND_WIDTH, BOUND_TOKENS, TOKEN_DISTANCES = 4, (2, 5, 20), (0.05, 0.3, 1.0, 4.0)
+DEEP, ROUNDING = 4, 1e-11  # layers at most; a residual this small beside the tokens is not compared
+HUB_WEIGHT, OWN_WEIGHT = 7.0, 100.0  # of the crowd
+CROWD = 1_000_000  # tokens that see themselves
+
+BOUNDS_CLAIMS = (
+    Claim(
+        "b1", "One layer of attention: residual at most 4 β s |res|^3",
+        "largest residual over its bound, random draws, two centres, one to three heads", "at most", 1.0,
+        where="theorem on one layer, version 1",
+    ),
+    Claim(
+        "b2", "The bound of one layer is so loose that random draws stay a thousand times under it",
+        "the same number", "at most", 0.001, by="ours",
+    ),
+    Claim(
+        "b3", "L layers of pure attention: residual at most (4 β H s)^((3^L - 1)/2) |res|^(3^L)",
+        f"largest log10 of residual over bound, 1 to {DEEP} layers", "at most", 0.0,
+        where="theorem on L layers, version 1",
+    ),
+    Claim(
+        "b4", "With skips: residual at most the largest of L + 1 terms, one of which does not fall",
+        f"largest residual over its bound, 1 to {DEEP} layers with skips", "at most", 1.0,
+        where="theorem with skips, version 1",
+    ),
+    Claim(
+        "b5", "With MLPs: the same as without, with λ beside β",
+        f"largest residual over its bound, 1 to {DEEP} layers with MLPs", "at most", 1.0,
+        where="theorem with MLPs, version 1",
+    ),
+    Claim(
+        "b6", "The constant 4 of version 1 would do for any number of tokens (version 2 repairs it by a factor γ)",
+        f"residual over the bound of one layer, a crowd of {2 * CROWD + 1:,} tokens around one key", "at most", 1.0,
+        by="ours",
+    ),
+    Claim(
+        "b7", "sqrt(2 g) in the place of 4, g the load of the busiest key, is enough",
+        "largest of residual over this bound, the same draws; crowds, with g at its largest, n", "at most", 1.0, by="ours",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerDraw:
+    """One layer on one set of tokens: residual after it, over the stated and over the proved bound."""
+
+    tokens: int
+    size: float
+    stated: float
+    proved: float
+
+
+def draw_layer(seed: int, tokens: int, size: float, centre: str) -> LayerDraw:
+    """Gaussian tokens `size` apart around a Gaussian centre; every fifth draw has sharper attention, which piles up on
+    single keys.
+    """
+    layer = block(seed, BOUND_WIDTH, heads=1 + seed % 3, size=size * (1 + 3 * (seed % 5 == 0)))
+    x = size * normal(tokens, BOUND_WIDTH, seed=seed + 10_000) + normal(1, BOUND_WIDTH, seed=seed + 20_000)
+    before, after = depth_residuals(x, [layer], centre).tolist()
+    stated = attention_bound(before, beta(layer.W_QK, layer.W_VO), layer.scale, heads=len(layer.W_QK)).item()
+    return LayerDraw(tokens, size, after / stated, best_at_least(layer(x)) / layer_bound(x, layer, centre).item())
+
+
+def best_at_least(x: Float[Tensor, "tokens width"]) -> float:
+    """What no ||X - 1 v^T|| is under: medians are best for columns, and no v is closer to two tokens than half their
+    distance.
+
+    >>> round(best_at_least(torch.tensor([[1.0], [-1.0]])) ** 2, 6)
+    2.0
+    """
+    columns = (x - x.quantile(0.5, dim=0, interpolation="lower")).abs().sum(0).max()
+    return (columns * torch.cdist(x, x, p=1).max() / 2).sqrt().item()
+
+
+def deep_log_ratio(seed: int, kind: str) -> float | None:
+    """log10 of residual over bound after 1 to DEEP layers; None where float64 has nothing left to compare."""
+    depth, heads, size = 1 + seed % DEEP, 1 + seed % 2, (0.3, 0.6, 1.0)[seed % 3]
+    mlp, W_in, W_out = relu_mlp(seed + 7, 1.0, BOUND_WIDTH, 6)
+    parts: dict[str, dict[str, Any]] = {"pure": {}, "skip": dict(skip=True), "mlp": dict(mlp=mlp)}
+    layers = [block(100 * seed + i, BOUND_WIDTH, heads, **parts[kind]) for i in range(depth)]
+    x = size * normal(6, BOUND_WIDTH, seed=seed + 500)
+    largest = max(beta(layer.W_QK, layer.W_VO).item() for layer in layers)
+    scale = layers[0].scale
+    before = composite_norm(token_residual(x)).item()
+    if kind == "pure":
+        after = exact_depth(x, layers)[-1]
+        if after < FLOOR:
+            return None
+        bound = attention_bound(before, largest, scale, depth, heads, log=True)
+    else:
+        after, share = (depth_residuals(x, layers, relative=relative)[-1].item() for relative in (False, True))
+        if not share >= ROUNDING:  # NaN where an MLP leaves nothing of the tokens
+            return None
+        steep = mlp_lipschitz(W_in, W_out)
+        bound = skip_bound(before, largest, scale, depth, heads, log=True)
+        if kind == "mlp":
+            bound = attention_bound(before, largest, scale, depth, heads, steep, log=True)
+    return math.log10(after) - bound.item() / math.log(10)
+
+
+# --- the crowd ---
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """A residual that grows as sqrt n where its bound grows as log n."""
+
+    tokens: int
+    residual: float  # no centre brings it under this
+    stated: float  # 4 beta s ||R||^3
+    proved: float  # sqrt(2 n) in the place of 4
+
+
+def crowd_of(m: int) -> Crowd:
+    """A key that all tokens see (the hub), m tokens that see themselves as well, m that are nothing but the centre.
+
+    Token 0 is the centre and a unit along channel 0, token j = 1 ... m one along channel j; W_QK = K 1, W_VO = 1, s =
+    1, ||R|| = 1. The centre lies along channel 0, so that the hub has HUB times and a token for itself ITSELF times the
+    weight of all 2 m others. Tokens of a kind have the same row of attention up to the place of the weight on itself,
+    so two rows stand for all: in channel 0 the two kinds differ by their weight on the hub, and two tokens of the first
+    by that on themselves.
+
+    >>> small, large = crowd_of(1_000), crowd_of(10_000)
+    >>> small.residual < small.stated, large.residual < large.stated, large.residual < large.proved
+    (True, False, True)
+    """
+    strength, bias = math.log(OWN_WEIGHT * 2 * m), math.log(HUB_WEIGHT * 2 * m)
+    seeing, idle = torch.zeros(2, 2 * m + 1, dtype=torch.float64)
+    seeing[0] = idle[0] = bias
+    seeing[1] = strength
+    seeing, idle = seeing.softmax(0), idle.softmax(0)
+    # m rows above and m below the median; that of the hub may be anywhere
+    column = m * (idle[0] - seeing[0]).item() - 1
+    row = (seeing[1] - seeing[2]).item()  # half the distance of two that see themselves
+    n = 2 * m + 1
+    bounds = (attention_bound(1.0, strength, 1.0, constant=c).item() for c in (4.0, math.sqrt(2 * n)))
+    return Crowd(n, math.sqrt(column * row), *bounds)
+
+
+def crossing_count() -> int:
+    """The least number of tokens at which this crowd exceeds the stated bound, by bisection over m."""
+    low, high = 100, 100_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        at = crowd_of(middle)
+        low, high = (low, middle) if at.residual > at.stated else (middle, high)
+    return 2 * high + 1
+
+
+# --- the study ---
+
+
+def measure_bounds(setting: Setting) -> Results:
+    """All draws, and crowds of growing size."""
+    count = DRAWS[setting.quick]
+    plan = [
+        (seed, BOUND_TOKENS[seed % 3], TOKEN_DISTANCES[seed % 4], centre)
+        for seed in range(count)
+        for centre in ("mean", "midrange")
+    ]
+    draws = [draw_layer(*each) for each in setting.each(plan)]
+    ratios = {
+        kind: [r for seed in range(count // 2) if (r := deep_log_ratio(seed, kind)) is not None]
+        for kind in ("pure", "skip", "mlp")
+    }
+    crowds = [crowd_of(m) for m in (100, 1_000, 10_000, 100_000, CROWD)]
+    stated = [draw.stated for draw in draws]
+    last = crowds[-1]
+    measured = {
+        "b1": largest_of_draws(stated),
+        "b2": largest_of_draws(stated),
+        "b3": largest_of_draws(ratios["pure"], {"least": min(ratios["pure"])}),
+        "b4": largest_of_draws([10**r for r in ratios["skip"]]),
+        "b5": largest_of_draws([10**r for r in ratios["mlp"]]),
+        "b6": Measurement(last.residual / last.stated, 0.0, "none: solved"),
+        "b7": largest_of_draws([d.proved for d in draws] + [c.residual / c.proved for c in crowds]),
+    }
+    used = {
+        "by_size": [
+            {"size": size, "share": max(d.stated for d in draws if d.size == size)} for size in TOKEN_DISTANCES
+        ],
+        "by_tokens": [(n, max(d.stated for d in draws if d.tokens == n)) for n in BOUND_TOKENS],
+        "median": float(torch.tensor(stated).median()),
+    }
+    return Results(
+        measured, {"bound_used": used, "crowds": [vars(c) for c in crowds], "crowd_crossing": crossing_count()}
+    )
+
+
+BOUNDS_STUDY = Study("bounds over random draws", BOUNDS_CLAIMS, measure_bounds)

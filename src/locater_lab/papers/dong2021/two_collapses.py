@@ -1,7 +1,7 @@
 """Rank collapse and entropy collapse on the same heads: study h.
 
-Heads are those of `planted.py`, A = s W with M = tr A, F = ||A||^2, S = tr A^2. Over a grid of
-(M, F, S/F) and several kinds of tokens every head is asked two things:
+Heads are those of `planted_heads.py`, A = s W with M = tr A, F = ||A||^2, S = tr A^2. Over a grid of (M, F, S/F) and
+several kinds of tokens every head is asked two things:
 
     residual kept     ||res(P X)|| / ||res(X)||, composite: under 1/2 its rank collapses
     entropy ratio     mean over queries of H / log(visible keys): under 1/2 its entropy collapses
@@ -31,9 +31,20 @@ from locater.theory import localization
 from locater_lab.engine.claims import Claim, Measurement
 from locater_lab.engine.compute import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.papers.dong2021.contraction import over_draws
-from locater_lab.papers.dong2021.phases import phase_table, planes
-from locater_lab.papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens
+from locater_lab.papers.dong2021.contraction import mean_over_draws
+from locater_lab.papers.dong2021.planted_heads import (
+    LENGTH,
+    SHAPES,
+    TOKENS,
+    WIDTH,
+    Batch,
+    attend_batch,
+    draw_tokens,
+    linear_response,
+    mean_planes,
+    phase_table,
+    planted_head,
+)
 
 # How well one or two numbers of a head tell whether it has a label: rules with thresholds, and the order alone.
 
@@ -57,11 +68,11 @@ def interval_accuracy(score: Float[Tensor, " heads"], label: Tensor) -> float:
     return (1 + best) / 2
 
 
-def corner(low: Tensor, high: Tensor, label: Tensor) -> tuple[float, float]:
+def best_corner(low: Tensor, high: Tensor, label: Tensor) -> tuple[float, float]:
     """The a and b for which "low at least a and high at most b" has the best balanced accuracy, among the values at
     hand.
 
-    >>> corner(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]), torch.tensor([False, True, False]))
+    >>> best_corner(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]), torch.tensor([False, True, False]))
     (1.0, 1.0)
     """
     order = high.argsort(stable=True)
@@ -76,10 +87,10 @@ def corner(low: Tensor, high: Tensor, label: Tensor) -> tuple[float, float]:
     return thresholds
 
 
-def ordering(score: Tensor, label: Tensor) -> float:
+def ordering_chance(score: Tensor, label: Tensor) -> float:
     """Chance that a head with the label has the higher score (the area under the curve); NaN where all are alike.
 
-    >>> ordering(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([False, True, True]))
+    >>> ordering_chance(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([False, True, True]))
     1.0
     """
     yes, no = score[label], score[~label]
@@ -152,24 +163,24 @@ Rows = list[tuple[float, ...]]  # the same as it is measured
 Grids = Mapping[tuple[str, int], Mapping[bool, Table]]  # by tokens and seed, then by mask
 
 
-def part_of(setting: Setting, part: tuple[str, int]) -> tuple[dict[bool, Rows], dict[str, float], list[float]]:
+def measure_part(setting: Setting, part: tuple[str, int]) -> tuple[dict[bool, Rows], dict[str, float], list[float]]:
     """All that is measured on tokens of one kind and seed: a grid, shapes of spectra, a window."""
     count = SEQUENCES[setting.quick]
-    return sweep(*part, count), explained(*part, count), window(*part, count)
+    return sweep_heads(*part, count), explained_variance(*part, count), window_widths(*part, count)
 
 
-def sweep(kind: str, seed: int, count: int) -> dict[bool, Rows]:
+def sweep_heads(kind: str, seed: int, count: int) -> dict[bool, Rows]:
     """Every head of the grid on the same tokens, without mask and with."""
-    batch = Batch.of(tokens(kind, count, seed))
+    batch = Batch.of(draw_tokens(kind, count, seed))
     rows: dict[bool, Rows] = {False: [], True: []}
     for ratio, M in product(RATIOS, MEANS):
-        maps = {size: A for size in SIZES if (A := head(M, size, ratio, seed=seed)) is not None}
+        maps = {size: A for size in SIZES if (A := planted_head(M, size, ratio, seed=seed)) is not None}
         if not maps:
             continue
         A = torch.stack(list(maps.values()))
-        v, k = response(batch, A)
+        v, k = linear_response(batch, A)
         for causal, heads in rows.items():
-            seen = attend(batch, A, causal)
+            seen = attend_batch(batch, A, causal)
             columns = torch.stack([v, k, seen.kept, seen.entropy, seen.price], 1)
             heads += [(M, size, ratio, *row) for size, row in zip(maps, columns.tolist(), strict=True)]
     return rows
@@ -182,24 +193,24 @@ def _table(rows: Rows) -> Table:
     return {**columns, "F": F, "M^2/F": M**2 / F, "Λ": localization(M, columns["ratio"] * F, F)}
 
 
-def neither(table: Table) -> Tensor:
+def has_neither_collapse(table: Table) -> Tensor:
     """Heads that keep half of both."""
-    return _neither(table["kept"], table["entropy"])
+    return _keeps_half(table["kept"], table["entropy"])
 
 
-def _neither(kept: Tensor, entropy: Tensor) -> Tensor:
+def _keeps_half(kept: Tensor, entropy: Tensor) -> Tensor:
     return (kept >= HALF) & (entropy >= HALF)
 
 
-def explained(kind: str, seed: int, count: int) -> dict[str, float]:
+def explained_variance(kind: str, seed: int, count: int) -> dict[str, float]:
     """Share of the variance of kept and entropy, over heads of four shapes of spectrum, that is between cells of (M, F,
     S/F).
     """
-    batch = Batch.of(tokens(kind, count, seed))
+    batch = Batch.of(draw_tokens(kind, count, seed))
     cells = []
     for ratio, M, size in product(RATIOS[::2], MEANS[::2], SIZES[::2]):
-        maps = [A for shape in SHAPES if (A := head(M, size, ratio, shape, seed)) is not None]
-        cells += [attend(batch, torch.stack(maps))] if maps else []
+        maps = [A for shape in SHAPES if (A := planted_head(M, size, ratio, shape, seed)) is not None]
+        cells += [attend_batch(batch, torch.stack(maps))] if maps else []
     shares = {}
     for name in ("kept", "entropy"):
         values = torch.stack([getattr(cell, name) for cell in cells])  # (cells, shapes)
@@ -207,14 +218,14 @@ def explained(kind: str, seed: int, count: int) -> dict[str, float]:
     return shares
 
 
-def window(kind: str, seed: int, count: int) -> list[float]:
+def window_widths(kind: str, seed: int, count: int) -> list[float]:
     """Octaves of scale over which neither collapse happens, per concentration."""
-    batch = Batch.of(tokens(kind, count, seed))
+    batch = Batch.of(draw_tokens(kind, count, seed))
     widths = []
     for share in CONCENTRATIONS:
-        maps = [A for size in SCALES if (A := head(share * WIDTH**0.5 * size, size, 1.0)) is not None]
-        seen = attend(batch, torch.stack(maps))
-        widths.append(int(_neither(seen.kept, seen.entropy).sum()) * math.log2(SCALES[1] / SCALES[0]))
+        maps = [A for size in SCALES if (A := planted_head(share * WIDTH**0.5 * size, size, 1.0)) is not None]
+        seen = attend_batch(batch, torch.stack(maps))
+        widths.append(int(_keeps_half(seen.kept, seen.entropy).sum()) * math.log2(SCALES[1] / SCALES[0]))
     return widths
 
 
@@ -223,10 +234,13 @@ def window(kind: str, seed: int, count: int) -> list[float]:
 
 def corner_accuracy(seen: Sequence[Table], judged: Table) -> float:
     """Mean of the two hit rates on `judged` of the rule on k and F that is best on `seen`."""
-    a, b = corner(
-        *(torch.cat([column(table) for table in seen]) for column in (lambda t: t["k"], lambda t: t["F"], neither))
+    a, b = best_corner(
+        *(
+            torch.cat([column(table) for table in seen])
+            for column in (lambda t: t["k"], lambda t: t["F"], has_neither_collapse)
+        )
     )
-    predicted, true = (judged["k"] >= a) & (judged["F"] <= b), neither(judged)
+    predicted, true = (judged["k"] >= a) & (judged["F"] <= b), has_neither_collapse(judged)
     return float((predicted & true).sum() / true.sum() + (~predicted & ~true).sum() / (~true).sum()) / 2
 
 
@@ -238,21 +252,23 @@ def measure(setting: Setting) -> Results:
     seeds = range(SEEDS)
     plan = [(kind, seed) for kind in TOKENS for seed in seeds]
     grids, shapes, windows = {}, {}, {}
-    for each, (rows, shapes[each], windows[each]) in zip(plan, map_parts(part_of, plan, setting), strict=True):
+    for each, (rows, shapes[each], windows[each]) in zip(plan, map_parts(measure_part, plan, setting), strict=True):
         grids[each] = {causal: _table(heads) for causal, heads in rows.items()}
-    measured = _of_kinds(grids, seeds) | _of_equal_norm(grids, seeds)
-    measured["h3"] = over_draws(
+    measured = _measure_kinds(grids, seeds) | _measure_equal_norm(grids, seeds)
+    measured["h3"] = mean_over_draws(
         [min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}
     )
-    measured["h9"] = over_draws([_widens(windows[MAIN, seed]) for seed in seeds])
+    measured["h9"] = mean_over_draws([_window_correlation(windows[MAIN, seed]) for seed in seeds])
     free = [grids[MAIN, seed][False] for seed in seeds]
     octaves = {kind: torch.tensor([windows[kind, seed] for seed in seeds]).mean(0).tolist() for kind in TOKENS}
     means = [M for M in MEANS if M > 0]
     rules = ("Λ", "M", "F", "M^2/F", "v", "k")
-    causal = {kind: fmean(float(neither(grids[kind, s][True]).double().mean()) for s in seeds) for kind in TOKENS}
+    causal = {
+        kind: fmean(float(has_neither_collapse(grids[kind, s][True]).double().mean()) for s in seeds) for kind in TOKENS
+    }
     tables = {
-        "phases": phase_table(planes(grids, seeds, means, SIZES), means, SIZES),
-        "entropy_and_residual": _traded(free[0]),
+        "phases": phase_table(mean_planes(grids, seeds, means, SIZES), means, SIZES),
+        "entropy_and_residual": _entropy_and_residual(free[0]),
         "one_number_rules": {name: fmean(_accuracy(table, name) for table in free) for name in rules},
         "two_number_rule": _corner(free),
         "neither_causal": causal,
@@ -261,13 +277,13 @@ def measure(setting: Setting) -> Results:
     return Results(measured, tables)
 
 
-def _of_kinds(grids: Grids, seeds: range) -> dict[str, Measurement]:
+def _measure_kinds(grids: Grids, seeds: range) -> dict[str, Measurement]:
     """Claims on the worst of three kinds of tokens."""
 
     def over_kinds(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float]) -> Measurement:
         by_tokens = {kind: fmean(one(kind, seed) for seed in seeds) for kind in TOKENS}
         worst = [pick([one(kind, seed) for kind in TOKENS]) for seed in seeds]
-        return over_draws(worst, {"by_tokens": by_tokens})
+        return mean_over_draws(worst, {"by_tokens": by_tokens})
 
     def both(kind: str, seed: int) -> float:
         tables = grids[kind, seed].values()
@@ -279,10 +295,10 @@ def _of_kinds(grids: Grids, seeds: range) -> dict[str, Measurement]:
 
     def by_response(kind: str, seed: int) -> float:
         table = grids[kind, seed][False]
-        return ordering(table["k"], table["kept"] >= HALF)
+        return ordering_chance(table["k"], table["kept"] >= HALF)
 
     def has_neither(kind: str, seed: int) -> float:
-        return float(neither(grids[kind, seed][False]).double().mean())
+        return float(has_neither_collapse(grids[kind, seed][False]).double().mean())
 
     prices = [float(by_mask[False]["price"].nan_to_num().max()) for by_mask in grids.values()]
     heads = len(prices) * len(grids[MAIN, 0][False]["M"])
@@ -295,34 +311,34 @@ def _of_kinds(grids: Grids, seeds: range) -> dict[str, Measurement]:
     }
 
 
-def _of_equal_norm(grids: Grids, seeds: range) -> dict[str, Measurement]:
+def _measure_equal_norm(grids: Grids, seeds: range) -> dict[str, Measurement]:
     """Claims on rules that tell where neither collapse happens."""
     free = [grids[MAIN, seed][False] for seed in seeds]
     others = [[table for table in free if table is not judged] for judged in free]
     return {
-        "h6": over_draws([_accuracy(table, "Λ") for table in free]),
-        "h7": over_draws([_accuracy(table, "M^2/F") for table in free]),
-        "h10": over_draws([corner_accuracy(seen, judged) for seen, judged in zip(others, free, strict=True)]),
+        "h6": mean_over_draws([_accuracy(table, "Λ") for table in free]),
+        "h7": mean_over_draws([_accuracy(table, "M^2/F") for table in free]),
+        "h10": mean_over_draws([corner_accuracy(seen, judged) for seen, judged in zip(others, free, strict=True)]),
     }
 
 
 def _accuracy(table: Table, name: str) -> float:
-    return interval_accuracy(table[name], neither(table))
+    return interval_accuracy(table[name], has_neither_collapse(table))
 
 
 def _corner(tables: Sequence[Table]) -> dict[str, float]:
     """The rule on all seeds, and its accuracy where it was chosen, as that of the other rules."""
-    a, b = (fmean(x) for x in zip(*(corner(t["k"], t["F"], neither(t)) for t in tables), strict=True))
+    a, b = (fmean(x) for x in zip(*(best_corner(t["k"], t["F"], has_neither_collapse(t)) for t in tables), strict=True))
     return {"k": a, "F": b, "chosen_here": fmean(corner_accuracy([t], t) for t in tables)}
 
 
-def _widens(widths: Sequence[float]) -> float:
+def _window_correlation(widths: Sequence[float]) -> float:
     return spearman(torch.tensor(CONCENTRATIONS), torch.tensor(widths)) or 0.0
 
 
 def window_table(concentration: Sequence[float], octaves: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """The window by kind of tokens, and which kinds it widens or narrows for as spectra become concentrated."""
-    order = {kind: _widens(widths) for kind, widths in octaves.items()}
+    order = {kind: _window_correlation(widths) for kind, widths in octaves.items()}
     ways = {
         "widens": [kind for kind, r in order.items() if r >= 0.5],
         "narrows": [kind for kind, r in order.items() if r <= -0.5],
@@ -331,7 +347,7 @@ def window_table(concentration: Sequence[float], octaves: Mapping[str, Sequence[
     return {"concentration": list(concentration), "octaves": dict(octaves), "correlation": order, "ways": ways}
 
 
-def _traded(table: Table) -> list[list[float]]:
+def _entropy_and_residual(table: Table) -> list[list[float]]:
     """Entropy lost in nats beside residual kept, a point per head."""
     lost = (1 - table["entropy"]) * math.log(LENGTH)
     return torch.stack([lost, table["kept"]], 1).tolist()

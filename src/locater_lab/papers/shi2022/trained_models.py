@@ -25,7 +25,7 @@ from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, half_range
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import model_folders, read_each
-from locater_lab.papers.dong2021.encoders import LENGTH, TEXT, is_causal
+from locater_lab.papers.dong2021.residual_by_depth import LENGTH, TEXT_CHARACTERS, is_causal
 from locater_lab.papers.shi2022.token_distance import (
     STEEPEST,
     attention_eigenvalue,
@@ -157,7 +157,9 @@ def read_models(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]
 
 def _read_model(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
     model = load_model(str(folder)).requires_grad_(False)
-    parts = batches(model, setting.text[:TEXT], length=LENGTH, tokens=LENGTH * SAMPLES[setting.quick], batch=4)
+    parts = batches(
+        model, setting.text[:TEXT_CHARACTERS], length=LENGTH, tokens=LENGTH * SAMPLES[setting.quick], batch=4
+    )
     curves = {key: [half.mean(0).tolist() for half in x.chunk(2)] for key, x in readings_by_layer(model, parts).items()}
     few = {key: x[:BOUNDED] for key, x in parts[0].items()}
     blocks = promised_bounds(model, few) if model.config.model_type == "bert" else []

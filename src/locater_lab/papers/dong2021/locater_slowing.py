@@ -23,8 +23,8 @@ from locater.measures import rank_residual
 from locater_lab.engine.claims import Claim, by_seed
 from locater_lab.engine.compute import device_of_study, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.papers.dong2021.contraction import visible
-from locater_lab.papers.dong2021.planted import WIDTH, tokens
+from locater_lab.papers.dong2021.contraction import visible_points
+from locater_lab.papers.dong2021.planted_heads import WIDTH, draw_tokens
 from locater_lab.papers.dong2021.two_collapses import MAIN
 from locater_lab.theory import Block, depth_residuals
 from locater_lab.train import Shape, Transformer
@@ -32,10 +32,10 @@ from locater_lab.train import Shape, Transformer
 SEEDS = 8
 TARGET, LARGE = 2.0, 8.0  # LocAteR's default, and one beyond it
 # sqrt F of drawn heads, about that of BERT's; steps of the penalty and their size
-START, DESCENT, RATE = 0.3, 400, 3e-3
+DRAWN_SIZE, DESCENT_STEPS, RATE = 0.3, 400, 3e-3
 DEPTH, SHOWN = 6, 2  # layers of a stack; after how many its claims are read
 # after how many that of trained models is: beyond it attention without penalty has nothing left that float64 could tell
-HALFWAY = 3
+READ_LAYER = 3
 SCALE = WIDTH**-0.5
 SHAPE = Shape(
     vocabulary=10,
@@ -64,7 +64,7 @@ CLAIMS = (
     ),
     Claim(
         "h13", "A trained model's attention collapses later if it was trained with LocAteR",
-        f"decades of the residual's share gained after {HALFWAY} of {SHAPE.layers} layers without skips and MLPs, models that sort",
+        f"decades of the residual's share gained after {READ_LAYER} of {SHAPE.layers} layers without skips and MLPs, models that sort",
         "at least", 0.0,
         by="ours",
     ),
@@ -74,18 +74,18 @@ CLAIMS = (
 # --- the penalty alone ---
 
 
-def drawn(heads: int, size: float, seed: int) -> Maps:
+def draw_maps(heads: int, size: float, seed: int) -> Maps:
     """Gaussian query and key maps with sqrt F = size on average."""
     noise = torch.randn(2, heads, WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
     query, key = noise * math.sqrt(size / (SCALE * WIDTH**1.5))
     return query, key
 
 
-def penalised(maps: Maps, target: float, steps: int | None = None) -> Maps:
+def penalize_maps(maps: Maps, target: float, steps: int | None = None) -> Maps:
     """Adam on the penalty and nothing else, DESCENT steps of it unless said."""
     query, key = (x.clone().requires_grad_() for x in maps)
     penalty, optimizer = LocAteR(target=target), torch.optim.Adam([query, key], lr=RATE)
-    for _ in range(DESCENT if steps is None else steps):
+    for _ in range(DESCENT_STEPS if steps is None else steps):
         optimizer.zero_grad()
         penalty.of(query, key, SCALE).sum().backward()
         optimizer.step()
@@ -109,16 +109,16 @@ def stack_shares(maps: Maps, x: Float[Tensor, "T d"]) -> list[float]:
     return depth_residuals(x, layers, relative=True).clamp_min(1e-17).tolist()
 
 
-def alone(seed: int) -> dict[str, dict[str, Any]]:
+def penalty_alone(seed: int) -> dict[str, dict[str, Any]]:
     """A stack of drawn heads as it is, after the penalty, and redrawn at the F that the penalty left."""
-    x, begun = tokens(MAIN, 1, seed)[0].double(), drawn(DEPTH, START, seed)
+    x, begun = draw_tokens(MAIN, 1, seed)[0].double(), draw_maps(DEPTH, DRAWN_SIZE, seed)
     heads = {
         "drawn": begun,
-        "penalty, target 2": penalised(begun, TARGET),
-        "penalty, target 8": penalised(begun, LARGE),
+        "penalty, target 2": penalize_maps(begun, TARGET),
+        "penalty, target 8": penalize_maps(begun, LARGE),
     }
     for name in list(heads)[1:]:
-        heads[f"mean zero, F of {name[9:]}"] = drawn(DEPTH, moments_of(heads[name])["size"], seed + 100)
+        heads[f"mean zero, F of {name[9:]}"] = draw_maps(DEPTH, moments_of(heads[name])["size"], seed + 100)
     return {name: {"shares": stack_shares(maps, x), **moments_of(maps)} for name, maps in heads.items()}
 
 
@@ -127,13 +127,13 @@ def alone(seed: int) -> dict[str, dict[str, Any]]:
 ARMS = {"no penalty": None, "LocAteR, target 2": TARGET, "LocAteR, target 8": LARGE}
 
 
-def numbers(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_numbers(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sequences of digits, and the same in order: the class of a place is the digit that belongs there."""
     rows = torch.randint(SHAPE.vocabulary, (count, SHAPE.length), generator=generator)
     return rows, rows.sort(1).values
 
 
-def train(arm: str, seed: int, steps: int, where: str = "cpu") -> tuple[Transformer, float]:
+def train_sorter(arm: str, seed: int, steps: int, where: str = "cpu") -> tuple[Transformer, float]:
     """A model that sorts, and its accuracy on fresh sequences; every arm starts alike and sees the same batches."""
     torch.manual_seed(seed)
     model, target = Transformer(SHAPE).to(where), ARMS[arm]
@@ -141,7 +141,7 @@ def train(arm: str, seed: int, steps: int, where: str = "cpu") -> tuple[Transfor
     optimizer = torch.optim.AdamW(model.parameters(), lr=PACE, betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(seed)
     # at once: a step does not wait for its batch
-    drawn_rows = torch.stack([numbers(BATCH, generator)[0] for _ in range(steps)]).to(where)
+    drawn_rows = torch.stack([draw_numbers(BATCH, generator)[0] for _ in range(steps)]).to(where)
     for step, rows in enumerate(drawn_rows):
         for group in optimizer.param_groups:
             group["lr"] = PACE * min(1.0, (step + 1) / WARM) * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -151,7 +151,7 @@ def train(arm: str, seed: int, steps: int, where: str = "cpu") -> tuple[Transfor
         optimizer.zero_grad()
         control.after_step()
     control.detach()
-    rows, right = (x.to(where) for x in numbers(CHECKED, torch.Generator().manual_seed(10_000 + seed)))
+    rows, right = (x.to(where) for x in draw_numbers(CHECKED, torch.Generator().manual_seed(10_000 + seed)))
     with torch.no_grad():
         return model, float((model(rows).argmax(-1) == right).double().mean())
 
@@ -161,7 +161,7 @@ def layer_shares(model: Transformer, cut: bool, seed: int) -> list[float]:
     """Residual's share before the first block and after each, geometric mean over sequences; `cut`: without skips and
     MLPs.
     """
-    rows = numbers(CHECKED, torch.Generator().manual_seed(20_000 + seed))[0].to(model.lm_head.weight.device)
+    rows = draw_numbers(CHECKED, torch.Generator().manual_seed(20_000 + seed))[0].to(model.lm_head.weight.device)
     states: list[Tensor] = []
     model = model.double()  # in place: float32 would call tokens equal from 1e-8 on
     hooks = [model.model.layers[0].register_forward_pre_hook(lambda m, inputs: states.append(inputs[0]))]
@@ -177,25 +177,29 @@ def layer_shares(model: Transformer, cut: bool, seed: int) -> list[float]:
     return [float(rank_residual(x).clamp_min(1e-17).log().mean().exp()) for x in states]
 
 
-def trained(arm: str, seed: int, steps: int, where: str = "cpu") -> dict[str, Any]:
+def train_and_measure(arm: str, seed: int, steps: int, where: str = "cpu") -> dict[str, Any]:
     """An arm's accuracy, and the residual's share per layer, whole and cut."""
-    model, accuracy = train(arm, seed, steps, where)
+    model, accuracy = train_sorter(arm, seed, steps, where)
     return {"accuracy": accuracy, "whole": layer_shares(model, False, seed), "cut": layer_shares(model, True, seed)}
 
 
 # --- the study ---
 
 
-def part_of(setting: Setting, part: tuple[str | None, int]) -> dict[str, Any]:
+def measure_part(setting: Setting, part: tuple[str | None, int]) -> dict[str, Any]:
     """An arm's model, or, without an arm, stacks of drawn heads."""
     arm, seed = part
-    return alone(seed) if arm is None else trained(arm, seed, STEPS[setting.quick], device_of_study(setting))
+    return (
+        penalty_alone(seed)
+        if arm is None
+        else train_and_measure(arm, seed, STEPS[setting.quick], device_of_study(setting))
+    )
 
 
 def measure(setting: Setting) -> Results:
     """All seeds; differences are taken within a seed."""
     plan = [(arm, seed) for arm in (*ARMS, None) for seed in range(SEEDS)]
-    by_part = dict(zip(plan, map_parts(part_of, plan, setting), strict=True))
+    by_part = dict(zip(plan, map_parts(measure_part, plan, setting), strict=True))
     stacks = [by_part[None, seed] for seed in range(SEEDS)]
     runs = [{arm: by_part[arm, seed] for arm in ARMS} for seed in range(SEEDS)]
 
@@ -203,7 +207,7 @@ def measure(setting: Setting) -> Results:
         return [math.log10(run[better]["shares"][SHOWN] / run[worse]["shares"][SHOWN]) for run in stacks]
 
     def later(arm: str) -> list[float]:
-        return [math.log10(run[arm]["cut"][HALFWAY] / run["no penalty"]["cut"][HALFWAY]) for run in runs]
+        return [math.log10(run[arm]["cut"][READ_LAYER] / run["no penalty"]["cut"][READ_LAYER]) for run in runs]
 
     measured = {
         "h11": by_seed(gained("penalty, target 2", "drawn")),
@@ -211,30 +215,31 @@ def measure(setting: Setting) -> Results:
         "h13": by_seed(later("LocAteR, target 2")),
     }
     shown = {
-        name: {"shares": _geometric([run[name]["shares"] for run in stacks]), **_moments(stacks, name)}
+        name: {"shares": _geometric_means([run[name]["shares"] for run in stacks]), **_moments(stacks, name)}
         for name in stacks[0]
     }
     large = {"h12": gained("penalty, target 8", "mean zero, F of target 8"), "h13": later("LocAteR, target 8")}
-    models = models_table({arm: _over(runs, arm) for arm in ARMS}, STEPS[setting.quick])
+    models = models_table({arm: _mean_over_runs(runs, arm) for arm in ARMS}, STEPS[setting.quick])
     return Results(measured, {"penalty_stacks": stacks_table(shown), "sorting_models": models, "at_target_8": large})
 
 
 def stacks_table(stacks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """With the points that float64 can show."""
-    return {name: {**stack, "points": visible(stack["shares"])} for name, stack in stacks.items()}
+    return {name: {**stack, "points": visible_points(stack["shares"])} for name, stack in stacks.items()}
 
 
 def models_table(arms: Mapping[str, Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """The same of trained models, whole and cut."""
     drawn_arms = {
-        name: {**arm, "points": {kind: visible(arm[kind]) for kind in ("whole", "cut")}} for name, arm in arms.items()
+        name: {**arm, "points": {kind: visible_points(arm[kind]) for kind in ("whole", "cut")}}
+        for name, arm in arms.items()
     }
-    return {"arms": drawn_arms, "steps": steps, "layers": SHAPE.layers, "shown": SHOWN, "halfway": HALFWAY}
+    return {"arms": drawn_arms, "steps": steps, "layers": SHAPE.layers, "shown": SHOWN, "halfway": READ_LAYER}
 
 
-def _over(runs: Sequence[Mapping[str, Any]], arm: str) -> dict[str, Any]:
+def _mean_over_runs(runs: Sequence[Mapping[str, Any]], arm: str) -> dict[str, Any]:
     """An arm's accuracy and residuals, over seeds."""
-    shares = {kind: _geometric([run[arm][kind] for run in runs]) for kind in ("whole", "cut")}
+    shares = {kind: _geometric_means([run[arm][kind] for run in runs]) for kind in ("whole", "cut")}
     return {"accuracy": fmean(run[arm]["accuracy"] for run in runs), **shares}
 
 
@@ -242,7 +247,7 @@ def _moments(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
     return {key: fmean(run[name][key] for run in runs) for key in ("M", "size", "ratio")}
 
 
-def _geometric(rows: Sequence[Sequence[float]]) -> list[float]:
+def _geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
     return torch.tensor(rows, dtype=torch.float64).log().mean(0).exp().tolist()
 
 

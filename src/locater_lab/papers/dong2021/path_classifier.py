@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from locater_lab.engine.compute import as_cuda_graph
 
 DEPTH, DROPOUT, EPS = 6, 0.1, 1e-12
-WARM = 100  # steps
-Choice = tuple[int | None, ...]  # a head per layer, None where the path takes the skip
+WARM_UP_STEPS = 100  # steps
+HeadPath = tuple[int | None, ...]  # a head per layer, None where the path takes the skip
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class Layer(nn.Module):
         """
         attention = (self.maps(x, real) if maps is None else maps)[:, head]
         value = attention @ self._split(self.value(x))[:, head]
-        return self._after(_normed(value @ self.out.weight.unflatten(1, (self.heads, -1))[:, head].mT + self.out.bias))
+        return self._after(
+            _normalize(value @ self.out.weight.unflatten(1, (self.heads, -1))[:, head].mT + self.out.bias)
+        )
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -138,7 +140,7 @@ class Classifier(nn.Module):
             x = layer(x, real)
         return maps
 
-    def along(self, x: Tensor, real: Tensor, path: Choice, maps: Sequence[Tensor] | None = None) -> Tensor:
+    def along(self, x: Tensor, real: Tensor, path: HeadPath, maps: Sequence[Tensor] | None = None) -> Tensor:
         """Embedded tokens x after one path; a layer that it skips does nothing, not even its norm."""
         for number, (layer, head) in enumerate(zip(self.layers, path, strict=True)):
             if head is not None:
@@ -146,13 +148,13 @@ class Classifier(nn.Module):
                 x = layer.one(x, real, head, None if maps is None else maps[number])
         return x
 
-    def of_paths(self, data: Data, paths: Sequence[Choice], maps: Sequence[Tensor] | None = None) -> Tensor:
+    def of_paths(self, data: Data, paths: Sequence[HeadPath], maps: Sequence[Tensor] | None = None) -> Tensor:
         """Logits from the sum of the paths."""
         start = self.embed(data.x)
         total = torch.zeros_like(start)
         for path in paths:
             total += self.along(start, data.real, path, maps)
-        return self.head(_normed(total))
+        return self.head(_normalize(total))
 
 
 def _linear(wide: int, out: int) -> nn.Linear:
@@ -162,7 +164,7 @@ def _linear(wide: int, out: int) -> nn.Linear:
     return module
 
 
-def _normed(x: Tensor) -> Tensor:
+def _normalize(x: Tensor) -> Tensor:
     return nn.functional.layer_norm(x, x.shape[-1:], eps=EPS)
 
 
@@ -180,7 +182,7 @@ class Recipe:
     steady: bool = False  # the rate
 
 
-def train(shape: Shape, data: Data, recipe: Recipe, seed: int) -> Classifier:
+def train_classifier(shape: Shape, data: Data, recipe: Recipe, seed: int) -> Classifier:
     """AdamW on batches in the order of the data; the rate rises over the first steps and falls to zero in a straight
     line, or is steady.
     """
@@ -190,16 +192,20 @@ def train(shape: Shape, data: Data, recipe: Recipe, seed: int) -> Classifier:
     rate: Tensor | float = torch.tensor(recipe.rate, device=data.x.device) if cuda else recipe.rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=recipe.decay, fused=True, capturable=cuda)
     steps = recipe.epochs * math.ceil(len(data.x) / recipe.batch)
-    take = _captured(model, optimizer, data.part(slice(0, recipe.batch))) if cuda else partial(_take, model, optimizer)
+    take = (
+        _graph_of_step(model, optimizer, data.part(slice(0, recipe.batch)))
+        if cuda
+        else partial(_take_step, model, optimizer)
+    )
     for step, part in enumerate(_batches(data, recipe.batch, recipe.epochs)):
-        now = recipe.rate * (1.0 if recipe.steady else min(1.0, (step + 1) / WARM) * (1 - step / steps))
+        now = recipe.rate * (1.0 if recipe.steady else min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - step / steps))
         for group in optimizer.param_groups:
             group["lr"] = group["lr"].fill_(now) if cuda else now
         take(part)
     return model.eval().requires_grad_(False)
 
 
-def _take(model: Classifier, optimizer: torch.optim.Optimizer, part: Data) -> None:
+def _take_step(model: Classifier, optimizer: torch.optim.Optimizer, part: Data) -> None:
     """One step."""
     logits = model(part.x, part.real)
     nn.functional.cross_entropy(logits.flatten(0, 1), part.y.flatten(), ignore_index=-1).backward()
@@ -207,7 +213,7 @@ def _take(model: Classifier, optimizer: torch.optim.Optimizer, part: Data) -> No
     optimizer.zero_grad(set_to_none=not part.x.is_cuda)
 
 
-def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) -> Callable[[Data], None]:
+def _graph_of_step(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) -> Callable[[Data], None]:
     """The same as a CUDA graph, since the steps of so small a model are nothing but launches; the last, shorter batch
     is taken as it is.
 
@@ -215,7 +221,7 @@ def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) 
     """
     batch = Data(first.x.clone(), first.y.clone())
     before = [p.detach().clone() for p in model.parameters()]
-    again = as_cuda_graph(partial(_take, model, optimizer, batch))
+    again = as_cuda_graph(partial(_take_step, model, optimizer, batch))
     with torch.no_grad():
         for p, was in zip(model.parameters(), before, strict=True):
             p.copy_(was)
@@ -224,7 +230,7 @@ def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) 
 
     def take(part: Data) -> None:
         if part.x.shape != batch.x.shape:
-            return _take(model, optimizer, part)
+            return _take_step(model, optimizer, part)
         batch.x.copy_(part.x)
         batch.y.copy_(part.y)
         return again()
@@ -243,21 +249,21 @@ def accuracy(logits: Tensor, data: Data) -> float:
     return float((logits.argmax(-1) == data.y)[data.real].double().mean())
 
 
-def guess(learn: Data, judged: Data) -> float:
+def guess_accuracy(learn: Data, judged: Data) -> float:
     """Accuracy of the most frequent class of each place: what can be had without reading the input.
 
     >>> one = Data(torch.zeros(3, 2, dtype=torch.long), torch.tensor([[0, 1], [0, 1], [1, 1]]))
-    >>> round(guess(one, one), 3)
+    >>> round(guess_accuracy(one, one), 3)
     0.833
     """
     counts = torch.stack([(learn.y == c).sum(0) for c in range(int(learn.y.max()) + 1)], -1)  # (T, classes)
     return accuracy(counts.expand(len(judged.y), -1, -1), judged)
 
 
-def drawn(length: int, heads: int, draws: random.Random, depth: int = DEPTH) -> Choice:
+def draw_path(length: int, heads: int, draws: random.Random, depth: int = DEPTH) -> HeadPath:
     """A path through `length` layers, these and the head in each drawn evenly.
 
-    >>> path = drawn(2, 3, random.Random(0))
+    >>> path = draw_path(2, 3, random.Random(0))
     >>> len(path), sum(head is not None for head in path)
     (6, 2)
     """

@@ -1,9 +1,9 @@
 """How much of a trained model's accuracy sums of a few of its paths keep, by their length, on three tasks: sorting,
 convex hull and memorisation. Study f.
 
-Six layers LN(x + heads), and an MLP in memorisation alone, whose published runs have one too. `classifier.py` has the
-model and says what becomes of a path: it computes its own attention, as in the paper, or uses that of the whole model
-(`frozen`).
+Six layers LN(x + heads), and an MLP in memorisation alone, whose published runs have one too. `path_classifier.py` has
+the model and says what becomes of a path: it computes its own attention, as in the paper, or uses that of the whole
+model (`frozen`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from locater.inputs.text import read_text
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.compute import device_of_study, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.papers.dong2021.classifier import (
+from locater_lab.papers.dong2021.path_classifier import (
     DEPTH,
     Classifier,
     Data,
     Recipe,
     Shape,
     accuracy,
-    drawn,
-    guess,
-    train,
+    draw_path,
+    guess_accuracy,
+    train_classifier,
 )
-from locater_lab.papers.dong2021.encoders import words
+from locater_lab.papers.dong2021.residual_by_depth import split_words
 
 PATHS, REPEATS = (5, 20), 5
 FEW, MANY = (f"{count} paths" for count in PATHS)
@@ -44,7 +44,7 @@ FROZEN = f"{MANY}, attention frozen"
 # --- the tasks ---
 
 VOCABULARY = 30_000  # of memorisation
-Make = Callable[[Setting, int], tuple[Data, Data]]  # by seed: data to learn from, and to be judged on
+DataMaker = Callable[[Setting, int], tuple[Data, Data]]  # by seed: data to learn from, and to be judged on
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Task:
     """A task and the model for it. `entire` and `chance` are the lines that the paper draws."""
 
     name: str
-    make: Make
+    make: DataMaker
     shape: Shape
     recipe: Recipe
     published_rate: float
@@ -97,7 +97,7 @@ def memorisation(setting: Setting, seed: int, count: int = 500, length: int = 12
     """Sentences with a random class for every token; judged on the first 88 of those that were learnt, as published."""
     numbers: dict[str, int] = {}
     texts, most = sentences(setting)[0][:count], VOCABULARY - 1
-    rows = [[1 + numbers.setdefault(w, len(numbers)) % most for w in words(text)[:length]] for text in texts]
+    rows = [[1 + numbers.setdefault(w, len(numbers)) % most for w in split_words(text)[:length]] for text in texts]
     x = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for i, row in enumerate(rows):
         x[i, : len(row)] = torch.tensor(row)
@@ -181,23 +181,27 @@ CLAIMS = (
 # --- one model ---
 
 
-def by_length(model: Classifier, data: Data, count: int, seed: int, frozen: bool = False) -> list[float]:
+def accuracy_by_length(model: Classifier, data: Data, count: int, seed: int, frozen: bool = False) -> list[float]:
     """Mean accuracy of sums of `count` paths at length 0 ... L, over fresh sets of them."""
     draws = random.Random(1000 * seed + count)
     maps = model.attention(data.x, data.real) if frozen else None
     accuracies = []
     for length in range(DEPTH + 1):
-        sets = [[drawn(length, model.shape.heads, draws) for _ in range(count)] for _ in range(REPEATS)]
+        sets = [[draw_path(length, model.shape.heads, draws) for _ in range(count)] for _ in range(REPEATS)]
         accuracies.append(sum(accuracy(model.of_paths(data, paths, maps), data) for paths in sets) / REPEATS)
     return accuracies
 
 
 @torch.no_grad()
-def taken_apart(model: Classifier, learn: Data, judged: Data, seed: int) -> dict[str, Any]:
+def take_apart(model: Classifier, learn: Data, judged: Data, seed: int) -> dict[str, Any]:
     """Accuracy of the whole model, of its paths, and without reading."""
-    curves = {f"{count} paths": by_length(model, judged, count, seed) for count in PATHS}
-    curves[FROZEN] = by_length(model, judged, PATHS[-1], seed, frozen=True)
-    return {"entire": accuracy(model(judged.x, judged.real), judged), "guess": guess(learn, judged), "curves": curves}
+    curves = {f"{count} paths": accuracy_by_length(model, judged, count, seed) for count in PATHS}
+    curves[FROZEN] = accuracy_by_length(model, judged, PATHS[-1], seed, frozen=True)
+    return {
+        "entire": accuracy(model(judged.x, judged.real), judged),
+        "guess": guess_accuracy(learn, judged),
+        "curves": curves,
+    }
 
 
 def recipe_of(task: Task, setting: Setting) -> Recipe:
@@ -207,24 +211,24 @@ def recipe_of(task: Task, setting: Setting) -> Recipe:
 def part_of(setting: Setting, part: tuple[Task, int | None]) -> Any:
     """A run of a task by its seed, or, without one, as published."""
     task, seed = part
-    return as_published(task, setting) if seed is None else run(task, setting, seed)
+    return train_as_published(task, setting) if seed is None else run_task(task, setting, seed)
 
 
-def run(task: Task, setting: Setting, seed: int) -> dict[str, Any]:
+def run_task(task: Task, setting: Setting, seed: int) -> dict[str, Any]:
     """One model of a task, trained and taken apart."""
     learn, judged = (part.to(device_of_study(setting)) for part in task.make(setting, seed))
-    return taken_apart(train(task.shape, learn, recipe_of(task, setting), seed), learn, judged, seed)
+    return take_apart(train_classifier(task.shape, learn, recipe_of(task, setting), seed), learn, judged, seed)
 
 
-def as_published(task: Task, setting: Setting) -> Measurement:
+def train_as_published(task: Task, setting: Setting) -> Measurement:
     """One model at the published rate for the published epochs; the interval is that of the sequences it is judged
     on.
     """
     recipe = replace(task.recipe, rate=task.published_rate, steady=True)
     learn, judged = (part.to(device_of_study(setting)) for part in task.make(setting, 2))
-    model = train(task.shape, learn, recipe, 2)
+    model = train_classifier(task.shape, learn, recipe, 2)
     each = (model(judged.x, judged.real).argmax(-1) == judged.y).double().mean(-1)
-    numbers = {"rate": recipe.rate, "epochs": recipe.epochs, "guess": guess(learn, judged)}
+    numbers = {"rate": recipe.rate, "epochs": recipe.epochs, "guess": guess_accuracy(learn, judged)}
     return replace(by_seed(each.tolist(), of="sequences of one model"), numbers=numbers)
 
 
@@ -239,10 +243,10 @@ def measure(setting: Setting) -> Results:
     for (task, _), one in zip(plan, done, strict=True):
         runs.setdefault(task.name, []).append(one)
     rows = [task_row(task, runs[task.name], setting) for task in TASKS if task.name in runs]
-    return Results({**measures(runs), "f16": published}, {"path_accuracy": rows})
+    return Results({**measure_claims(runs), "f16": published}, {"path_accuracy": rows})
 
 
-def measures(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Measurement]:
+def measure_claims(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Measurement]:
     """Five claims on each task that was run, and f17."""
     measured: dict[str, Measurement] = {}
     for number, task in enumerate(TASKS):
