@@ -23,7 +23,6 @@ import torch
 from common import command_line, machine, place, write
 
 import locater
-from locater.report.scan import scan_page
 from locater.report.trajectory import trajectory_page
 from locater.results.scan import NUMERIC_COLUMNS, Scan
 from locater.results.trajectory import trajectory
@@ -67,7 +66,7 @@ def large_scan() -> Scan:
 def scan_figures() -> dict[str, Any]:
     scan = large_scan()
     began, worked = time.perf_counter(), time.process_time()
-    text = scan_page(scan)
+    text = scan.page()
     seconds, worked = time.perf_counter() - began, time.process_time() - worked
     return {"heads": len(scan.rows), "seconds": seconds, "processor_seconds": worked, "megabytes": len(text) / 1e6}
 

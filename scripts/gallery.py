@@ -27,10 +27,9 @@ import locater  # noqa: E402
 from locater.errors import LocaterError, first_line  # noqa: E402
 from locater.files import write_whole  # noqa: E402
 from locater.markup import heat_map  # noqa: E402
-from locater.report.drawn import grid_of, of_probe, of_scan  # noqa: E402
-from locater.report.pages import assemble  # noqa: E402
-from locater.report.prose import prose_page  # noqa: E402
-from locater.report.tables import roles_sentence, summary  # noqa: E402
+from locater.report.pages import assemble, prose_page  # noqa: E402
+from locater.report.plots import map_of_measured, map_of_scan  # noqa: E402
+from locater.report.sentences import roles_sentence, summary  # noqa: E402
 from locater.version import __version__  # noqa: E402
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -55,7 +54,7 @@ def exhibited(exhibit: Exhibit, out: Path, tokens: int = TOKENS) -> Card:
     scan = replace(locater.scan(exhibit.folder, details=True), source=exhibit.title)
     scan.report(out / f"{exhibit.name}-scan.html")
     pages = {"Scan": f"{exhibit.name}-scan.html"}
-    sentences, drawn, missing = [summary(scan.rows, scan.verdicts)], of_scan(scan), ""
+    sentences, drawn, missing = [summary(scan.records(), scan.verdicts)], map_of_scan(scan.to_dict()), ""
     try:
         probe = locater.probe(
             exhibit.folder, exhibit.batches, tokenizer=exhibit.tokenizer, tokens=tokens, label=exhibit.label
@@ -66,10 +65,11 @@ def exhibited(exhibit: Exhibit, out: Path, tokens: int = TOKENS) -> Card:
         probe = replace(probe, source=exhibit.title)
         probe.report(out / f"{exhibit.name}-probe.html")
         pages["Probe"] = f"{exhibit.name}-probe.html"
-        sentences, drawn = [summary(probe.rows, probe.verdicts), roles_sentence(probe.roles)], of_probe(probe)
+        sentences = [summary(probe.records(), probe.verdicts), roles_sentence(probe.roles)]
+        drawn = map_of_measured(probe.source, probe.records())
     heads, layers = len(scan.rows), len(scan.layers)
     size = f"{layers} attention layer{'s' * (layers != 1)}, {heads} head{'s' * (heads != 1)} of {scan.rows[0].head_dim}"
-    picture = heat_map(grid_of(drawn), drawn.label, names=drawn.layers, least=drawn.least, diverging=drawn.diverging)
+    picture = heat_map(drawn.grid, drawn.label, names=drawn.layers, least=drawn.least, diverging=drawn.diverging)
     return Card(exhibit, size, tuple(filter(None, sentences)), picture, pages, missing)
 
 

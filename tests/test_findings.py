@@ -10,7 +10,6 @@ import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from torch import nn
 
 from locater import Probe, Scan, compare, probe, scan
 from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, judge, untrained
-from locater.report.tables import summary
-from locater.report.terminal import _print_meanings, print_comparison, print_probe, print_scan
+from locater.report.sentences import summary
+from locater.report.terminal import print_meanings
 from locater_lab.engine.trained_models import sentence_model, why_absent
 from tests import ROOT
 
@@ -54,9 +53,9 @@ def scaled(model: nn.TransformerEncoder, layer: int, head: int, by: float) -> nn
     return model
 
 
-def printed(show: Any, found: Any, width: int = 140) -> str:
+def printed(found: Any, width: int = 140) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    show(found, console)
+    found.show(console)
     return console.export_text()
 
 
@@ -156,10 +155,10 @@ def test_an_untrained_model_is_one_sentence() -> None:
     found = scan(gpt2(7))
     assert sum("uniform" in row.flags for row in found.rows) > 0.9 * len(found.rows)
     assert not any(held.faults for held in found.verdicts)
-    text = " ".join(printed(print_scan, found).split())
+    text = " ".join(printed(found).split())
     assert "near uniform: this looks like an untrained model" in text
     assert text.count("uniform") < 5
-    assert "look uniform" not in summary(found.rows, found.verdicts, "weights")
+    assert "look uniform" not in summary(found.records(), found.verdicts, "weights")
 
 
 @pytest.mark.parametrize("name", ["demo", "stories260K", "MiniLM"])
@@ -196,7 +195,7 @@ def test_a_head_that_collapsed_is_still_a_fault() -> None:
     found = probe(model, tokens)
     both = zip(found.rows, found.verdicts, strict=True)
     assert [(row.layer, row.head) for row, held in both if {"sharp", "locked"} & {*held.faults}] == [(1, 1)]
-    text = printed(print_probe, found)
+    text = printed(found)
     assert re.search(r"\. 1 of 8 heads is (sharp|locked): 1\.1\.", " ".join(text.split()))
     document = json.loads(found.to_json())
     assert [(h["layer"], h["head"]) for h in document["heads"] if h["faults"]] == [(1, 1)]
@@ -224,9 +223,9 @@ def test_faults_stand_beside_the_flags_in_the_document(tmp_path: Path) -> None:
 def test_heads_whose_note_is_not_shown_are_counted() -> None:
     """Several heads may share a reason."""
     reasons = ["a", "b", "c", "d", "d", "e"]
-    rows = [SimpleNamespace(layer=0, head=head) for head in range(len(reasons))]
+    rows = [{"layer": 0, "head": head} for head in range(len(reasons))]
     text = io.StringIO()
-    _print_meanings(rows, [Verdict((), {"sharp": reason}, None) for reason in reasons], Console(file=text, width=200))
+    print_meanings(rows, [Verdict((), {"sharp": reason}, None) for reason in reasons], Console(file=text, width=200))
     assert "sharp: 3 more such heads." in text.getvalue()
 
 
@@ -235,7 +234,7 @@ def test_heads_whose_note_is_not_shown_are_counted() -> None:
 def test_a_fault_is_visible_at_any_width(width: int, layers: int) -> None:
     model = spread_out()
     model.layers.extend(spread_out().layers[0] for _ in range(layers - 2))
-    lines = printed(print_scan, scan(scaled(model, 1, 2, 300)), width).splitlines()
+    lines = printed(scan(scaled(model, 1, 2, 300)), width).splitlines()
     assert all(len(line) <= width for line in lines)
     assert "heads looks sharp (predicted from weights; measure" in " ".join(" ".join(lines[:9]).split())
     row = next(line for line in lines if line.split()[:2] == ["1", "2"])
@@ -244,7 +243,7 @@ def test_a_fault_is_visible_at_any_width(width: int, layers: int) -> None:
         heading, counted = (
             next(line for line in lines if line.split()[:2] == words) for words in (["layer", "heads"], ["1", "4"])
         )
-        assert counted[: heading.index("look") + 4].split()[-1] == "1"
+        assert counted[: heading.index("faults") + 6].split()[-1] == "1"
 
 
 @cache
@@ -256,22 +255,22 @@ def collapsed() -> Probe:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_probe_shows_it_at_any_width(width: int) -> None:
-    lines = printed(print_probe, collapsed(), width).splitlines()
+    lines = printed(collapsed(), width).splitlines()
     assert all(len(line) <= width for line in lines)
     assert {"sharp", "locked"} & {*next(line for line in lines if line.split()[:2] == ["1", "2"]).split()[2:]}
 
 
 def test_only_faults_are_coloured() -> None:
     console = Console(width=140, file=(out := io.StringIO()), force_terminal=True, color_system="standard")
-    print_scan(scan(DEMO), console)
+    scan(DEMO).show(console)
     assert "No problems found." in out.getvalue()
     assert "\x1b[33m" not in out.getvalue()
-    print_scan(scan(scaled(spread_out(), 1, 2, 300)), console)
+    scan(scaled(spread_out(), 1, 2, 300)).show(console)
     assert "\x1b[33m" in out.getvalue()
 
 
 def test_a_comparison_calls_a_thing_by_one_name() -> None:
-    text = printed(print_comparison, compare(spread_out(), scaled(spread_out(), 1, 2, 300)))
+    text = printed(compare(spread_out(), scaled(spread_out(), 1, 2, 300)))
     names = [line[: line.rstrip().rfind("  ")].rsplit("  ", 1)[0].strip() for line in text.splitlines()]
     for heading in ("M", "√F", "κ", "Λ", "H", "kept"):
         assert heading in names, "in the medians"

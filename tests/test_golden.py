@@ -17,8 +17,6 @@ import pytest
 from rich.console import Console
 
 import locater
-from locater.report.scan import scan_page
-from locater.report.terminal import print_comparison
 from locater.theory import expected_entropy
 from tests.golden import code, comparing, keys
 from tests.golden.documents import DOCUMENTS, FILES, FOLDER, NAMES, PAPER_RUNS, Document, make, names
@@ -316,7 +314,7 @@ def test_a_scan_of_version_0_2_is_read_with_its_numbers_and_a_label(tmp_path: Pa
     assert locater.Scan.load(tmp_path / "again.json") == found
     found.report(tmp_path / "page.html")
     assert "by the old formula log T - v/2" in (tmp_path / "page.html").read_text()
-    assert "by the old formula" not in scan_page(locater.scan(code.MODELS["demo"]))
+    assert "by the old formula" not in locater.scan(code.MODELS["demo"]).page()
     both = locater.compare(found, locater.Scan.load(tmp_path / "again.json"))
     assert both.a.old, "two of one kind stay as they are"
     assert max(abs(x) for row in both.rows for x in row.difference.values() if x is not None) == 0
@@ -336,7 +334,7 @@ def test_an_old_scan_beside_a_new_one_has_its_entropy_and_flags_computed_again(t
         assert {x for row in found.rows for x in (*row.difference.values(), *row.gained, *row.lost)} <= {0.0, None}
         assert [found.a.old, found.b.old] == [False, False]
         said = io.StringIO()
-        print_comparison(found, Console(file=said, width=400))
+        found.show(Console(file=said, width=400))
         assert "of version 0.2 or before: expected entropy and flags computed again" in said.getvalue()
     series = locater.compare(tmp_path / "old.json", code.MODELS["demo"], new)
     assert {x for pair in series.pairs for row in pair.rows for x in (*row.gained, *row.lost)} == set()

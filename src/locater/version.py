@@ -10,6 +10,15 @@ __version__ = "0.2.0"
 SCHEMA = 1  # of the JSON documents; increases when a key moves or changes its meaning
 # of scans and of comparisons of them: 2 since `expected_entropy` is that of normal logits, and `sharp` stands on it
 SCAN_SCHEMA = 2
+OF_SCHEMA = "of_schema"  # in the assumptions of a scan that was read from a document of an earlier schema: its number
+OLD_NUMBERS = (
+    "of a document of version 0.2 or before: expected entropy (H) by the old formula log T - v/2, "
+    "and sharp where that is 0; scan the model again for the entropy of normal logits"
+)
+COMPUTED_AGAIN = (
+    "of a document of version 0.2 or before: expected entropy and flags computed again from its F and key bias"
+)
+OLD_NOTES = (OLD_NUMBERS, COMPUTED_AGAIN)  # notes of such a scan
 PROBE_SCHEMA = 2  # of the document of `locater probe`: 2 since M, F and localization are predicted_M, ...
 
 

@@ -444,12 +444,10 @@ def test_flags_stay_in_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPat
     """What a table is for is shown at 40 columns too."""
     from rich.console import Console
 
-    from locater.report.terminal import print_scan
-
     found = scan(str(files("locater") / "demo"))
     flagged = [replace(row, flags=("sharp", "antisymmetric")) for row in found.rows]
     out = io.StringIO()
-    print_scan(replace(found, rows=flagged), Console(file=out, width=40))
+    replace(found, rows=flagged).show(Console(file=out, width=40))
     rows = [line for line in out.getvalue().splitlines() if line.split()[:1] == ["0"]]
     assert len(rows) == 4
     assert all("sharp" in row for row in rows)

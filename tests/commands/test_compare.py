@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import ComparisonSeries, LocaterError, Scan, compare, scan
-from locater.report.change_words import changes_sentences
-from locater.report.scan_columns import in_words
-from locater.report.series_words import fault_sentence, series_sentences
-from locater.report.tables import number
+from locater.report.columns import quantity_words
+from locater.report.comparison import changes_sentences, fault_sentence, series_sentences
+from locater.report.sentences import number
 from locater.results.comparison import ComparedTensors
 from tests.conftest import Result
 
@@ -37,6 +36,10 @@ def one_head_larger(by: float = 60.0) -> tuple[nn.MultiheadAttention, nn.Multihe
     return a, b
 
 
+def said_of(comparison: Comparison) -> list[str]:
+    return changes_sentences(comparison.to_dict(), comparison.a.to_dict(), comparison.b.to_dict())
+
+
 def test_what_changed_most() -> None:
     a, b = one_head_larger(20.0)
     comparison = compare(a, b)
@@ -49,8 +52,8 @@ def test_what_changed_most() -> None:
             assert change.after / change.before == pytest.approx(20, rel=1e-4)
             largest = max(row.F**0.5 for x in (a, b) for row in scan(x).rows)  # type: ignore[operator]
             assert change.size == pytest.approx((change.after - change.before) / largest)
-    words = " ".join(changes_sentences(comparison))
-    change = f"{in_words()[first.column]}: 0.2 from {number(first.before)} to {number(first.after)}"
+    words = " ".join(said_of(comparison))
+    change = f"{quantity_words()[first.column]}: 0.2 from {number(first.before)} to {number(first.after)}"
     assert words.endswith(f"Heads that changed most (layer.head): {change}.")
     assert {(row_a[first.column], row_b[first.column])} == {(first.before, first.after)}
     document = comparison.to_dict()["changes"]
@@ -60,10 +63,10 @@ def test_what_changed_most() -> None:
 
 def test_nothing_changed_and_shapes_that_differ() -> None:
     same = compare(DEMO, DEMO)
-    assert changes_sentences(same) == ["Identical: all 56 tensors have equal bytes."]
+    assert said_of(same) == ["Identical: all 56 tensors have equal bytes."]
     assert max(same.column_changes().values()) == 0
     other = compare(DEMO, one_head_larger()[0])
-    assert (other.changes, other.column_changes(), changes_sentences(other)) == ([], {}, [])
+    assert (other.changes, other.column_changes(), said_of(other)) == ([], {}, [])
     assert json.loads(other.to_json())["changes"] == {"columns": {}, "heads": []}
     with pytest.raises(LocaterError, match="different heads"):
         other.condition_rows()
@@ -84,7 +87,7 @@ def test_equal_heads_are_told_from_equal_models(run: Run, tmp_path: Path) -> Non
     name = "model.layers.3.self_attn.v_proj.weight"
     tensors[name][5, 11] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors")
-    (said,) = changes_sentences(compare(DEMO, tmp_path))
+    (said,) = said_of(compare(DEMO, tmp_path))
     assert said.endswith(f"which says nothing of values, output maps and MLPs. 1 of 56 tensors differs: {name}.")
     document = json.loads(run("compare", DEMO, tmp_path, "--json", "-").out)
     assert document["equal"]
@@ -96,13 +99,13 @@ def test_equal_heads_are_told_from_equal_models(run: Run, tmp_path: Path) -> Non
     assert compare(DEMO, tmp_path).tensors == ComparedTensors(55, [name], ["model.norm.weight"], ["extra"])
 
     scans = scan(DEMO), scan(tmp_path)
-    assert changes_sentences(compare(*scans)) == [f"Every number of every head is equal. {UNREAD}"]
+    assert said_of(compare(*scans)) == [f"Every number of every head is equal. {UNREAD}"]
     tensors["model.layers.0.self_attn.q_proj.weight"][0] *= 1.01
     save_file(tensors, tmp_path / "model.safetensors")
     close = compare(DEMO, tmp_path)
     assert not close.equal
     assert close.tensors is None
-    assert changes_sentences(close) == [f"No number of any head changed by more than 1% of its range. {UNREAD}"]
+    assert said_of(close) == [f"No number of any head changed by more than 1% of its range. {UNREAD}"]
 
 
 def test_a_head_that_breaks_comes_first() -> None:
@@ -189,10 +192,13 @@ def test_a_series_says_what_changed_and_between_which() -> None:
     scans = [scan(model) for model in models]
     assert first.before == pytest.approx(getattr(scans[1].rows[2], first.column))
     assert first.after == pytest.approx(getattr(scans[2].rows[2], first.column))
-    words = " ".join(series_sentences(series))
+    words = " ".join(series_sentences(series.to_dict(), [scan.to_dict() for scan in series.scans]))
     assert "Hardly anything changed from A to B, C to D." in words
     assert f"from {first.before:.2f} in B to {first.after:.2f} in C" in words
-    assert fault_sentence(series) == "Heads that gained a fault: 1 from B to C. Heads that lost one: none."
+    assert (
+        fault_sentence([scan.to_dict() for scan in series.scans])
+        == "Heads that gained a fault: 1 from B to C. Heads that lost one: none."
+    )
     document = json.loads(series.to_json())
     two = compare(models[0], models[3]).to_dict()
     assert {*two} == {*document}

@@ -18,7 +18,7 @@ from locater.commands.explain_target import Entries
 from locater.commands.explaining import explanations
 from locater.errors import LocaterError
 from locater.inputs.tokenizer import CONFIG, FILE, make_tokenizer
-from locater.report.explain import pack_table, unpack_table
+from locater.report.explanation import pack_table, unpack_table
 from locater.results.explanations import TokenStream
 from locater_lab.engine.trained_models import sentence_model, why_absent
 from locater_lab.train import Shape, Transformer

@@ -34,7 +34,6 @@ from locater.predict.prediction import logit_bound
 from locater.results.probe import (
     BOUND,
     MEASURED,
-    OLD_COLUMNS,
     PREDICTED,
     PRIOR,
     PROBE_COLUMNS,
@@ -112,24 +111,16 @@ def test_numbers_come_from_two_parts_of_the_text(llama: Probe) -> None:
     assert (llama.assumptions["statistics_sequences"], llama.assumptions["measured_sequences"]) == (4, 8)
 
 
-def test_old_names_of_columns_work_for_one_release(llama: Probe) -> None:
+def test_numbers_of_measured_tokens_have_names_of_their_own(llama: Probe) -> None:
     """M, F and localization of a probe are those of measured tokens, and of a scan those of unit tokens: two names."""
-    row, document = llama.rows[0], llama.to_dict()
-    for old in ("M", "F", "localization"):
-        new = f"predicted_{old}"
-        for read in (lambda name: getattr(row, name), lambda name: row[name]):
-            with pytest.warns(DeprecationWarning, match=f"column {old} of a probe is now {new}"):
-                assert read(old) == row[new]
-        assert old not in document["heads"][0]
-        assert document["heads"][0][new] == row[new]
-        assert document["assumptions"]["how"][new] == "predicted"
-        with pytest.warns(DeprecationWarning, match=f"column {old} is now {new}"):
-            (condition,) = parse_conditions(f"{old}>-1e9", PROBE_COLUMNS, PROBE_FLAGS, old_names=OLD_COLUMNS)
-        assert condition.test(vars(row))
+    document = llama.to_dict()
+    for name in ("M", "F", "localization"):
+        assert name not in document["heads"][0]
+        assert document["assumptions"]["how"][f"predicted_{name}"] == "predicted"
+        with pytest.raises(LocaterError, match=f"no column '{name}'; there are .*predicted_{name}"):
+            parse_conditions(f"{name}>-1e9", PROBE_COLUMNS, PROBE_FLAGS)
     assert document["schema"] == 2
     assert scan(model("llama")).to_dict()["schema"] == 2
-    with pytest.raises(AttributeError, match="a row of a probe has no 'trace'"):
-        row.trace  # noqa: B018
     assert "antisymmetric" in PROBE_FLAGS, "M, S and F of measured tokens decide it, and are no columns"
 
 

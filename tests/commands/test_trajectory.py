@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from locater import LocaterError, scan
-from locater.report.trajectory_words import first_faults, irregularities, overview
+from locater.report.trajectory import first_faults, irregularities, overview
 from locater.results.trajectory import gaps, trajectory
 
 

@@ -301,13 +301,10 @@ def edit_gguf(rng: Random, folder: Path) -> None:
 def read_compare(folder: Path) -> None:
     from rich.console import Console
 
-    from locater.report.scan import compare_page
-    from locater.report.terminal import print_comparison
-
     found = compare(folder / "scan.json", folder / "good.json")
     json.loads(found.to_json())
-    print_comparison(found, Console(file=StringIO(), width=140))
-    compare_page(found)
+    found.show(Console(file=StringIO(), width=140))
+    found.page()
 
 
 def read_statistics(folder: Path) -> None:

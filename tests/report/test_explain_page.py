@@ -12,7 +12,7 @@ import torch
 
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
-from locater.report.explain import explain_page, unpack_table
+from locater.report.explanation import unpack_table
 from locater.results.explanations import (
     DeletionCurve,
     Explanations,
@@ -143,7 +143,7 @@ def test_a_notebook_shows_a_line_of_tokens_per_method() -> None:
 def test_a_matrix_without_room_is_left_out_and_said(pages: dict[str, Path]) -> None:
     result = made(18)
     result = replace(result, assumptions={**result.assumptions, "without_matrix": ["rollout"]})
-    page = explain_page(result)
+    page = result.page()
     assert len(page) < len(pages["short"].read_text())
     assert page.count("Its matrix has no room on this page.") == 1
 
@@ -151,7 +151,7 @@ def test_a_matrix_without_room_is_left_out_and_said(pages: dict[str, Path]) -> N
 def test_the_largest_part_by_length_is_the_largest_in_size() -> None:
     """Of a negative target too, whose parts are mostly negative."""
     lengths = [LengthShare(0, -2.0, -0.8), LengthShare(1, 0.3, 0.12), LengthShare(2, -0.8, -0.32)]
-    page = explain_page(replace(made(5), target=Target(7, 4, -2.5), lengths=lengths))
+    page = replace(made(5), target=Target(7, 4, -2.5), lengths=lengths).page()
     assert "the largest part, -80 %, passes no head" in page
 
 

@@ -19,8 +19,7 @@ from rich.console import Console
 
 from locater import Comparison, LocaterError, Moments, Probe, Scan, compare, moments, observe, scan
 from locater.markup import LOW, heat_map
-from locater.report.drawn import of_comparison, of_observation, of_scan
-from locater.report.terminal import print_scan
+from locater.report.plots import map_of_comparison, map_of_measured, map_of_scan
 from locater.results.probe import ProbeRow
 from locater.spectrum import cross_moments
 from tests.report.visits import Visit, needs_browser
@@ -80,16 +79,18 @@ def test_every_result_shows_itself_and_fetches_nothing() -> None:
 
 
 def test_the_map_of_a_scan_has_the_numbers_of_its_rows() -> None:
-    drawn, text = of_scan(scanned()), scanned()._repr_html_()
+    drawn, text = map_of_scan(scanned().to_dict()), scanned()._repr_html_()
     assert drawn.label == "M mean self-logit", "as the page opens"
     assert cells(text) == {(str(row.layer), str(row.head)): f"{row.M:.3g}" for row in scanned().rows}
     root = {(row.layer, row.head): row.F**0.5 for row in scanned().rows if row.F is not None}
-    assert of_scan(scanned(), "sqrtF").values == pytest.approx(root)
-    assert of_scan(scanned(), "trace").values == {(row.layer, row.head): row.trace for row in scanned().rows}
+    assert map_of_scan(scanned().to_dict(), "sqrtF").values == pytest.approx(root)
+    assert map_of_scan(scanned().to_dict(), "trace").values == {
+        (row.layer, row.head): row.trace for row in scanned().rows
+    }
 
 
 def test_the_map_of_a_comparison_is_b_minus_a() -> None:
-    drawn = of_comparison(compared(), "M")
+    drawn = map_of_comparison(compared().to_dict(), compared().a.to_dict(), compared().b.to_dict(), "M")
     twin = scan(f"{DEMO}/twin")
     for a, b in zip(scanned().rows, twin.rows, strict=True):
         assert drawn.values[a.layer, a.head] == pytest.approx(b.M - a.M)
@@ -104,7 +105,7 @@ def test_an_observation_before_and_after_a_run() -> None:
     assert len(cells(seen._repr_html_())) == 8
     with observe(spread_out(), layers=[1], heads=[2]) as seen:
         seen.model(torch.randn(1, 6, 32))
-    drawn = of_observation(seen, "sink")
+    drawn = map_of_measured("model", [vars(row) for row in seen.rows], "sink")
     assert list(drawn.values) == [(1, 2)]
     assert list(cells(seen._repr_html_())) == [("1", "0"), ("1", "1"), ("1", "2")], "heads left out have no number"
     assert [cells(seen._repr_html_())["1", head] for head in "01"] == ["-", "-"]
@@ -180,7 +181,7 @@ def test_heads_by_role() -> None:
 
 def test_a_scan_says_that_weights_tell_no_role(tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    print_scan(scanned(), console)
+    scanned().show(console)
     assert "which role a head has (induction, previous-token, ...) is not in its weights alone" in console.export_text()
     scanned().report(tmp_path / "scan.html")
     assert "is not in its weights alone: locater probe tells." in (tmp_path / "scan.html").read_text()

@@ -18,11 +18,9 @@ from rich.console import Console
 from torch import nn
 
 from locater import LocaterError, Probe, Statistics, probe
-from locater.report.probe import probe_page
-from locater.report.probe_columns import COLUMNS
-from locater.report.probe_words import collapse
-from locater.report.tables import summary
-from locater.report.terminal import print_probe
+from locater.report.columns import COLUMNS
+from locater.report.probe import collapse
+from locater.report.sentences import summary
 from locater.results.probe import PROBE_COLUMNS, ProbeRow
 from tests.conftest import Result
 from tests.report.visits import Visit, data_of, needs_browser
@@ -120,19 +118,19 @@ def test_the_verdict_on_rank_collapse(probes: dict[str, Probe], residuals: tuple
     found = probes["llama"]
     streams = [replace(point, residual=r) for point, r in zip(found.streams[:3], residuals, strict=True)]
     share = "the share of the stream that differs between them goes"
-    assert collapse(replace(found, streams=streams)) == said.format(share=share)
+    assert collapse(replace(found, streams=streams).to_dict()) == said.format(share=share)
 
 
 def test_rank_collapse_is_on_the_page_and_in_the_terminal(pages: dict[str, Path], probes: dict[str, Probe]) -> None:
     found, data = probes["llama"], data_of(pages["llama"])
-    assert collapse(found) in pages["llama"].read_text()
+    assert collapse(found.to_dict()) in pages["llama"].read_text()
     for point, entry in zip(data["streams"][0]["points"][1:], found.layers, strict=True):
         assert point[-2:] == pytest.approx([entry["typical_kept"], entry["predicted_typical_kept"]], rel=1e-3)
     assert data["streams"][0]["points"][0][-2:] == [None, None]
     out = io.StringIO()
-    print_probe(found, Console(file=out, width=100))
+    found.show(Console(file=out, width=100))
     shown = " ".join(out.getvalue().split())
-    assert collapse(found) in shown
+    assert collapse(found.to_dict()) in shown
     entry = found.layers[1]
     keys = ("residual_before", "residual_after", "typical_kept", "predicted_typical_kept", "prior_typical_kept")
     assert " ".join(["1", *(f"{entry[key]:.2f}" for key in keys), entry["name"]]) in shown
@@ -152,7 +150,7 @@ def test_page_weighs_little(probes: dict[str, Probe]) -> None:
     ]  # fmt: skip
     layers = [{**found.layers[0], "layer": i, "name": f"model.layers.{i}.self_attn", "heads": 32} for i in range(32)]
     streams = [replace(found.streams[0], block=i, name=f"model.layers.{i}") for i in range(32)]
-    assert len(probe_page(replace(found, rows=rows, layers=layers, streams=streams))) < 1e6
+    assert len(replace(found, rows=rows, layers=layers, streams=streams).page()) < 1e6
 
 
 def test_names_cannot_break_the_page(pages: dict[str, Path]) -> None:
@@ -178,7 +176,9 @@ def test_the_headline_is_about_the_model_and_not_the_prediction(
     found = probes["broken"]
     header = re.search(r"<header>(.*?)</header>", pages["broken"].read_text(), re.DOTALL)
     assert header is not None
-    assert summary(found.rows, found.verdicts) in header[1].partition('<p class="verdict">')[2].partition("</p>")[0]
+    assert (
+        summary(found.records(), found.verdicts) in header[1].partition('<p class="verdict">')[2].partition("</p>")[0]
+    )
     assert header[1].index("are nonfinite") < header[1].index("Predicted entropy is off by")
     text = " ".join(printed(found).split())
     assert text.index("are nonfinite") < text.index("Predicted entropy is off by")
@@ -333,7 +333,7 @@ def test_text_in_charts_keeps_its_size(browser: Any, pages: dict[str, Path], nam
 
 def printed(found: Probe, width: int = 140) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    print_probe(found, console)
+    found.show(console)
     return console.export_text()
 
 

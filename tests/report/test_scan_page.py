@@ -16,7 +16,6 @@ from rich.console import Console
 from torch import nn
 
 from locater import Scan, compare, scan
-from locater.report.terminal import print_scan
 from locater.theory import continuum
 from tests.range_server import served
 from tests.report.visits import Visit, data_of, needs_browser
@@ -138,7 +137,7 @@ def test_rank_collapse_risk_is_on_the_page_and_in_the_terminal(pages: dict[str, 
     assert "Rank-collapse" not in pages["empty"].read_text()
     for width in (60, 120):
         out = io.StringIO()
-        print_scan(found, Console(file=out, width=width))
+        found.show(Console(file=out, width=width))
         lines = out.getvalue().splitlines()
         assert said in " ".join(out.getvalue().split())
         assert ("kept" in next(line for line in lines if line.startswith("layer")).split()) is (width == 120)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from locater.report.trajectory import VALUES, pack_numbers, trajectory_page, unpack_numbers
-from locater.report.trajectory_terminal import print_trajectory
+from locater.report.trajectory import VALUES, pack_numbers, print_trajectory, trajectory_page, unpack_numbers
 from locater.results.scan import NUMERIC_COLUMNS
 from locater.results.trajectory import trajectory
 from tests.report.visits import Visit, data_of, needs_browser

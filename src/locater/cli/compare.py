@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from locater.cli.options import Download, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
@@ -46,8 +45,6 @@ def command(
     download: Download = False,
 ) -> None:
     from locater.commands.comparing import compare
-    from locater.report.series_words import print_series
-    from locater.report.terminal import print_comparison
     from locater.results.comparison import CHANGE_COLUMNS, FAULT, Comparison
 
     conditions = []
@@ -64,12 +61,5 @@ def command(
         scans, labels = result.scans, result.labels
     sources = zip(labels, (a, b, *(more or ())), scans, strict=True)
     title = [f"{label}: {without_secrets(name)} ({len(scan.rows)} heads)" for label, name, scan in sources]
-
-    def show(console: Console) -> None:
-        if isinstance(result, Comparison):
-            print_comparison(result, console)
-        else:
-            print_series(result, console)
-
-    deliver(result, title, show, json, report)
+    deliver(result.to_json, title, result.show, json, report)
     exit_if_crossed(conditions, rows, scans[0].assumptions["length"])

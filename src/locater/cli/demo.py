@@ -29,14 +29,14 @@ def command(
 ) -> None:
     from locater.commands.comparing import compare
     from locater.commands.scanning import scan
-    from locater.report.terminal import print_scan
 
     check_writable(json, report, twin, "--twin {}: give the page of both a file of its own")
     folders = [Path(str(files("locater") / "demo")), Path(str(files("locater") / "demo" / "twin"))]
     result = scan(str(folders[0]), details=report is not None)
     if report is not None:
         result.report(report)
-    deliver(result.plain(False), result.title(), lambda console: print_scan(result, console), json, report)
+    plain = result.plain(eigenvalues=False)
+    deliver(plain.to_json, result.title(), plain.show, json, report)
     if twin is None and json == "-":
         return
     comparison = compare(result, folders[1])
@@ -47,8 +47,6 @@ def command(
 
 
 def _print_twin(comparison: Comparison, folders: list[Path], page: str | None) -> None:
-    from locater.report.terminal import print_comparison
-
     plain, controlled = (jsonlib.loads((folder / "training.json").read_text()) for folder in folders)
     console = stdout_console()
     console.print(
@@ -57,7 +55,7 @@ def _print_twin(comparison: Comparison, folders: list[Path], page: str | None) -
         markup=False,
         highlight=False,
     )
-    print_comparison(comparison, console)
+    comparison.show(console)
     if page is not None:
         console.print(f"Both side by side: {page}", markup=False, highlight=False)
     console.print("These were the models inside the package. Now one of yours: [bold]locater scan PATH[/bold]")

@@ -70,7 +70,6 @@ def command(
 ) -> None:
     from locater.amx import avoid_broken_amx
     from locater.commands.explaining import explanations
-    from locater.report.explain_terminal import print_explanations
 
     check_writable(json, report)
     words = _prompt(prompt, text)
@@ -91,8 +90,7 @@ def command(
     )
     if report is not None:
         result.report(report)
-    document = result.document(matrices)
-    deliver(document, result.source, lambda console: print_explanations(result, console), json, report)
+    deliver(partial(result.to_json, matrices), result.source, result.show, json, report)
 
 
 def _prompt(prompt: str | None, file: str | None) -> str | None:

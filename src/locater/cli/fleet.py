@@ -83,7 +83,7 @@ def command(
         fleet.report(report)
     document = fleet.to_dict()
     title = f"{fleet.folder}: {state(document)}"
-    deliver(fleet, title, lambda console: print_fleet(document, console), json, report)
+    deliver(fleet.to_json, title, lambda console: print_fleet(document, console), json, report)
     _end(fleet, asked, conditions, whole=shard is None)
 
 

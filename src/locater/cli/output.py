@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,14 +16,10 @@ from locater.files import write_whole
 from locater.findings import Condition, crossings
 
 
-class Document(Protocol):
-    def to_json(self) -> str: ...
-
-
 def deliver(
-    document: Document,
+    to_json: Callable[[], str],
     title: str | Sequence[str],
-    show: Callable[[Console], None],
+    show: Callable[[Console], None] | None,
     json: str | None,
     report: str | None,
     statistics: str | None = None,
@@ -32,14 +28,15 @@ def deliver(
     the written files.
     """
     if json == "-":
-        print(document.to_json())
+        print(to_json())
         return
     if json is not None:  # first: standard output may be full
-        write_whole(Path(json), document.to_json() + "\n")
+        write_whole(Path(json), to_json() + "\n")
     console = stdout_console()
     for line in [title] if isinstance(title, str) else title:
         console.print(line, markup=False, highlight=False)
-    show(console)
+    if show is not None:
+        show(console)
     for label, path in (("Data", json), ("Page", report), ("Statistics", statistics)):
         if path is not None:
             console.print(f"{label} written to {path}", markup=False, highlight=False)

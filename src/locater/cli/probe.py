@@ -60,12 +60,11 @@ def command(
 ) -> None:
     from locater.amx import avoid_broken_amx
     from locater.commands.probing import probe
-    from locater.report.terminal import print_probe
-    from locater.results.probe import OLD_COLUMNS, PROBE_COLUMNS, PROBE_FLAGS
+    from locater.results.probe import PROBE_COLUMNS, PROBE_FLAGS
 
     conditions = []
     if fail_on is not None:
-        conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS, old_names=OLD_COLUMNS)
+        conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS)
     check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
     data, label = _text(text, images)
     avoid_broken_amx()
@@ -84,7 +83,7 @@ def command(
         result.statistics.save(save_statistics)
     if report is not None:
         result.report(report)
-    deliver(result, result.source, lambda console: print_probe(result, console), json, report, save_statistics)
+    deliver(result.to_json, result.source, result.show, json, report, save_statistics)
     exit_if_crossed(conditions, [vars(row) for row in result.rows], result.assumptions["length"])
 
 

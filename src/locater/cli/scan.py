@@ -67,7 +67,6 @@ def command(
 ) -> None:
     from locater.commands.scanning import parsed_shard, scan
     from locater.predict import Statistics
-    from locater.report.terminal import print_scan
     from locater.sources.remote import Traffic
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
@@ -91,5 +90,6 @@ def command(
     )
     if report is not None:
         result.report(report)
-    deliver(result.plain(eigenvalues), result.title(), lambda console: print_scan(result, console), json, report)
+    written = result.plain(eigenvalues)
+    deliver(written.to_json, result.title(), written.show, json, report)
     exit_if_crossed(conditions, [vars(row) for row in result.rows], result.assumptions["length"])

@@ -50,6 +50,6 @@ def command(
         write_whole(Path(report), watch_page(log, other=second, names=names_of_two(run, other or "")))
     title = f"{run}: {log.summary()}"
     if second is None:
-        deliver(log, title, lambda console: None, json, report)
+        deliver(log.to_json, title, None, json, report)
     else:
-        deliver(TwoRuns(log, second), (title, f"{other}: {second.summary()}"), lambda console: None, json, report)
+        deliver(TwoRuns(log, second).to_json, (title, f"{other}: {second.summary()}"), None, json, report)

@@ -25,7 +25,7 @@ from locater.layers import AttentionLayer
 from locater.observing import attention_pattern
 from locater.observing.collecting import Progress
 from locater.observing.inputs import run
-from locater.report.tables import counted
+from locater.report.sentences import counted
 from locater.results.explanations import (
     DeletionCurve,
     Explanations,

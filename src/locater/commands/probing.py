@@ -30,8 +30,9 @@ from locater.observing.rows import SeenHead
 from locater.observing.stream import SeenLayer
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import logit_bound, predict
-from locater.report.tables import head_list
-from locater.results.probe import BOUND, MEASURED, OLD_COLUMNS, PREDICTED, PRIOR, Probe, ProbeRow, stream_after
+from locater.report.probe import stream_after
+from locater.report.sentences import head_list
+from locater.results.probe import BOUND, MEASURED, PREDICTED, PRIOR, Probe, ProbeRow
 from locater.results.scan import LENGTH, TOKENS, Scan
 from locater.theory import kept_at_entropy
 
@@ -228,7 +229,7 @@ def _row(
     values["typical_kept"] = None if not seen.participation else seen.participation**-0.5
     values |= vars(circuit) if circuit is not None else {}
     values |= predictions
-    values |= {column: theory.get(name) for name, column in OLD_COLUMNS.items()}
+    values |= {f"predicted_{name}": theory.get(name) for name in ("M", "F", "localization")}
     finite = "nonfinite" not in (*seen.flags, *theory.get("flags", ())) and math.isfinite(theory["written"] or 0)
     return ProbeRow(**{**values, "flags": flags_of({**theory, **values, "finite": finite}, length)})
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +33,12 @@ def parse_conditions(
     columns: Collection[str],
     measured: Sequence[str],
     option: str = "--fail-on",
-    old_names: Mapping[str, str] | None = None,
     example: str = "M<-1",
 ) -> list[Condition]:
     """Read conditions such as `sharp,nonfinite` or `M<-1, stable_rank<2`.
 
-    `columns` and `measured` are the numbers and flags that exist; `option` names the culprit in errors. `old_names`
-    are columns that were renamed: they still work, with a warning. `example` is a comparison that errors show.
+    `columns` and `measured` are the numbers and flags that exist; `option` names the culprit in errors,
+    and `example` is a comparison that they show.
 
     >>> [c.text for c in parse_conditions("sharp, M<-1", {"M"}, ["sharp"])]
     ['sharp', 'M<-1']
@@ -48,10 +46,7 @@ def parse_conditions(
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise LocaterError(f"{option} {text!r} names nothing; flags are {', '.join(measured)}")
-    return [
-        _flag(part, measured, option) or _comparison(part, columns, measured, option, old_names or {}, example)
-        for part in parts
-    ]
+    return [_flag(part, measured, option) or _comparison(part, columns, measured, option, example) for part in parts]
 
 
 def _flag(part: str, measured: Sequence[str], option: str) -> Condition | None:
@@ -70,7 +65,6 @@ def _comparison(
     columns: Collection[str],
     measured: Sequence[str],
     option: str,
-    old_names: Mapping[str, str],
     example: str,
 ) -> Condition:
     match = re.fullmatch(COMPARISON, part)
@@ -79,10 +73,6 @@ def _comparison(
             f"{option} {part!r}: neither a flag ({', '.join(measured)}) nor a comparison such as {example!r}"
         )
     column, sign, number = match.groups()
-    if column in old_names:
-        message = f"{option} {part!r}: column {column} is now {old_names[column]}"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-        column = old_names[column]
     if column not in columns:
         raise LocaterError(f"{option} {part!r}: no column {column!r}; there are {', '.join(sorted(columns))}")
     try:

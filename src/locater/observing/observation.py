@@ -191,17 +191,17 @@ class Observation:
         """What a notebook shows."""
         from locater.report.notebook import observation_in_notebook
 
-        return observation_in_notebook(self)
+        rows = [vars(row) for row in self.rows] if any(self.called) else []
+        return observation_in_notebook(type(self.model).__name__, rows, self.passes, self.notes)
 
     def plot(self, column: str | None = None) -> Any:
         """One column of all heads, heads by layers; without a name the entropy.
 
         A matplotlib Figure, or an altair Chart where only altair is installed.
         """
-        from locater.report.drawn import of_observation
-        from locater.report.plots import plot
+        from locater.report.plots import map_of_measured, plot
 
-        return plot(of_observation(self, column))
+        return plot(map_of_measured(type(self.model).__name__, [vars(row) for row in self.rows], column))
 
     def __enter__(self) -> Self:
         if self._end is not None and self._end.alive:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.markup import display, table
-from locater.report.tables import counted
+from locater.report.sentences import counted
 from locater.report.terminal import empty_table
 
 NAMED = 5  # failed checkpoints and groups of duplicates that are named

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from locater.findings import FLAGS, Verdict
+from locater.version import __version__
 
 
 def assemble(
@@ -103,3 +104,24 @@ def excuses(verdict: Verdict) -> dict[str, str]:
     """Why flags that are faults on other heads are none on this one."""
     faults = (flag.name for flag in FLAGS if flag.severity == "fault")
     return {name: verdict.notes[name] for name in faults if name in verdict.notes}
+
+
+# ---- Markdown as a page ----
+
+
+def prose_page(text: str, figures: Mapping[str, str]) -> str:
+    """A page from Markdown whose first line is its title. `![...](figure:NAME)` is replaced by the SVG of that name."""
+    from markdown_it import MarkdownIt  # comes with rich
+
+    first, _, rest = text.partition("\n")
+    title = first.removeprefix("# ")
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(rest)
+    body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
+    body = re.sub(r'<a href="(?!#|https?:)[^"]*">(.*?)</a>', r"\1", body)  # files of the repository: no link
+    body = re.sub(r'src="figure:([^"]+)"', lambda mark: f'src="{_embedded(figures[mark[1]])}"', body)
+    words = {"TITLE": f"{title} · Locater", "HEADING": title, "FOOTER": f"Made by Locater {__version__}."}
+    return assemble("prose", words, markup={"PROSE": body})
+
+
+def _embedded(drawing: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(drawing.encode()).decode()}"

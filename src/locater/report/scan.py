@@ -1,64 +1,68 @@
-"""A scan, or two scans side by side, as a self-contained page."""
+"""A scan: its page, its tables in the terminal, and what a notebook shows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
 
 from locater.findings import Verdict
-from locater.report.change_words import changes_sentences
+from locater.report.columns import SCAN_HEADINGS, Row, opening_quantity, quantities
+from locater.report.notebook import heads_display
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
-from locater.report.scan_columns import by_column, changes, quantities, telling
-from locater.report.tables import (
+from locater.report.plots import map_of_scan
+from locater.report.sentences import (
     NO_ROLES,
     collapse_risk,
+    counted,
     directions,
-    moved,
     noted,
     origin,
     predicted_from,
     read_sentence,
     summary,
+    verdicts_of,
 )
+from locater.report.terminal import print_heads
 from locater.theory import variance_at
 from locater.theory.propagation import COLLAPSED
-from locater.version import __version__
+from locater.version import OF_SCHEMA, __version__
 
-if TYPE_CHECKING:
-    from locater.results.comparison import Comparison
-    from locater.results.scan import HeadRow, Scan
-
+Document = Mapping[str, Any]
 NUMBERS = (
     *("M", "S", "F", "mean", "concentration", "localization", "expected_entropy"),
     *("residual_kept", "key_bias", "stable_rank", "effective_rank", "spectral_norm", "skew"),
 )
+LEGEND = {
+    "M": "mean self-logit",
+    "√F": "spread of logits",
+    "H": "expected entropy in nats",
+    "Λ": "localization by position",
+    "κ": "concentration of the spectrum",
+    "S/F": "1 symmetric, -1 antisymmetric",
+    "key bias": "spread of the key-only term",
+    "kept": "share of the tokens' differences that attention alone keeps",
+    "stable rank": "how many directions carry the map",
+}
 
 
-def scan_page(scan: Scan) -> str:
-    """The page of one scan."""
-    heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layer{'s' * (len(scan.layers) != 1)}"
-    risk = collapse_risk(scan.layers, scan.assumptions["length"])
-    sentences = (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk, directions(scan.rows))
+def scan_page(scan: Document) -> str:
+    """The page of one scan. It draws eigenvalues and positions where the document has them."""
+    rows, verdicts, layers, length = scan["heads"], verdicts_of(scan), scan["layers"], scan["assumptions"]["length"]
+    sizes = ", ".join(str(size) for size in sorted({entry["head_dim"] for entry in layers}))
+    heads = f"{counted(len(rows), 'head')} in {counted(len(layers), 'attention layer')}, head size {sizes}."
+    sentences = (heads, noted(rows, verdicts), collapse_risk(layers, length), directions(rows))
     counts = " ".join(filter(None, sentences))
-    return _page(short_name(scan.source), _verdict(scan), counts, [scan], aligned=True)
+    return page_of_scans(short_name(scan["source"]), scan_verdict(scan), counts, [scan], True, opening_of(scan))
 
 
-def compare_page(comparison: Comparison) -> str:
-    """The page of two scans, with differences where they have the same heads."""
-    a, b, aligned = comparison.a.with_details(), comparison.b.with_details(), comparison.aligned
-    counts = f"A: {len(a.rows)} heads in {len(a.layers)} layers. B: {len(b.rows)} heads in {len(b.layers)} layers."
-    changed = ""
-    if aligned:
-        verdict = moved(a.verdicts, b.verdicts)
-        changed = " ".join(changes_sentences(comparison))
-    else:
-        verdict = " ".join(f"{letter}: {_verdict(x)}" for letter, x in (("A", a), ("B", b)))
-        counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
-    return _page(f"{short_name(a.source)} against {short_name(b.source)}", verdict, counts, [a, b], aligned, changed)
-
-
-def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned: bool, changed: str = "") -> str:
-    assumed = scans[0].assumptions
+def page_of_scans(
+    title: str, verdict: str, counts: str, scans: Sequence[Document], aligned: bool, opening: str, changed: str = ""
+) -> str:
+    """The page of one scan, or of two side by side. `opening` is the quantity that it shows first."""
+    assumed = scans[0]["assumptions"]
     notes = "; ".join(assumed["notes"])
     with_statistics = assumed.get("prediction") == "predicted"
     words = {
@@ -80,36 +84,34 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
         "aligned": aligned,
         "metrics": {
             name: {
-                "label": x.label + ", by the old formula" * (scans[0].old and name == "expected_entropy"),
+                "label": x.label + ", by the old formula" * (OF_SCHEMA in assumed and name == "expected_entropy"),
                 "diverging": x.diverging,
                 "least": x.least,
                 "meaning": x.meaning,
             }
             for name, x in quantities(assumed["length"]).items()
         },
-        "opening": _opening(scans, aligned, assumed["length"]),
+        "opening": opening,
         "flags": flag_table(),
         "scans": [_scan_data(scan, letter) for scan, letter in zip(scans, "AB", strict=False)],
     }
     return assemble("scan", words, data)
 
 
-def _opening(scans: Sequence[Scan], aligned: bool, length: int) -> str:
-    """The metric to open on: of two scans what changed most, of one the first whose map is not blank."""
-    if len(scans) == 2 and aligned:
-        return next(iter(by_column(changes(scans[0].rows, scans[1].rows, length))), "sqrtF")
-    return telling(scans[0].rows, length).name
+def opening_of(scan: Document) -> str:
+    """The quantity to open on: the first whose map is not blank."""
+    return opening_quantity(scan["heads"], scan["assumptions"]["length"]).name
 
 
-def _scan_data(scan: Scan, letter: str) -> dict[str, Any]:
-    rotary = any("frequencies" in entry for entry in scan.layers)
-    places = {entry["layer"]: place for place, entry in enumerate(scan.layers)}  # a shard's layers do not start at 0
-    pairs = zip(scan.rows, scan.verdicts, strict=True)
+def _scan_data(scan: Document, letter: str) -> dict[str, Any]:
+    rotary = any("frequencies" in entry for entry in scan["layers"])
+    places = {entry["layer"]: place for place, entry in enumerate(scan["layers"])}  # a shard's layers do not start at 0
+    pairs = zip(scan["heads"], verdicts_of(scan), strict=True)
     return {
-        "name": short_name(scan.source),
+        "name": short_name(scan["source"]),
         "letter": letter,
-        "layers": [_layer_data(entry) for entry in scan.layers],
-        "heads": [_head_data(row, verdict, places[row.layer], rotary) for row, verdict in pairs],
+        "layers": [_layer_data(entry) for entry in scan["layers"]],
+        "heads": [_head_data(row, verdict, places[row["layer"]], rotary) for row, verdict in pairs],
     }
 
 
@@ -125,28 +127,47 @@ def _layer_data(entry: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _head_data(row: HeadRow, verdict: Verdict, place: int, rotary: bool) -> dict[str, Any]:
+def _head_data(row: Row, verdict: Verdict, place: int, rotary: bool) -> dict[str, Any]:
     data: dict[str, Any] = {
         "layer": place,
-        "head": row.head,
-        "flags": list(row.flags),
-        "approximation": row.approximation,
+        "head": row["head"],
+        "flags": list(row["flags"]),
+        "approximation": row["approximation"],
         "excused": excuses(verdict),
     }
     data.update({name: significant(row[name]) for name in NUMBERS})
-    if row.eigenvalues is not None:
-        data["eigenvalues"] = [[significant(re, 3), significant(im, 3)] for re, im in row.eigenvalues]
-    if row.profile is not None:
-        data["profile"] = [significant(x, 3) for x in row.profile]
-    if row.drive is not None and rotary:
-        data["even"], data["odd"] = ([significant(x, 3) for x in row.drive[part]] for part in ("even", "odd"))
-        data["still"] = significant(row.drive["still"])
+    if row.get("eigenvalues") is not None:
+        data["eigenvalues"] = [[significant(re, 3), significant(im, 3)] for re, im in row["eigenvalues"]]
+    if row.get("profile") is not None:
+        data["profile"] = [significant(x, 3) for x in row["profile"]]
+    if row.get("drive") is not None and rotary:
+        data["even"], data["odd"] = ([significant(x, 3) for x in row["drive"][part]] for part in ("even", "odd"))
+        data["still"] = significant(row["drive"]["still"])
     return data
 
 
-def _verdict(scan: Scan) -> str:
-    return summary(scan.rows, scan.verdicts, predicted_from(scan.assumptions))
+def scan_verdict(scan: Document) -> str:
+    """Which heads have which fault."""
+    return summary(scan["heads"], verdicts_of(scan), predicted_from(scan["assumptions"]))
 
 
-def _sizes(scan: Scan) -> str:
-    return ", ".join(str(size) for size in sorted({entry["head_dim"] for entry in scan.layers}))
+def print_scan(scan: Document, console: Console) -> None:
+    """The verdict, the table, what the flags mean, and what was assumed."""
+    a, rows, verdicts = scan["assumptions"], scan["heads"], verdicts_of(scan)
+    console.print(f"[bold]{summary(rows, verdicts, predicted_from(a))}[/bold] {noted(rows, verdicts)}", highlight=False)
+    legend = {**LEGEND, "H": "log T - v/2, the old formula"} if OF_SCHEMA in a else LEGEND
+    print_heads(scan, verdicts, SCAN_HEADINGS, legend, {"kept": "residual_kept"}, console)
+    for sentence in filter(None, (collapse_risk(scan["layers"], a["length"]), directions(rows))):
+        console.print(escape(sentence), highlight=False)
+    console.print(escape(" ".join(filter(None, (origin(a), read_sentence(a))))), highlight=False)
+    for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"], NO_ROLES):
+        console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
+
+
+def scan_in_notebook(scan: Document) -> str:
+    rows, verdicts, assumptions = scan["heads"], verdicts_of(scan), scan["assumptions"]
+    verdict = summary(rows, verdicts, predicted_from(assumptions))
+    sentences = (verdict, noted(rows, verdicts), origin(assumptions))
+    title = f"{short_name(scan['source'])}: {counted(len(rows), 'head')} in "
+    title += counted(len(scan["layers"]), "attention layer")
+    return heads_display(title, sentences, map_of_scan(scan), SCAN_HEADINGS, rows, verdicts)

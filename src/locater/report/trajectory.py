@@ -1,58 +1,174 @@
-"""Checkpoints of training runs as a page: heads by layers on a slider over steps, and every number over steps."""
+"""Checkpoints of training runs: a page with every number over steps and heads on a slider, sentences, and medians in
+the terminal.
+"""
 
 from __future__ import annotations
 
 import base64
 import zlib
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from rich.console import Console
+from rich.markup import escape
 
+from locater.findings import FLAGS
 from locater.markup import quantile
+from locater.numerics import known_median
+from locater.report.columns import Quantity, quantities
 from locater.report.pages import assemble, flag_table, short_name
-from locater.report.scan_columns import Quantity, quantities
-from locater.report.trajectory_words import failure_words, first_faults, irregularities, overview, run_labels
+from locater.report.sentences import counted, number
+from locater.report.terminal import empty_table, fitting
 from locater.version import __version__
-
-# Long tables of numbers for pages, to six digits, as compressed text that a script reads when it needs them.
-
-
-NONE = 0x7FF80000  # upper half of a NaN: no number
-
-
-def pack_numbers(numbers: ArrayLike) -> str:
-    """Base64 of a zlib stream: of each number the upper 32 bits of its float64, as four planes of bytes.
-
-    A number is off by at most 2^-21 of itself (5e-7), over the whole range of float64. Bytes of the same weight lie
-    together, because the upper ones of neighbours are alike and compress well. None and NaN become NaN.
-
-    >>> unpack_numbers(pack_numbers([[0.1, -2.5], [None, 0.0]])).round(6).tolist()
-    [0.1, -2.5, nan, 0.0]
-    """
-    x = np.asarray(numbers, dtype=np.float64).ravel()
-    bits = x.view(np.uint64)
-    upper = ((bits + np.uint64(1 << 31)) >> np.uint64(32)).astype(np.uint32)
-    upper = np.where(upper & 0x7FFFFFFF >= 0x7FF00000, (bits >> np.uint64(32)).astype(np.uint32), upper)  # no carry
-    upper = np.where(np.isfinite(x), upper, NONE).astype(">u4")
-    planes = upper.view(np.uint8).reshape(-1, 4).T
-    return base64.b64encode(zlib.compress(np.ascontiguousarray(planes).tobytes(), 9)).decode()
-
-
-def unpack_numbers(packed: str) -> np.ndarray:
-    """The numbers again, as the script of a page reads them."""
-    planes = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8).reshape(4, -1)
-    upper = np.ascontiguousarray(planes.T).view(">u4").ravel().astype(np.uint64)
-    return (upper << np.uint64(32)).view(np.float64)
-
 
 Document = Mapping[str, Any]
 VALUES = 4_000_000  # most numbers on one page, at about three bytes each; columns that others follow from go first
 OPENING = ("M", "expected_entropy", "localization", "concentration", "residual_kept", "stable_rank")
 NEARLY = 0.9  # of the largest change: a number that changes so much is as good to open on
 UNKNOWN_LENGTH = 256  # only for the range of colours, where the document does not say how many tokens were in view
+NAMED = 4  # runs, flags or steps that a sentence names
+MEDIAN_COLUMNS = {
+    "M": "M",
+    "F": "F",
+    "H": "expected_entropy",
+    "Λ": "localization",
+    "κ": "concentration",
+    "kept": "residual_kept",
+}
+MOST_STEPS, MOST_RUNS = 6, 4  # steps of a run, and runs, that the tables show
+
+
+# ---- sentences ----
+
+
+def run_labels(names: Sequence[str]) -> dict[str, str]:
+    """What to call runs: the shortest ends of their paths that tell them apart.
+
+    >>> run_labels(["/data/a/small", "/data/b/small", "/data/b/large"])
+    {'/data/a/small': 'a/small', '/data/b/small': 'b/small', '/data/b/large': 'b/large'}
+    """
+    parts = {name: [part for part in name.split("/") if part] or [name] for name in names}
+    for count in range(1, max((len(x) for x in parts.values()), default=0) + 1):
+        ends = {name: "/".join(x[-count:]) for name, x in parts.items()}
+        if len({*ends.values()}) == len(ends):
+            return ends
+    return {name: name for name in names}
+
+
+def failure_words(source: str, reason: str) -> str:
+    """Source and reason; the source is not said twice where the reason names it."""
+    return reason if source in reason else f"{source} ({reason})"
+
+
+def overview(document: Document) -> str:
+    """Runs, checkpoints and heads."""
+    runs = document["runs"]
+    labels = run_labels([run["name"] for run in runs])
+    if not runs:
+        return "No checkpoint was read."
+    if len(runs) == 1:
+        return f"{_run_words(runs[0])}."
+    named = "; ".join(f"{labels[run['name']]}: {_run_words(run)}" for run in runs[:NAMED])
+    more = f"; and {counted(len(runs) - NAMED, 'more run')}" if len(runs) > NAMED else ""
+    return f"{counted(len(runs), 'run')}. {named}{more}."
+
+
+def _run_words(run: Mapping[str, Any]) -> str:
+    steps, heads = run["steps"], sum(layer["heads"] for layer in run["layers"])
+    what = f"{counted(len(steps), 'checkpoint')} of {counted(heads, 'head')} in {counted(len(run['layers']), 'layer')}"
+    if not run["numbered"] or len(steps) < 2:
+        return what
+    distances = {b["step"] - a["step"] for a, b in pairwise(steps)}
+    every = f", every {distances.pop():,}" if len(distances) == 1 else ""
+    return f"{what}, steps {steps[0]['step']:,} to {steps[-1]['step']:,}{every}"
+
+
+def first_faults(document: Document) -> str:
+    """The step at which each fault is first seen, by run."""
+    parts = []
+    labels = run_labels([run["name"] for run in document["runs"]])
+    for run in document["runs"]:
+        order = {flag.name: place for place, flag in enumerate(FLAGS)}
+        faults = [x for x in run["first"] if x["fault_step"] is not None]
+        faults.sort(key=lambda x: (x["fault_step"], order.get(x["flag"], len(order))))
+        words = ", ".join(f"{x['flag']} from {step_words(run, x['fault_step'])}" for x in faults)
+        parts.append((labels[run["name"]], words))
+    if not any(words for _, words in parts):
+        return "No head has a fault at any step." if parts else ""
+    if len(parts) == 1:
+        return f"First faults: {parts[0][1]}."
+    named = "; ".join(f"{name}: {words or 'none'}" for name, words in parts[:NAMED])
+    more = f"; and {counted(len(parts) - NAMED, 'more run')}" if len(parts) > NAMED else ""
+    return f"First faults: {named}{more}."
+
+
+def step_words(run: Mapping[str, Any], step: int) -> str:
+    """`step 300`, or the source where checkpoints have no steps."""
+    if run["numbered"]:
+        return f"step {step:,}"
+    return str(run["steps"][step]["source"])
+
+
+def irregularities(document: Document) -> list[str]:
+    """Gaps, failed sources, repeated weights, changes of shape, and sources without a place: one sentence each."""
+    runs, sentences = document["runs"], []
+    labels = run_labels([run["name"] for run in runs])
+    gaps = [(run, gap) for run in runs for gap in run["gaps"]]
+    if gaps:
+        missing = sum(gap["missing"] for _, gap in gaps)
+        named = ", ".join(_gap_words(gap) for _, gap in gaps[:NAMED])
+        sentences.append(f"{counted(missing, 'step')} {_are(missing)} missing: {named}{_more(gaps)}.")
+    failed = document["failed"]
+    if failed:
+        named = "; ".join(failure_words(x["source"], x["reason"]) for x in failed[:NAMED])
+        sentences.append(f"{counted(len(failed), 'source')} could not be read: {named}{_more(failed)}.")
+    repeats = sum(len(group) - 1 for group in document["duplicates"])
+    if repeats:
+        total = sum(len(run["steps"]) for run in runs)
+        have = "has" if repeats == 1 else "have"
+        groups = [_group_words(group, labels) for group in document["duplicates"]]
+        sentences.append(
+            f"{repeats:,} of {counted(total, 'checkpoint')} {have} the weights of another: "
+            f"{'; '.join(groups[:NAMED])}{_more(groups)}."
+        )
+    for change in document["shapes"]:
+        parts = ", ".join(change["parts"][:NAMED])
+        sentences.append(f"{change['run']} changes its shape and is shown in parts: {parts}{_more(change['parts'])}.")
+    aside = [x for run in runs for x in run["aside"]]
+    if aside:
+        reasons = Counter(x["reason"] for x in aside)
+        named = "; ".join(f"{x['source']} ({x['reason']})" for x in aside[:NAMED])
+        sentences.append(f"{counted(reasons.total(), 'checkpoint')} not shown: {named}{_more(aside)}.")
+    return sentences
+
+
+def _gap_words(gap: Mapping[str, int]) -> str:
+    first, last = gap["after"] + gap["every"], gap["before"] - gap["every"]
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def _group_words(group: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> str:
+    """`step 200 = 300 = 400`, or with runs `a 200 = b 200`."""
+    with_run = len(labels) > 1
+    named = [f"{labels[x['run']]} {x['step']:,}" if with_run else f"{x['step']:,}" for x in group]
+    more = f" and {len(named) - NAMED:,} more" if len(named) > NAMED else ""
+    return f"{'' if with_run else 'step '}{' = '.join(named[:NAMED])}{more}"
+
+
+def _more(items: Sequence[Any]) -> str:
+    return f" and {len(items) - NAMED:,} more" if len(items) > NAMED else ""
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+# ---- the page ----
 
 
 def trajectory_page(document: Document) -> str:
@@ -208,3 +324,82 @@ def _packed(steps: Sequence[Sequence[Sequence[float | None]]], stored: Sequence[
     """By head and then by step, because a head hardly changes from one step to the next."""
     table = np.array([[x for layer in steps[at] for x in layer] for at in stored], dtype=np.float64)
     return pack_numbers(table.T)
+
+
+# ---- the terminal ----
+
+
+def print_trajectory(document: Mapping[str, Any], console: Console) -> None:
+    """Sentences, then for the first runs the medians over heads at some steps, the first and the last among them."""
+    console.print(overview(document), highlight=False, markup=False)
+    if words := first_faults(document):
+        console.print(words, style="bold", highlight=False, markup=False)
+    for sentence in irregularities(document):
+        console.print(sentence, highlight=False, markup=False)
+    labels = run_labels([run["name"] for run in document["runs"]])
+    for run in document["runs"][:MOST_RUNS]:
+        _print_medians(run, labels[run["name"]], console)
+
+
+def _print_medians(run: Mapping[str, Any], label: str, console: Console) -> None:
+    count = len(run["steps"])
+    if not count:
+        return
+    shown = min(count, MOST_STEPS)
+    places = sorted({round(i * (count - 1) / max(1, shown - 1)) for i in range(shown)})
+    steps = [run["steps"][at] for at in places]
+    cells = {"step": [f"{x['step']:,}" if run["numbered"] else escape(x["source"][-24:]) for x in steps]}
+    for heading, column in MEDIAN_COLUMNS.items():
+        if column in run["values"]:
+            values = (run["values"][column][at] for at in places)
+            cells[heading] = [number(known_median(x for layer in step for x in layer)) for step in values]
+    cells["faults"] = [str(_faults(run, x["step"])) for x in steps]
+    names = fitting(cells, ("step", "faults"), console.width)
+    table = empty_table(f"{escape(label)}: medians over heads at {len(places)} of {count} checkpoints", names)
+    for at in range(len(places)):
+        table.add_row(*(cells[name][at] for name in names))
+    console.print(table, markup=False, highlight=False)
+
+
+def _faults(run: Mapping[str, Any], step: int) -> int:
+    """How many heads have a fault at a step."""
+    heads = {
+        (x["layer"], x["head"])
+        for x in run["findings"]
+        if any(first <= step <= last for first, last in x["fault_spans"])
+    }
+    return len(heads)
+
+
+# ---- numbers on pages ----
+
+
+# Long tables of numbers for pages, to six digits, as compressed text that a script reads when it needs them.
+
+
+NONE = 0x7FF80000  # upper half of a NaN: no number
+
+
+def pack_numbers(numbers: ArrayLike) -> str:
+    """Base64 of a zlib stream: of each number the upper 32 bits of its float64, as four planes of bytes.
+
+    A number is off by at most 2^-21 of itself (5e-7), over the whole range of float64. Bytes of the same weight lie
+    together, because the upper ones of neighbours are alike and compress well. None and NaN become NaN.
+
+    >>> unpack_numbers(pack_numbers([[0.1, -2.5], [None, 0.0]])).round(6).tolist()
+    [0.1, -2.5, nan, 0.0]
+    """
+    x = np.asarray(numbers, dtype=np.float64).ravel()
+    bits = x.view(np.uint64)
+    upper = ((bits + np.uint64(1 << 31)) >> np.uint64(32)).astype(np.uint32)
+    upper = np.where(upper & 0x7FFFFFFF >= 0x7FF00000, (bits >> np.uint64(32)).astype(np.uint32), upper)  # no carry
+    upper = np.where(np.isfinite(x), upper, NONE).astype(">u4")
+    planes = upper.view(np.uint8).reshape(-1, 4).T
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(planes).tobytes(), 9)).decode()
+
+
+def unpack_numbers(packed: str) -> np.ndarray:
+    """The numbers again, as the script of a page reads them."""
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8).reshape(4, -1)
+    upper = np.ascontiguousarray(planes.T).view(">u4").ravel().astype(np.uint64)
+    return (upper << np.uint64(32)).view(np.float64)

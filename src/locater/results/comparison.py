@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locater.brief import brief
 from locater.errors import LocaterError
-from locater.files import write_whole
+from locater.markup import quantile
 from locater.numerics import known_median
-from locater.report.scan_columns import Change, by_column, by_head, changes
+from locater.report.columns import known_numbers, quantities, range_of
+from locater.results.document import Document
 from locater.results.scan import NUMERIC_COLUMNS, HeadRow, Scan, alike
-from locater.version import SCAN_SCHEMA, __version__
+from locater.version import SCAN_SCHEMA
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MEDIANS = (
     *("M", "F", "concentration", "localization", "expected_entropy", "residual_kept"),
@@ -27,6 +29,57 @@ DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
 
 FAULT = "fault"  # a condition of --fail-on: any fault that is new
 CHANGE_COLUMNS = tuple(f"change_{name}" for name in DIFFERENCES)
+
+
+class Change(NamedTuple):
+    """One number of one head in both scans. `size` is the change over the range that the number has in both."""
+
+    layer: int
+    head: int
+    column: str
+    before: float
+    after: float
+    size: float
+
+
+def ranges(rows: Sequence[HeadRow], length: int) -> dict[str, float]:
+    """The range of each quantity over rows: what a change of it is divided by."""
+    return {name: range_of(known_numbers(rows, quantity), quantity) for name, quantity in quantities(length).items()}
+
+
+def changes(
+    a: Sequence[HeadRow], b: Sequence[HeadRow], length: int, within: Mapping[str, float] | None = None
+) -> list[Change]:
+    """How much each quantity of each head changed from `a` to `b`, which are rows of the same heads; largest first.
+
+    `within` are the ranges to measure by, for scans of a longer series; without it those of `a` and `b`.
+    """
+    table = []
+    scales = within or ranges([*a, *b], length)
+    for name, quantity in quantities(length).items():
+        scale = scales[name]
+        for x, y in zip(a, b, strict=True):
+            before, after = quantity.read(x), quantity.read(y)
+            if before is not None and after is not None:
+                table.append(Change(x.layer, x.head, name, before, after, abs(after - before) / scale))
+    return sorted(table, key=lambda change: -change.size)
+
+
+def by_column(table: Sequence[Change]) -> dict[str, float]:
+    """Size of the change of each column (98th percentile over heads), largest first."""
+    sizes: dict[str, list[float]] = {}
+    for change in table:
+        sizes.setdefault(change.column, []).append(change.size)
+    ranked = {name: quantile(numbers, 0.98) for name, numbers in sizes.items()}
+    return dict(sorted(ranked.items(), key=lambda item: -item[1]))
+
+
+def by_head(table: Sequence[Change]) -> list[Change]:
+    """The largest change of each head, largest first."""
+    best: dict[tuple[int, int], Change] = {}
+    for change in table:
+        best.setdefault((change.layer, change.head), change)
+    return list(best.values())
 
 
 @dataclass(frozen=True)
@@ -53,14 +106,9 @@ class ComparedTensors:
 
     __repr__ = brief
 
-    @property
-    def apart(self) -> list[str]:
-        """Names of all tensors that are not equal in both."""
-        return [*self.different, *self.only_a, *self.only_b]
-
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Document):
     """Two scans side by side. `rows` is empty unless they are `aligned`: the same layers with the same heads."""
 
     a: Scan
@@ -69,25 +117,26 @@ class Comparison:
     rows: list[HeadChange]
     tensors: ComparedTensors | None = None  # of sources with equal heads, where all their tensors could be read
 
+    schema = SCAN_SCHEMA
+
     def __repr__(self) -> str:
         heads = f"{len(self.rows)} heads" if self.aligned else f"{len(self.a.rows)} and {len(self.b.rows)} heads"
         return f"Comparison({self.a.source!r}, {self.b.source!r}, {heads}, aligned={self.aligned})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.notebook import comparison_in_notebook
+        from locater.report.comparison import comparison_in_notebook
 
-        return comparison_in_notebook(self)
+        return comparison_in_notebook(self.to_dict(), self.a.to_dict(), self.b.to_dict())
 
     def plot(self, column: str | None = None) -> Any:
         """The difference B - A of one column, heads by layers; without a name the quantity that changed most.
 
         A matplotlib Figure, or an altair Chart where only altair is installed.
         """
-        from locater.report.drawn import of_comparison
-        from locater.report.plots import plot
+        from locater.report.plots import map_of_comparison, plot
 
-        return plot(of_comparison(self, column))
+        return plot(map_of_comparison(self.to_dict(), self.a.to_dict(), self.b.to_dict(), column))
 
     @property
     def equal(self) -> bool:
@@ -141,8 +190,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "schema": SCAN_SCHEMA,
-            "locater": __version__,
+            **self.header(),
             "source": [self.a.source, self.b.source],
             "assumptions": self.a.assumptions,
             "aligned": self.aligned,
@@ -154,17 +202,24 @@ class Comparison:
                 "heads": [change._asdict() for change in self.head_changes()[:MOST_LISTED]],
             },
             "layers": [self.a.layers, self.b.layers],
-            "heads": [asdict(row) for row in self.rows],
+            "heads": self.records(),
         }
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+    def records(self) -> list[dict[str, Any]]:
+        """Rows as dictionaries; empty unless `aligned`."""
+        return [dict(vars(row)) for row in self.rows]
 
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the HTML page of both scans, with differences where their shapes agree."""
-        from locater.report.scan import compare_page
+    def page(self) -> str:
+        """The HTML page of both scans, with differences where their shapes agree."""
+        from locater.report.comparison import comparison_page
 
-        write_whole(Path(path), compare_page(self))
+        return comparison_page(self.to_dict(), *(scan.with_details().to_dict() for scan in (self.a, self.b)))
+
+    def show(self, console: Console) -> None:
+        """Print what changed most, medians of both, and the heads that changed most."""
+        from locater.report.comparison import print_comparison
+
+        print_comparison(self.to_dict(), self.a.to_dict(), self.b.to_dict(), console)
 
 
 def compare_scans(first: Scan, second: Scan) -> Comparison:

@@ -5,9 +5,10 @@ It is written as JSON and shown by `report/`.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,10 @@ from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
 from locater.files import write_whole
 from locater.numerics import finite_or_none
-from locater.version import SCHEMA, __version__
+from locater.results.document import Document
 
 if TYPE_CHECKING:
-    import pandas
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class DeletionCurve:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Explanations:
+class Explanations(Document):
     """The result of `explanations()`."""
 
     source: str
@@ -136,26 +137,31 @@ class Explanations:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.explain_notebook import explain_in_notebook
+        from locater.report.explanation import explanations_in_notebook
 
-        return explain_in_notebook(self)
+        return explanations_in_notebook(self.to_dict())
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One row per token: stream, position, token, and the score of each method."""
-        rows = []
-        for stream in self.streams:
-            columns = {method.method: scores_in(method, stream.name) for method in self.methods}
-            for position, token in enumerate(stream.tokens):
-                scores = {name: None if x is None else x[position] for name, x in columns.items()}
-                rows.append({"stream": stream.name, "position": position, "token": token, **scores})
-        return rows
+        return self.records()
+
+    def records(self) -> list[dict[str, Any]]:
+        """The same: one row per token."""
+        from locater.report.explanation import token_rows
+
+        return token_rows(self.to_dict())
 
     def to_dict(self, matrices: bool = False) -> dict[str, Any]:
-        """The JSON document. `matrices` adds what has a number per pair of tokens: matrices and head patterns."""
+        """The JSON document. `matrices` adds what has a number per pair of tokens, which the page draws: matrices, head
+        patterns, and the picture.
+        """
+        return self._document(Tensor.tolist if matrices else None)
+
+    def _document(self, table: Callable[[Tensor], Any] | None) -> dict[str, Any]:
+        """The document, with tables of numbers as `table` makes them; without them where it is None."""
         return {
-            "schema": SCHEMA,
-            "locater": __version__,
+            **self.header(),
             "source": self.source,
             "assumptions": self.assumptions,
             "streams": [asdict(stream) for stream in self.streams],
@@ -166,16 +172,13 @@ class Explanations:
                 "value": self.target.value,
             },
             "predictions": [asdict(prediction) for prediction in self.predictions],
-            "methods": [self._method(method, matrices) for method in self.methods],
+            "methods": [self._method(method, table) for method in self.methods],
             "layers": self.layers,
             "heads": [asdict(head) for head in self.heads],
             "lengths": [asdict(length) for length in self.lengths],
-            **({"patterns": [_pattern(pattern) for pattern in self.patterns]} if matrices else {}),
+            **({} if table is None else {"patterns": [_pattern(pattern, table) for pattern in self.patterns]}),
+            **({} if table is None or self.picture is None else {"picture": _picture(self.picture)}),
         }
-
-    def document(self, matrices: bool = False) -> Document:
-        """What `--json` writes."""
-        return Document(self, matrices)
 
     def to_json(self, matrices: bool = False) -> str:
         return json.dumps(self.to_dict(matrices), indent=1, allow_nan=False)
@@ -184,21 +187,21 @@ class Explanations:
         """Write the JSON document; the file appears whole or not at all."""
         write_whole(Path(path), self.to_json(matrices) + "\n")
 
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the HTML page: self-contained, works offline."""
-        from locater.report.explain import explain_page
+    def page(self) -> str:
+        from locater.report.explanation import explanations_page
 
-        write_whole(Path(path), explain_page(self))
+        return explanations_page(self._document(lambda table: table.detach().cpu().float().numpy()))
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """One row per token, as a pandas frame."""
-        import pandas
+    def show(self, console: Console) -> None:
+        """Print what the model predicts, tokens with scores, heads by share, and what each method is exact about."""
+        from locater.report.explanation import print_explanations
 
-        return pandas.DataFrame(self.rows)
+        print_explanations(self.to_dict(), console)
 
-    def _method(self, method: Explanation, matrices: bool) -> dict[str, Any]:
+    def _method(self, method: Explanation, table: Callable[[Tensor], Any] | None) -> dict[str, Any]:
         curve = self.deletion.get(method.method)
-        scores = {stream.name: scores_in(method, stream.name) for stream in self.streams}
+        streams = dict.fromkeys([method.stream, *(stream.name for stream in self.streams)])  # the main one comes first
+        scores = {name: _scores_in(method, name) for name in streams}
         entry: dict[str, Any] = {
             "method": method.method,
             "scores": {name: values for name, values in scores.items() if values is not None},
@@ -207,23 +210,12 @@ class Explanations:
             "how": method.how,
             "deletion": None if curve is None else {**asdict(curve), "area": curve.area},
         }
-        if matrices:
-            entry["matrix"] = None if method.matrix is None else method.matrix.tolist()
+        if table is not None:
+            entry["matrix"] = None if method.matrix is None else table(method.matrix)
         return entry
 
 
-@dataclass(frozen=True, eq=False)
-class Document:
-    """The JSON of explanations, with or without matrices."""
-
-    result: Explanations
-    matrices: bool
-
-    def to_json(self) -> str:
-        return self.result.to_json(self.matrices)
-
-
-def scores_in(method: Explanation, stream: str) -> list[float | None] | None:
+def _scores_in(method: Explanation, stream: str) -> list[float | None] | None:
     """The scores of a method for the tokens of one stream, None where it has none there. A token without a score has
     None.
     """
@@ -231,6 +223,13 @@ def scores_in(method: Explanation, stream: str) -> list[float | None] | None:
     return None if scores is None else [finite_or_none(x) for x in scores.tolist()]
 
 
-def _pattern(pattern: Pattern) -> dict[str, Any]:
+def _pattern(pattern: Pattern, table: Callable[[Tensor], Any]) -> dict[str, Any]:
     names = ("layer", "head", "queries", "keys")
-    return {**{name: getattr(pattern, name) for name in names}, "weights": pattern.weights.tolist()}
+    return {**{name: getattr(pattern, name) for name in names}, "weights": table(pattern.weights)}
+
+
+def _picture(picture: Picture) -> dict[str, Any]:
+    height, width, _ = picture.pixels.shape
+    sizes = {"width": width, "height": height, "rows": picture.rows, "columns": picture.columns}
+    pixels = base64.b64encode(picture.pixels.numpy().tobytes()).decode()
+    return {**sizes, "before": picture.before, "pixels": pixels}

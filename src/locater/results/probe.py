@@ -5,27 +5,20 @@ It is written as JSON and shown by `report/`.
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.brief import brief
-from locater.files import write_whole
 from locater.findings import FLAGS, Verdict, heads_by_role, judge
 from locater.observing.rows import MeasuredHead
 from locater.observing.stream import SeenLayer
 from locater.predict.input_statistics import Statistics
-from locater.version import PROBE_SCHEMA, __version__
+from locater.results.document import Document
+from locater.version import PROBE_SCHEMA
 
 if TYPE_CHECKING:
-    import pandas
-
-# Names until version 0.1; they work for one release. M, F and localization are those of unit tokens, in a scan.
-OLD_COLUMNS = {"M": "predicted_M", "F": "predicted_F", "localization": "predicted_localization"}
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -64,20 +57,7 @@ class ProbeRow(MeasuredHead):
     __repr__ = brief
 
     def __getitem__(self, column: str) -> Any:
-        return _old_column(self, column) if column in OLD_COLUMNS else getattr(self, column)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:  # called for names that are not fields
-            if name not in OLD_COLUMNS:
-                raise AttributeError(f"a row of a probe has no {name!r}")
-            return _old_column(self, name)
-
-
-def _old_column(row: ProbeRow, name: str) -> Any:
-    message = f"column {name} of a probe is now {OLD_COLUMNS[name]}: {name} is that of unit tokens, in a scan"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return getattr(row, OLD_COLUMNS[name])
+        return getattr(self, column)
 
 
 PROBE_COLUMNS = tuple(f.name for f in fields(ProbeRow) if "float" in str(f.type))
@@ -92,7 +72,7 @@ PROBE_FLAGS = tuple(flag.name for flag in FLAGS if set(flag.needs) <= {*PROBE_CO
 
 
 @dataclass(frozen=True, repr=False)
-class Probe:
+class Probe(Document):
     """The result of `probe()`."""
 
     source: str
@@ -103,24 +83,26 @@ class Probe:
     agreement: dict[str, dict[str, float | None]]  # by prediction: Spearman correlation and mean error over heads
     statistics: Statistics | None = field(default=None, compare=False)
 
+    schema = PROBE_SCHEMA
+
     def __repr__(self) -> str:
         return f"Probe({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers)"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.notebook import probe_in_notebook
+        from locater.report.probe import probe_in_notebook
 
-        return probe_in_notebook(self)
+        return probe_in_notebook(self.to_dict())
 
     def plot(self, column: str | None = None) -> Any:
         """One column of all heads, heads by layers; without a name the entropy.
 
         A matplotlib Figure, or an altair Chart where only altair is installed.
         """
-        from locater.report.drawn import of_probe
-        from locater.report.plots import plot
+        from locater.report.pages import short_name
+        from locater.report.plots import map_of_measured, plot
 
-        return plot(of_probe(self, column))
+        return plot(map_of_measured(short_name(self.source), self.records(), column))
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -132,20 +114,15 @@ class Probe:
         """(layer, head) of the heads with each role; a role that was not measured is no key."""
         return heads_by_role([vars(row) for row in self.rows], self.verdicts)
 
-    def stream_after(self, layer_name: str) -> SeenLayer | None:
-        """The residual stream after the block that contains the attention layer of this name."""
-        return stream_after(layer_name, self.streams)
-
     def records(self) -> list[dict[str, Any]]:
         """Rows as dictionaries, with `faults` beside `flags`, and the `role`."""
         pairs = zip(self.rows, self.verdicts, strict=True)
-        return [{**asdict(row), "faults": verdict.faults, "role": verdict.role} for row, verdict in pairs]
+        return [{**vars(row), "faults": verdict.faults, "role": verdict.role} for row, verdict in pairs]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: schema, locater, source, assumptions, agreement, roles, layers, streams, heads."""
         return {
-            "schema": PROBE_SCHEMA,
-            "locater": __version__,
+            **self.header(),
             "source": self.source,
             "assumptions": self.assumptions,
             "agreement": self.agreement,
@@ -155,27 +132,13 @@ class Probe:
             "heads": self.records(),
         }
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON document; the file appears whole or not at all."""
-        write_whole(Path(path), self.to_json() + "\n")
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the HTML page: self-contained, works offline."""
+    def page(self) -> str:
         from locater.report.probe import probe_page
 
-        write_whole(Path(path), probe_page(self))
+        return probe_page(self.to_dict())
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """One row per head, as a pandas frame."""
-        import pandas
+    def show(self, console: Console) -> None:
+        """Print what heads do and which have faults, tables, and how well predictions agree."""
+        from locater.report.probe import print_probe
 
-        return pandas.DataFrame(self.records())
-
-
-def stream_after(layer_name: str, streams: list[SeenLayer]) -> SeenLayer | None:
-    """The point of the stream after the block whose name begins the layer's; None for attention outside of blocks."""
-    points = (point for point in streams if point.block >= 0 and f"{layer_name}.".startswith(f"{point.name}."))
-    return next(points, None)
+        print_probe(self.to_dict(), console)

@@ -8,20 +8,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.brief import brief
 from locater.errors import LocaterError, first_line
-from locater.files import regular_file, write_whole
+from locater.files import regular_file
 from locater.findings import FLAGS, Verdict, flags_of, judge, key_variance
-from locater.version import SCAN_SCHEMA, __version__
+from locater.report.sentences import counted
+from locater.results.document import Document
+from locater.version import COMPUTED_AGAIN, OF_SCHEMA, OLD_NUMBERS, SCAN_SCHEMA
 
 if TYPE_CHECKING:
-    import pandas
-    import polars
+    from rich.console import Console
 
 
 # Checks the JSON document of a scan, so that the code which reads it can rely on the type of every value.
@@ -164,16 +165,6 @@ def _head(numeric: Collection[str]) -> dict[str, Check]:
 
 LENGTH = 256  # default number of tokens in view
 TOKENS = 8192  # default number of tokens that a probe measures
-OF_SCHEMA = "of_schema"  # in the assumptions of a scan that was read from a document of an earlier schema: its number
-OLD_NUMBERS = (
-    "of a document of version 0.2 or before: expected entropy (H) by the old formula log T - v/2, "
-    "and sharp where that is 0; scan the model again for the entropy of normal logits"
-)
-COMPUTED_AGAIN = (
-    "of a document of version 0.2 or before: expected entropy and flags computed again from its F and key bias"
-)
-
-
 READ = (1, SCAN_SCHEMA)  # schemas of documents that are read
 
 
@@ -230,7 +221,7 @@ SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "
 
 
 @dataclass(frozen=True, repr=False)
-class Scan:
+class Scan(Document):
     """The result of `scan()`."""
 
     source: str
@@ -239,28 +230,29 @@ class Scan:
     rows: list[HeadRow]
     detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)  # scans again, with details
 
+    schema = SCAN_SCHEMA
+
     def __repr__(self) -> str:
         faulty = sum(bool(verdict.faults) for verdict in self.verdicts)
-        return f"Scan({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers, {faulty} to look at)"
+        return f"Scan({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers, {faulty} with faults)"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.notebook import scan_in_notebook
+        from locater.report.scan import scan_in_notebook
 
-        return scan_in_notebook(self)
+        return scan_in_notebook(self.to_dict())
 
     def plot(self, column: str | None = None) -> Any:
         """One column of all heads, heads by layers; without a name the one that the page opens on.
 
         A matplotlib Figure, or an altair Chart where only altair is installed.
         """
-        from locater.report.drawn import of_scan
-        from locater.report.plots import plot
+        from locater.report.plots import map_of_scan, plot
 
-        return plot(of_scan(self, column))
+        return plot(map_of_scan(self.to_dict(), column))
 
     def title(self) -> str:
-        return f"{self.source}: {len(self.rows)} heads in {len(self.layers)} attention layers"
+        return f"{self.source}: {counted(len(self.rows), 'head')} in {counted(len(self.layers), 'attention layer')}"
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -270,26 +262,18 @@ class Scan:
     def records(self) -> list[dict[str, Any]]:
         """Rows as dictionaries, with `faults` beside `flags`."""
         pairs = zip(self.rows, self.verdicts, strict=True)
-        return [{**asdict(row), "faults": verdict.faults} for row, verdict in pairs]
+        return [{**vars(row), "faults": verdict.faults} for row, verdict in pairs]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: schema, locater, source, assumptions, layers, heads."""
         heads = [{k: v for k, v in row.items() if v is not None or k not in OPTIONAL} for row in self.records()]
         return {
-            "schema": SCAN_SCHEMA,
-            "locater": __version__,
+            **self.header(),
             "source": self.source,
             "assumptions": self.assumptions,
             "layers": self.layers,
             "heads": heads,
         }
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON document; the file appears whole or not at all."""
-        write_whole(Path(path), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Scan:
@@ -342,11 +326,6 @@ class Scan:
     def old(self) -> bool:
         """Whether expected entropy and flags are those of a document of schema 1."""
         return OF_SCHEMA in self.assumptions
-
-    @property
-    def about_old(self) -> str:
-        """The note of a scan from a document of schema 1; empty for others."""
-        return next((note for note in self.assumptions["notes"] if note in (OLD_NUMBERS, COMPUTED_AGAIN)), "")
 
     def labelled_old(self) -> Scan:
         """This scan, which is of schema 1, with a label that says so."""
@@ -401,23 +380,17 @@ class Scan:
         layers = [{name: value for name, value in entry.items() if name != "frequencies"} for entry in self.layers]
         return Scan(self.source, self.assumptions, layers, rows, self.detailed)
 
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the HTML page: self-contained, works offline."""
+    def page(self) -> str:
+        """The HTML page, with the details that it draws."""
         from locater.report.scan import scan_page
 
-        write_whole(Path(path), scan_page(self.with_details()))
+        return scan_page(self.with_details().to_dict())
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """One row per head, as a pandas frame."""
-        import pandas
+    def show(self, console: Console) -> None:
+        """Print the verdict, a table of heads, what the flags mean, and what was assumed."""
+        from locater.report.scan import print_scan
 
-        return pandas.DataFrame(self.records())
-
-    def to_polars(self) -> polars.DataFrame:
-        """One row per head, as a polars frame."""
-        import polars
-
-        return polars.DataFrame(self.records())
+        print_scan(self.to_dict(), console)
 
 
 def alike(scans: Iterable[Scan]) -> list[Scan]:

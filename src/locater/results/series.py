@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, takewhile
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locater.errors import LocaterError
-from locater.files import write_whole
 from locater.markup import quantile
 from locater.numerics import known_median
-from locater.report.scan_columns import changes, ranges
-from locater.results.comparison import MEDIANS, MOST_LISTED, Comparison, compare_scans, shape
+from locater.report.sentences import letters
+from locater.results.comparison import MEDIANS, MOST_LISTED, Comparison, changes, compare_scans, ranges, shape
+from locater.results.document import Document
 from locater.results.run_names import labelled
 from locater.results.scan import Scan, alike
 from locater.results.trajectory import trajectory
-from locater.version import SCAN_SCHEMA, __version__
+from locater.version import SCAN_SCHEMA
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class StepChange(NamedTuple):
@@ -40,7 +40,7 @@ class StepChange(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ComparisonSeries:
+class ComparisonSeries(Document):
     """Scans of the same heads in the order given. `pairs` are the comparisons of neighbours, `ends` that of the first
     and the last.
     """
@@ -48,6 +48,8 @@ class ComparisonSeries:
     scans: list[Scan]
     pairs: list[Comparison]
     ends: Comparison
+
+    schema = SCAN_SCHEMA
 
     def __repr__(self) -> str:
         first, last = self.scans[0], self.scans[-1]
@@ -58,8 +60,7 @@ class ComparisonSeries:
     @property
     def labels(self) -> list[str]:
         """A letter for each scan, or a number where there are more scans than letters."""
-        count = len(self.scans)
-        return [chr(ord("A") + i) for i in range(count)] if count <= 26 else [str(i + 1) for i in range(count)]
+        return letters(len(self.scans))
 
     @cached_property
     def changes(self) -> list[StepChange]:
@@ -108,14 +109,8 @@ class ComparisonSeries:
         """The keys of a comparison of two. `difference`, `gained` and `lost` of a head are those of the last scan
         against the first; `between` has them for each pair of neighbours.
         """
-        parts = ("difference", "gained", "lost")
-        heads = []
-        for at, row in enumerate(self.ends.rows):
-            steps = [asdict(pair.rows[at]) for pair in self.pairs]
-            heads.append({**asdict(row), "between": [{key: step[key] for key in parts} for step in steps]})
         return {
-            "schema": SCAN_SCHEMA,
-            "locater": __version__,
+            **self.header(),
             "source": [scan.source for scan in self.scans],
             "assumptions": self.scans[0].assumptions,
             "aligned": True,
@@ -128,11 +123,17 @@ class ComparisonSeries:
                 "heads": [change._asdict() for change in self.head_changes()[:MOST_LISTED]],
             },
             "layers": [scan.layers for scan in self.scans],
-            "heads": heads,
+            "heads": self.records(),
         }
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+    def records(self) -> list[dict[str, Any]]:
+        """A dictionary per head: the last scan against the first, and `between` neighbours."""
+        parts = ("difference", "gained", "lost")
+        heads = []
+        for at, row in enumerate(self.ends.rows):
+            steps = [vars(pair.rows[at]) for pair in self.pairs]
+            heads.append({**vars(row), "between": [{key: step[key] for key in parts} for step in steps]})
+        return heads
 
     def trajectory(self) -> dict[str, Any]:
         """The document of `trajectory()`, with the scans as steps: those that their names say (`step-200`), if all do
@@ -148,11 +149,17 @@ class ComparisonSeries:
             rows += [{**row, **more, "layer_name": layers[row["layer"]]} for row in scan.records()]
         return trajectory(rows, {}, length=self.scans[0].assumptions["length"])
 
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the HTML page of checkpoints: every number over the series, heads on a slider."""
+    def page(self) -> str:
+        """The HTML page of checkpoints: every number over the series, heads on a slider."""
         from locater.report.trajectory import trajectory_page
 
-        write_whole(Path(path), trajectory_page(self.trajectory()))
+        return trajectory_page(self.trajectory())
+
+    def show(self, console: Console) -> None:
+        """Print what changed between which scans, medians, and the heads that changed most."""
+        from locater.report.comparison import print_series
+
+        print_series(self.to_dict(), [scan.to_dict() for scan in self.scans], console)
 
 
 def series(scans: list[Scan]) -> ComparisonSeries:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from locater.errors import LocaterError
-from locater.report.tables import counted
+from locater.report.sentences import counted
 from locater.results.step_findings import findings_over_steps, first_of_each_flag
 from locater.version import SCHEMA, __version__
 

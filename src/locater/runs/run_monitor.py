@@ -104,15 +104,13 @@ NAMED = 12  # heads in a line
 
 
 def controls_that_fit(model: nn.Module, remedy: Remedy) -> list[str]:
-    """Those of its controls that could be attached to the model as it is. They are looked up in `locater`, where a user
-    would find them, so that what is advised exists.
-    """
-    import locater
+    """Those of its controls that could be attached to the model as it is."""
+    from locater import control
 
     fitting = []
     for call in remedy.controls:
         name, options = parse_call(call, "remedy")
-        if getattr(locater, name)(**options).can_attach(model):
+        if getattr(control, name)(**options).can_attach(model):
             fitting.append(call)
     return fitting
 

@@ -22,7 +22,7 @@ from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
 from jinja2.bccache import Bucket
 
 from locater.files import write_whole
-from locater.report.prose import prose_page
+from locater.report.pages import prose_page
 from locater_lab.engine import verdict_text
 from locater_lab.engine.figures import COLOURS, Cells, Contour, Field, Panel, Series, draw, picture_rows
 from locater_lab.engine.reproduction import Paper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,15 +15,15 @@ from locater.commands.fleet.parts import DamagedPartError, header, pyarrow, read
 from locater.commands.fleet.store import Store
 from locater.errors import LocaterError
 from locater.escapes import one_line
-from locater.files import write_whole
 from locater.findings import FLAGS, Condition, crossings
+from locater.results.document import Document
 from locater.results.scan import LENGTH, Scan
-from locater.version import SCHEMA, __version__
 
 if TYPE_CHECKING:
     import duckdb
     import pandas
     import polars
+    from rich.console import Console
 
     from locater.commands.scanning import Progress
     from locater.results.run_names import Listed
@@ -53,8 +52,6 @@ def summary(
             run_of[row["source"]].add(row)
     counts = {status: sum(entry.status == status for entry in sources) for status in ("done", "failed", "to do")}
     return {
-        "schema": SCHEMA,
-        "locater": __version__,
         "source": folder,
         "settings": dict(settings),
         "checkpoints": {"done": counts["done"], "failed": counts["failed"], "to_do": counts["to do"]},
@@ -140,7 +137,7 @@ class FleetSource:
     tries: int | None = None
 
 
-class Fleet:
+class Fleet(Document):
     """Scans of many checkpoints in one folder. Every call looks into the folder anew, so it can be used while a fleet
     runs; only whole checkpoints are seen.
     """
@@ -352,17 +349,21 @@ class Fleet:
     def to_dict(self) -> dict[str, Any]:
         """The JSON document of `locater fleet --json`: a summary for each run, not the rows."""
         rows = self.records(SMALL)
-        return summary(str(self.folder), asdict(self.settings), self.sources(), rows, list(self.damaged.values()))
+        settings, damaged = asdict(self.settings), list(self.damaged.values())
+        return {**self.header(), **summary(str(self.folder), settings, self.sources(), rows, damaged)}
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the HTML page: how heads change from step to step; self-contained, works offline."""
+    def page(self) -> str:
+        """The HTML page: how heads change from step to step."""
         from locater.report.trajectory import trajectory_page
         from locater.results.trajectory import trajectory
 
-        write_whole(Path(path), trajectory_page(trajectory(self.records(), self.errors, length=self.settings.length)))
+        return trajectory_page(trajectory(self.records(), self.errors, length=self.settings.length))
+
+    def show(self, console: Console) -> None:
+        """Print a line per run, the first step of each flag, failures and duplicates."""
+        from locater.report.fleet import print_fleet
+
+        print_fleet(self.to_dict(), console)
 
 
 def _order(labels: Any) -> tuple[str, float, str]:

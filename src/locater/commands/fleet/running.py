@@ -26,7 +26,7 @@ from locater.commands.fleet.tasks import Outcome, perform, reason_of
 from locater.commands.scanning import Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
-from locater.report.tables import counted
+from locater.report.sentences import counted
 from locater.results.run_names import Listed, Listing, listing
 from locater.sources.anywhere import identity, size_of
 from locater.sources.remote import session

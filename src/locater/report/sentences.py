@@ -1,4 +1,4 @@
-"""Columns, headings and sentences about heads that the terminal, pages and notebooks share."""
+"""Sentences about heads that the terminal, pages and notebooks share. Rows are those of documents."""
 
 from __future__ import annotations
 
@@ -7,36 +7,19 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from locater.findings import FLAGS, Verdict, near_uniform, untrained
-from locater.report.scan_columns import Read, column, root_of_F, symmetry
+from locater.findings import FLAGS, Verdict, judge, near_uniform, untrained
+from locater.report.columns import Row
 
 NAMED = 6  # heads that a sentence names for each flag
 MOST_SHOWN = 20  # heads of a large model that a table lists
-# Heading: how it is read from a row. Where there is no room, the last columns are left out first.
-SCAN: dict[str, Read] = {
-    "M": column("M"),
-    "√F": root_of_F,
-    "H": column("expected_entropy"),
-    "Λ": column("localization"),
-    "κ": column("concentration"),
-    "S/F": symmetry,
-    "key bias": column("key_bias"),
-    "kept": column("residual_kept"),
-}
-PROBE: dict[str, Read] = {
-    "H": column("entropy"),
-    "first": column("sink"),
-    "max logit": column("max_logit"),
-    "pred. H": column("predicted_entropy"),
-    "prior H": column("prior_entropy"),
-    "distance": column("distance"),
-    "top": column("max_probability"),
-    "Λ": column("predicted_localization"),
-    "pred. first": column("predicted_sink"),
-}
 
 
-def summary(rows: Sequence[Any], verdicts: Sequence[Verdict], predicted: str = "") -> str:
+def verdicts_of(document: Mapping[str, Any]) -> list[Verdict]:
+    """For each head of a scan or a probe: its role, which of its flags are faults, and why the others are not."""
+    return judge(document["heads"], document["assumptions"]["length"])
+
+
+def summary(rows: Sequence[Row], verdicts: Sequence[Verdict], predicted: str = "") -> str:
     """Which heads have which fault. An untrained model gets one sentence, not one per head.
 
     `predicted` says from what flags were predicted (`predicted_from`); without it they were measured.
@@ -44,15 +27,15 @@ def summary(rows: Sequence[Any], verdicts: Sequence[Verdict], predicted: str = "
     if not rows:
         return "There is no head."
     sentences = []
-    if untrained([vars(row) for row in rows]):
-        count = sum(near_uniform(vars(row)) for row in rows)
+    if untrained(rows):
+        count = sum(near_uniform(row) for row in rows)
         which = f"All {counted(count, 'head')}" if count == len(rows) else f"{count:,} of {counted(len(rows), 'head')}"
         sentences.append(
             f"{which} are near uniform: this looks like an untrained model (in a trained one, attention has collapsed)."
         )
     pairs = list(zip(rows, verdicts, strict=True))
     for flag in FLAGS:
-        heads = [(row.layer, row.head) for row, verdict in pairs if flag.name in verdict.faults]
+        heads = [(row["layer"], row["head"]) for row, verdict in pairs if flag.name in verdict.faults]
         if heads:
             sentences.append(_fault_sentence(flag.name, heads, len(rows), predicted))
     return " ".join(sentences) or "No problems found."
@@ -72,10 +55,10 @@ def predicted_from(assumptions: Mapping[str, Any]) -> str:
     return "weights and statistics" if assumptions.get("prediction") == "predicted" else "weights"
 
 
-def noted(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
+def noted(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> str:
     """How many notes of each kind there are, without those that `summary` states for the whole model."""
     flags = Counter(name for verdict in verdicts for name in verdict.notes)
-    if untrained([vars(row) for row in rows]):
+    if untrained(rows):
         flags.pop("uniform", None)
     kinds = ", ".join(f"{name} {count:,}" for name, count in flags.most_common())
     return f"{counted(flags.total(), 'note')}, no fault: {kinds}." if flags else ""
@@ -153,26 +136,25 @@ def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
     )
 
 
-def directions(rows: Sequence[Any]) -> str:
+def directions(rows: Sequence[Row]) -> str:
     """How many of its directions a head uses, as medians over the heads of each size; empty where it is not known.
 
-    >>> from types import SimpleNamespace
-    >>> directions([SimpleNamespace(head_dim=64, stable_rank=3.2, effective_rank=21.7)])
+    >>> directions([{"head_dim": 64, "stable_rank": 3.2, "effective_rank": 21.7}])
     'Heads of size 64 use 3.2 directions by stable rank, 21.7 by effective rank (medians).'
     """
-    sizes: dict[int, list[Any]] = {}
+    sizes: dict[int, list[Row]] = {}
     for row in rows:
-        if row.effective_rank is not None:
-            sizes.setdefault(row.head_dim, []).append(row)
+        if row["effective_rank"] is not None:
+            sizes.setdefault(row["head_dim"], []).append(row)
     parts = [
-        f"eads of size {size} use {median(row.stable_rank for row in some):.1f} directions by stable rank, "
-        f"{median(row.effective_rank for row in some):.1f} by effective rank"
+        f"eads of size {size} use {median(row['stable_rank'] for row in some):.1f} directions by stable rank, "
+        f"{median(row['effective_rank'] for row in some):.1f} by effective rank"
         for size, some in sorted(sizes.items())
     ]
     return f"H{'; h'.join(parts)} (medians)." if parts else ""
 
 
-def chosen(rows: Sequence[Any], verdicts: Sequence[Verdict], most: int) -> list[tuple[Any, Verdict]]:
+def chosen(rows: Sequence[Row], verdicts: Sequence[Verdict], most: int) -> list[tuple[Row, Verdict]]:
     """At most `most` heads: first those with faults, then the others, both in model order.
 
     Of too many faulty heads those with the rarest flags are chosen, so that no flag hides another.
@@ -181,7 +163,7 @@ def chosen(rows: Sequence[Any], verdicts: Sequence[Verdict], most: int) -> list[
     pairs = list(zip(rows, verdicts, strict=True))
     faulty = [pair for pair in pairs if pair[1].faults]
     faulty.sort(key=lambda pair: min(counts[name] for name in pair[1].faults))
-    first = sorted(faulty[:most], key=lambda pair: (pair[0].layer, pair[0].head))
+    first = sorted(faulty[:most], key=lambda pair: (pair[0]["layer"], pair[0]["head"]))
     return first + [pair for pair in pairs if not pair[1].faults][: most - len(first)]
 
 
@@ -194,3 +176,8 @@ def number(x: float | None) -> str:
 
 def counted(count: int, word: str) -> str:
     return f"{count:,} {word}" + ("" if count == 1 else "s")
+
+
+def letters(count: int) -> list[str]:
+    """A letter for each scan, or a number where there are more scans than letters."""
+    return [chr(ord("A") + i) for i in range(count)] if count <= 26 else [str(i + 1) for i in range(count)]
