@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PRECIOUS: .venv-%/.installed
-.PHONY: demo test test-core test-lowest test-newest test-slow test-gpu fuzz lint bench bench-rivals census surrogate flags reach papers browser golden notebooks docs docs-serve gallery dist clean
+.PHONY: demo test test-core test-lowest test-newest test-slow test-gpu fuzz lint bench bench-rivals study reach papers browser golden notebooks docs docs-serve gallery dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -72,15 +72,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-census: $(VENV)/.dev
-	$(BIN)/python scripts/census.py
-
-surrogate: $(VENV)/.dev
-	$(BIN)/python scripts/surrogate.py
-
-# How often the flags of a scan are right, on trained models: FLAGS='--models FOLDER --text FILE'; without it the page is written from what is kept.
-flags: $(VENV)/.dev
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/flags.py $(or $(FLAGS),--page)
+# A study of ours that is no part of `locater reproduce`: STUDY=one_head, census, replicates, quantised_weights, early_warning.first_runs, with its options.
+study: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m locater_lab.studies.$(STUDY)
 
 # A tiny model of every model type of transformers, run, read, discovered and observed; types whose line in docs/results/reach.jsonl is of this code are
 # left out, so that an interrupted run goes on (REACH=--again measures all of them anew). It ends by making docs/families.md.

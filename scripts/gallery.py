@@ -19,18 +19,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from gallery_models import Exhibit, given, installed, packaged, trained  # noqa: E402 - beside this file
-
-import locater  # noqa: E402
-from locater.errors import LocaterError, first_line  # noqa: E402
-from locater.files import write_whole  # noqa: E402
-from locater.markup import heat_map  # noqa: E402
-from locater.report.pages import assemble, prose_page  # noqa: E402
-from locater.report.plots import map_of_measured, map_of_scan  # noqa: E402
-from locater.report.sentences import roles_sentence, summary  # noqa: E402
-from locater.version import __version__  # noqa: E402
+import locater
+from locater.errors import LocaterError, first_line
+from locater.files import write_whole
+from locater.markup import heat_map
+from locater.report.pages import assemble, prose_page
+from locater.report.plots import map_of_measured, map_of_scan
+from locater.report.sentences import roles_sentence, summary
+from locater.version import __version__
+from locater_lab.studies.kinds_of_heads.exhibits import Exhibit, given, installed, packaged, trained
 
 DOCS = Path(__file__).parents[1] / "docs"
 KINDS = "kinds-of-heads.html"
@@ -115,7 +112,7 @@ def kinds_page(docs: Path = DOCS) -> str:
     """docs/kinds-of-heads.md with its pictures inside; links to headings and files are left out."""
     text = (docs / "kinds-of-heads.md").read_text(encoding="utf-8")
     text = re.sub(r"(?<!!)\[([^\]]+)\]\([^)]*\)", r"\1", text)
-    pictures = {path.stem: path.read_text(encoding="utf-8") for path in (docs / "images").glob("kinds-*.svg")}
+    pictures = {path.stem: path.read_text(encoding="utf-8") for path in (docs / "images").glob("kinds-of-heads-*.svg")}
     return prose_page(re.sub(r"\(images/([\w-]+)\.svg\)", r"(figure:\1)", text), pictures)
 
 

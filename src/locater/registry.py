@@ -92,9 +92,11 @@ class Registry(Mapping[str, Entry]):
             self.add(entry, *names(entry))
 
     def load_later(self, package: str, files: Iterable[str], attribute: str) -> None:
-        """The same with the name of the file as the only name; a file is imported when its entry is first used."""
+        """The same with the file's name as the only one, hyphens for underscores. A file is imported when its entry is
+        first used.
+        """
         for file in files:
-            self.add(cast("Entry", _Later(f"{package}.{file}", attribute)), file)
+            self.add(cast("Entry", _Later(f"{package}.{file}", attribute)), file.replace("_", "-"))
 
     def lookup(self, name: str) -> Entry:
         """The entry of a name. An unknown one is refused in one line that lists the others."""

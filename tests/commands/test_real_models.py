@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,8 @@ from locater.commands.load import load_model
 from locater.discovery import attention_layers
 from locater.findings import RETIRED
 from locater.results.scan import SCAN_FLAGS
+from locater_lab.studies import flags
 from tests import ROOT
-
-sys.path[:0] = [str(ROOT / "scripts")]
-
-import flags  # noqa: E402 - scripts/ is no package
-from flags_inputs import inputs  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
 FOLDER = Path(os.environ.get("LOCATER_MODELS", SHARED / "models"))
@@ -51,7 +46,7 @@ def test_no_sound_head_is_called_sharp(name: str) -> None:
     """Unless a probe finds it below an entropy ratio of 0.15 on what the model was made for."""
     folder = folder_of(name)
     called = sharp(scan(str(folder)))
-    data = inputs(name, PROSE if PROSE.is_file() else None)
+    data = flags.inputs(name, PROSE)
     measured = {(row.layer, row.head): row.entropy_ratio for row in probe(str(folder), data, tokens=1024).rows}
     assert len(measured) == len(scan(str(folder)).rows)
     assert [place for place in sorted(called) if not (measured[place] or 1) < flags.SHARP] == []
@@ -91,18 +86,22 @@ def test_a_factor_on_queries_that_are_normalised_raises_nothing() -> None:
 # ---- the page of how often flags are right ----
 
 
-def test_the_page_is_that_of_the_record() -> None:
-    data = json.loads(flags.RESULTS.read_text())
-    assert flags.page(data) == flags.PAGE.read_text(), "python scripts/flags.py --page"
-    assert set(data["models"]) == set(flags.FOLDERS)
+def kept() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / "docs/results/flags-heads.jsonl").read_text().splitlines()]
+
+
+def test_the_kept_counts_are_those_of_the_heads() -> None:
+    document = json.loads((ROOT / "docs" / flags.PAPER.document_file).read_text())
+    found = flags.found_in(kept())
+    assert document["studies"][flags.STUDY.title]["tables"] == json.loads(json.dumps(found.tables))
+    assert set(found.tables["models"]) == set(flags.FOLDERS)
 
 
 def test_every_flag_of_a_scan_is_right_where_it_was_tried() -> None:
     """One that is right at fewer than 0.8 of its heads has to be a column."""
-    data = json.loads(flags.RESULTS.read_text())
-    sound = [x for model in data["models"].values() for x in model["heads"]]
+    sound = [x for model in kept() for x in model["heads"]]
     for name in SCAN_FLAGS:
-        planted = [x for model in data["models"].values() for x in model["planted"][name]]
+        planted = [x for model in kept() for x in model["planted"][name]]
         raised, right, _ = flags.counts(sound, name)
         assert raised - right == 0, f"{name}: a false alarm on a sound model"
         raised, right, true = flags.counts(planted, name)

@@ -295,13 +295,11 @@ def test_other_maps_may_be_of_any_format(plain: Path, tmp_path: Path) -> None:
     assert {row.quantised for row in scan.rows} == {None}
 
 
-def test_the_page_has_the_table_that_the_script_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_the_table_that_the_study_prints() -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("compressed_tensors")
-    root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(str(root / "scripts"))
-    import quantised
+    from locater_lab.studies import quantised_weights
 
-    page = (root / "docs" / "quantised.md").read_text()
-    for line in quantised.table():
-        assert line in page, f"{line}: python scripts/quantised.py"
+    page = (Path(__file__).parents[2] / "docs" / "quantised.md").read_text()
+    for line in quantised_weights.table():
+        assert line in page, f"{line}: make study STUDY=quantised_weights"

@@ -190,6 +190,8 @@ def _rests_on_runs(paper: Paper, claim: Claim) -> bool:
 
 def kept_runs(paper: Paper) -> list[Path]:
     """The training runs that the tree keeps for a paper: a file of its own, or the shared ones; the last counts most."""
+    if paper.kept:
+        return [KEPT / name for name in paper.kept if (KEPT / name).is_file()]
     own = KEPT / f"{paper.name}-runs.jsonl"
     shared = [KEPT / name for name in SHARED if any(study.on_runs and study.needs_data for study in paper.studies)]
     return [own] if own.is_file() else [path for path in shared if path.is_file()]
@@ -234,13 +236,15 @@ def _check_runs(runs: str | None, data: str | None, jobs: int, resting: list[tup
 def _check_lines(runs: Path, papers: Iterable[Paper], claim: str | None) -> None:
     """Refuse a file in which no line is a run that these claims ask for: all of them would stay open without a word."""
     from locater_lab.engine.runs import Runs as Lines
+    from locater_lab.train.sweep import read_lines
 
     held, studies = (
         Lines(runs),
         [study for paper in papers for study in paper.studies if set(study.claims) & set(select_claims(paper, claim))],
     )
     if any(study.on_runs and study.rows is None for study in studies):
-        if not held.lines:
+        own_lines = any(paper.kept for paper in papers) and any(read_lines(runs))
+        if not held.lines and not own_lines:
             raise LocaterError(f"{runs}: no training run in it; give the lines that an earlier --jobs wrote")
         return  # it takes whatever runs there are
     asked = [row for study in studies if study.rows is not None for row in study.rows(held)]

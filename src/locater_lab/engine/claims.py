@@ -45,7 +45,9 @@ class Claim:
 class Measurement:
     """A value, the half-width of its interval (`spread_of` says which interval), and the numbers behind it.
 
-    `sample` are the values by seed, where there are seeds: the verdict then follows from their p-value.
+    `sample` are the values by seed, where there are seeds: the verdict then follows from their p-value. Where values
+    were drawn in another way (a bootstrap over heads, counts) `p` is given: the level at which the claim would just be
+    decided.
     """
 
     value: float
@@ -53,6 +55,7 @@ class Measurement:
     spread_of: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
     sample: tuple[float, ...] = ()
+    p: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def verdict_of(claim: Claim, measured: Measurement | None, command: str, waits_f
     if measured is None:
         return Verdict(claim, claim.stated, None, None, "undecided", False, command, waits_for=waits_for)
     value, spread = (x if math.isfinite(x) else None for x in (measured.value, measured.spread))
-    p = p_of(claim, measured.sample) if measured.sample else None
+    p = p_of(claim, measured.sample) if measured.sample else measured.p
     alone = judge(claim, measured.value, 0.0 if p is not None else measured.spread)
     verdict = alone if p is None or p <= LEVEL else "undecided"
     return Verdict(

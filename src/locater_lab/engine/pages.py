@@ -232,7 +232,7 @@ def page(document: Mapping[str, Any], paper: Paper) -> tuple[str, dict[str, str]
         bytecode_cache=COMPILED,
     )
     environment.filters |= FILTERS
-    environment.globals |= FUNCTIONS | facts.functions()
+    environment.globals |= {**FUNCTIONS, **facts.functions(), **paper.template_names}
     template = environment.get_template("base.md.j2" if paper.folder is None else "page.md.j2")
     text = template.render(paper=paper, document=document, **_about(document, paper))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n", facts.figures

@@ -109,8 +109,12 @@ class Study:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper: `name` is what the command line calls it. `folder` has its page.md.j2; without, a page has verdicts
-    alone.
+    """A paper, or a study of our own: `name` is what the command line calls it. `folder` has its page.md.j2; without, a
+    page has verdicts alone.
+
+    `template_names` are further functions and numbers that its template uses. `page` says where below docs/ its page is
+    kept, without the suffix; the document is kept in docs/results under the same name. `kept` are the files of
+    docs/results that it judges, where they are not lines of training runs that the engine made.
     """
 
     name: str
@@ -118,6 +122,19 @@ class Paper:
     source: str
     studies: tuple[Study, ...]
     folder: Path | None = None
+    template_names: Mapping[str, Any] = field(default_factory=dict)
+    page: str = ""
+    kept: tuple[str, ...] = ()
+
+    @property
+    def page_file(self) -> str:
+        """The kept page, below docs/."""
+        return f"{self.page or f'results/{self.name}'}.md"
+
+    @property
+    def document_file(self) -> str:
+        """The kept document, below docs/."""
+        return f"results/{Path(self.page_file).stem}.json"
 
     @property
     def claims(self) -> list[Claim]:

@@ -27,7 +27,14 @@ NAMES = (
     "atad2026",
     "chefer2021",
 )
-STUDIES = ("zoo",)  # our own questions in the same form, in locater_lab/studies
+STUDIES = (
+    "zoo",
+    "early_warning",
+    "surrogate",
+    "which_control",
+    "kinds_of_heads",
+    "flags",
+)  # our own questions in the same form, in locater_lab/studies; counted apart
 PAPERS: Registry[Paper] = Registry("paper")
 PAPERS.load_later("locater_lab.papers", NAMES, "PAPER")  # imported one by one, when they are used
 PAPERS.load_later("locater_lab.studies", STUDIES, "PAPER")

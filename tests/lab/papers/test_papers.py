@@ -244,7 +244,7 @@ def test_a_report_is_what_its_name_says(run: Run, tmp_path: Path) -> None:
 def test_the_page_of_a_paper_stands_alone(name: str, tmp_path: Path) -> None:
     """The Markdown page as HTML: a row for each claim with all its cells, every figure inside, nothing to fetch."""
     columns = 6
-    document = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+    document = json.loads((ROOT / "docs" / PAPERS[name].document_file).read_text())
     (written,) = write_report(document, PAPERS[name], tmp_path / "page.html", tmp_path)
     text = written.read_text()
     assert text.startswith("<!doctype html>")
@@ -287,9 +287,8 @@ def test_the_kept_result_is_of_the_claims_as_they_stand(name: str) -> None:
     """docs/results is made by the command: same claims, same statements, verdicts that follow from its numbers, same
     page.
     """
-    folder = ROOT / "docs" / "results"
-    document = json.loads((folder / f"{name}.json").read_text())
     paper = PAPERS[name]
+    document = json.loads((ROOT / "docs" / paper.document_file).read_text())
     known = {claim.id: claim for claim in paper.claims}
     assert [entry["id"] for entry in document["claims"]] == list(known)
     for entry in document["claims"]:
@@ -306,10 +305,10 @@ def test_the_kept_result_is_of_the_claims_as_they_stand(name: str) -> None:
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_kept_page_comes_from_the_kept_numbers(name: str, tmp_path: Path) -> None:
     docs = ROOT / "docs"
-    document = json.loads((docs / "results" / f"{name}.json").read_text())
+    document = json.loads((docs / PAPERS[name].document_file).read_text())
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
-    written = write_report(document, PAPERS[name], tmp_path / "results" / f"{name}.md", tmp_path / "images")
+    written = write_report(document, PAPERS[name], tmp_path / PAPERS[name].page_file, tmp_path / "images")
     assert len(written) == 1 + len(list((docs / "images").glob(f"{name}-*.svg")))
     for path in written:
         assert path.read_text() == (docs / path.relative_to(tmp_path)).read_text(), path.name

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-sys.path[:0] = [str(Path(__file__).parents[3] / "scripts")]
-
-import early_warning_claims as claims  # noqa: E402
-import early_warning_judge as judge  # noqa: E402 - scripts/ is no package
-import early_warning_models as models  # noqa: E402
-import early_warning_page as page  # noqa: E402
-import early_warning_plan as plan  # noqa: E402
-import early_warning_train as training  # noqa: E402
-
-from locater.runs import Monitor  # noqa: E402
+from locater.runs import Monitor
+from locater_lab.studies import early_warning
+from locater_lab.studies.early_warning import first_runs, plan, training
+from locater_lab.studies.early_warning import judging as judge
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs/results"
 
 
-def test_the_page_and_what_is_quoted_from_it_are_those_of_the_record() -> None:
-    data = json.loads((RESULTS / "early-warning-unseen.json").read_text())
-    assert page.text(data) == (RESULTS / "early-warning-unseen.md").read_text(), "python scripts/early_warning.py judge"
+def tables() -> dict[str, Any]:
+    return json.loads((RESULTS / "early-warning-unseen.json").read_text())["studies"]["unseen runs"]["tables"]
+
+
+def test_what_is_quoted_from_the_page_is_that_of_the_record() -> None:
+    data = tables()
     quoted = (ROOT / "docs/monitor.md").read_text()
     for alarm, shown in (
         ("Monitor()", "`Monitor()`"),
@@ -40,9 +37,9 @@ def test_the_page_and_what_is_quoted_from_it_are_those_of_the_record() -> None:
         *((name, name) for name in ("loss 0.2 above its best", "gradient norm 3 times its median")),
     ):
         m = data["inside"][alarm]
-        caught = claims.share_text(m["caught"], m["failed"], m["recall"])
-        false = claims.share_text(m["false"], m["ordinary"], m["false_share"])
-        assert f"| {shown} | {caught} | {claims.lead_text(m)} | {false} |" in quoted
+        caught = early_warning.share_text(m["caught"], m["failed"], m["recall"])
+        false = early_warning.share_text(m["false"], m["ordinary"], m["false_share"])
+        assert f"| {shown} | {caught} | {early_warning.lead_text(m)} | {false} |" in quoted
     m = data["inside"]["Monitor()"]
     for text in (quoted, " ".join((Monitor.__doc__ or "").split())):
         assert f"{m['caught']} of {m['failed']}" in text
@@ -63,7 +60,7 @@ def test_the_page_and_what_is_quoted_from_it_are_those_of_the_record() -> None:
 
 def test_the_record_is_that_of_its_lines() -> None:
     lines = [json.loads(line) for line in (RESULTS / "early-warning-unseen.jsonl").read_text().splitlines()]
-    record = json.loads((RESULTS / "early-warning-unseen.json").read_text())
+    record = tables()
     assert {line["name"] for line in lines} == {run.name for run in plan.all_runs()}
     assert all(row["step"] % 50 == 1 for line in lines for row in line["warnings"])
     outcomes = {run["name"]: run for run in record["runs"]}
@@ -71,6 +68,12 @@ def test_the_record_is_that_of_its_lines() -> None:
         wrong = judge.wrong_from(line["losses"], judge.usual_losses(lines, line["run"]["kind"], without=line["name"]))
         assert outcomes[line["name"]]["wrong"] == wrong
         assert outcomes[line["name"]]["warned"] == min((row["step"] for row in line["warnings"]), default=None)
+
+
+def test_the_first_record_has_its_page() -> None:
+    found = json.loads((RESULTS / "early-warning.json").read_text())
+    assert first_runs.text(found) == (RESULTS / "early-warning.md").read_text(), "make early-warning"
+    assert {run["run"] for run in found["runs"]} == {run.name for run in first_runs.plans()}
 
 
 def test_the_plan_has_the_runs_that_its_page_states() -> None:
@@ -138,7 +141,7 @@ def test_false_alarms_are_those_of_healthy_stretches() -> None:
     assert (m["caught"], m["failed"], m["lead"]) == (1, 2, 49)
     assert (m["false"], m["ordinary"], m["false_survived"], m["survived"]) == (1, 2, 1, 1)
     assert m["false_per_1000"] == pytest.approx(1000 * 3 / (500 + 500 + 200))
-    assert claims.score(runs, "x") == pytest.approx(0.5 - 0.5)
+    assert judge.score(runs, "x") == pytest.approx(0.5 - 0.5)
 
 
 def test_rates_jump_and_grow_at_the_step_that_is_planned() -> None:
@@ -181,7 +184,7 @@ def test_a_hot_run_is_warned_of_by_the_released_monitor_and_the_same_is_read_fro
 def test_negative_decay_and_muon_reach_the_parameters() -> None:
     kind = plan.BY_NAME["sandwich"]
     run = plan.Run("sandwich", "x", 0, decay=-20)
-    made = models.optimizers(kind, run, model := models.build(kind, run))
+    made = plan.optimizers(kind, run, model := plan.build(kind, run))
     assert [type(x).__name__ for x in made] == ["Muon", "AdamW"]
     assert all(group["weight_decay"] == -20 for x in made for group in x.param_groups)
     numbers = sum(p.numel() for x in made for group in x.param_groups for p in group["params"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +13,20 @@ from typing import Any
 import pytest
 from scipy import stats
 
+from locater.errors import LocaterError
 from locater_lab.engine.runs import Row
 from locater_lab.papers.bao2024 import measured_logits
 from locater_lab.papers.bao2024.arms import BASE, SHORT
+from locater_lab.studies import which_control as script
 from tests import ROOT
 
-sys.path[:0] = [str(ROOT / "scripts")]
-
-import which_control as script  # noqa: E402 - scripts/ is no package
-
+PAGE = ROOT / "docs" / script.PAGE
 RUNS = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return json.loads(script.RESULTS.read_text())
+    return json.loads((ROOT / "docs/results" / script.RESULTS).read_text())
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +41,18 @@ def interval(values: list[float], digits: int, sign: str = "") -> str:
 
 
 def row_of(name: str) -> str:
-    (row,) = (line for line in script.PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
+    (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
     return row
 
 
-def test_the_page_is_that_of_the_files() -> None:
-    text = script.PAGE.read_text()
-    assert script.made(text) == text, "python scripts/which_control.py"
+def test_the_kept_document_is_that_of_the_files(document: dict[str, Any]) -> None:
+    costs = {n: json.loads((ROOT / "benchmarks/results" / file).read_text()) for n, file in script.COSTS.items()}
+    found = script.found_in(document, costs)
+    kept = json.loads((ROOT / "docs" / script.PAPER.document_file).read_text())
+    (study,) = kept["studies"].values()
+    assert study["tables"] == found.tables, "locater reproduce which-control"
+    for claim in kept["claims"]:
+        assert claim["measured"] == pytest.approx(found.measured[claim["id"]].value, rel=1e-4)
 
 
 def test_its_numbers_are_those_of_the_runs(lines: dict[str, dict[str, Any]]) -> None:
@@ -75,7 +78,7 @@ def test_its_numbers_are_those_of_the_runs(lines: dict[str, dict[str, Any]]) -> 
 
 
 def test_what_is_said_of_the_model_is_its_plan(document: dict[str, Any]) -> None:
-    text = " ".join(script.PAGE.read_text().split())
+    text = " ".join(PAGE.read_text().split())
     assert f"{BASE.layers} layers of width {BASE.width} with {BASE.heads} heads" in text
     assert f"{BASE.vocabulary:,} tokens" in text
     assert f"{BASE.steps:,} steps, each control at its best" in text
@@ -86,7 +89,7 @@ def test_what_is_said_of_the_model_is_its_plan(document: dict[str, Any]) -> None
     assert tried == {"sigma-reparam": 1, "QK-norm": 1, "QK-clip": 2, "soft-cap": 1, "weight": 2}
     settings = {claim["id"]: claim["numbers"].get("setting") for claim in document["claims"]}
     assert (settings["l1"], settings["l2"]) == ("floor 0.3", "temperature 8"), "in the names of two rows"
-    (tuned,) = (row for row in script.Results(document).tables["arms_rivals"] if row["arm"] == "sigma-reparam")
+    (tuned,) = (row for row in script.Kept(document).tables["arms_rivals"] if row["arm"] == "sigma-reparam")
     assert tuned["select_loss"] == sorted(tuned["select_loss"], reverse=True), "its loss falls with the rate"
 
 
@@ -94,12 +97,12 @@ def test_words_are_refused_when_a_verdict_changes(document: dict[str, Any]) -> N
     for id in ("k4", "c1", "d15", "k7", "k12", "l3"):
         changed = copy.deepcopy(document)
         next(claim for claim in changed["claims"] if claim["id"] == id)["verdict"] = "other"
-        with pytest.raises(SystemExit, match=f"{id} is other now"):
-            (script.advice(script.Results(changed)), script.table(script.Results(changed), dict.fromkeys(script.COSTS)))
+        with pytest.raises(LocaterError, match=f"{id} is other now"):
+            (script.advice(script.Kept(changed)), script.rows(script.Kept(changed), dict.fromkeys(script.COSTS)))
     changed = copy.deepcopy(document)
     next(claim for claim in changed["claims"] if claim["id"] == "k4")["numbers"]["against"] = "QK-norm"
-    with pytest.raises(SystemExit, match="the rival of study k is QK-norm now"):
-        script.advice(script.Results(changed))
+    with pytest.raises(LocaterError, match="the rival of study k is QK-norm now"):
+        script.advice(script.Kept(changed))
 
 
 def test_costs_are_those_of_the_benchmark(document: dict[str, Any], tmp_path: Path) -> None:
@@ -112,9 +115,9 @@ def test_costs_are_those_of_the_benchmark(document: dict[str, Any], tmp_path: Pa
     }
     shape = {"layers": 4, "width": 256, "length": 256}
     held = {"machine": "a processor", "torch": "2", "shape": shape, "sequences": 4, "ratios": ratios}
-    table = script.table(script.Results(document), {"cpu": held, "gpu": None})
-    assert table[3].startswith("| LocAteR, effective | 1.50 (1.25 to 2.00) | not measured |")
-    assert table[4].startswith("| LocAteR, measured | 2.50 (2.25 to 3.00) | not measured |")
-    assert len({row.count("|") for row in table if row.startswith("|")}) == 1, "columns"
-    assert any(line.startswith("- CPU: a processor") for line in table)
-    assert any(line.startswith("- GPU: not measured yet") for line in table)
+    tables = script.found_in(document, {"cpu": held, "gpu": None}).tables
+    assert tables["rows"][1][:3] == ["LocAteR, effective", "1.50 (1.25 to 2.00)", "not measured"]
+    assert tables["rows"][2][:3] == ["LocAteR, measured", "2.50 (2.25 to 3.00)", "not measured"]
+    assert len({len(row) for row in tables["rows"]}) == 1, "columns"
+    assert tables["machines"][0].startswith("- CPU: a processor")
+    assert tables["machines"][1].startswith("- GPU: not measured yet")

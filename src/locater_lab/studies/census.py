@@ -1,6 +1,6 @@
 """The census: query-key spectra of trained models, beside those of the same shapes at initialisation.
 
-    make census                              # or: .venv/bin/python scripts/census.py --models FOLDER
+    make study STUDY='census --models FOLDER'
 
 Reads the checkpoint inside the package, the sentence encoder all-MiniLM-L6-v2 where it is
 installed, and every model folder below --models. Writes docs/results/census.json and, from it, docs/results/census.md.
@@ -19,7 +19,7 @@ import torch
 import locater
 from locater_lab.engine.trained_models import model_folders
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path()  # of the repository, where make runs
 SEEDS = 3
 
 
@@ -32,9 +32,9 @@ def initial(folder: Path, seed: int) -> locater.Scan:
 
 
 def summary(scan: locater.Scan) -> dict[str, Any]:
-    rows = [r for r in scan.rows if r.trace is not None]
+    rows: list[Any] = [r for r in scan.rows if r.trace is not None]
 
-    def column(name: str) -> list[float]:
+    def column(name: str) -> list[Any]:
         return [getattr(r, name) for r in rows]
 
     return {
@@ -63,7 +63,8 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def by_layer(scan: locater.Scan) -> list[float]:
-    return [round(median(r.M for r in scan.rows if r.layer == entry["layer"]), 3) for entry in scan.layers]
+    rows: list[Any] = list(scan.rows)
+    return [round(median(r.M for r in rows if r.layer == entry["layer"]), 3) for entry in scan.layers]
 
 
 def measure(models: Path) -> list[dict[str, Any]]:
@@ -99,7 +100,7 @@ def page(entries: list[dict[str, Any]]) -> str:
     lines = [
         "# Census: what training does to the query-key spectrum",
         "",
-        "Made by `make census` from weights alone (`scripts/census.py`; figures in `census.json`). Each cell is the median over heads,",
+        "Made by `make study STUDY=census` from weights alone (figures in `census.json`). Each cell is the median over heads,",
         f"with the quartiles. Initial rows pool {SEEDS} seeds of the same shape as transformers initialises it. All numbers are of the",
         "effective map, in logit units of unit tokens (docs/theory.md): priors, not measurements on text.",
         "",
@@ -151,9 +152,7 @@ def conclusions(entries: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder of more trained models"
-    )
+    parser.add_argument("--models", type=Path, default=None, help="folder of more trained models")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     args = parser.parse_args()
     entries = measure(args.models)

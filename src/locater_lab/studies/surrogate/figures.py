@@ -1,4 +1,4 @@
-"""Errors of predicted entropies, with bootstrap intervals over heads, and the claims of docs/results/surrogate-plan.md.
+"""Errors of predicted entropies, with bootstrap intervals over heads, and the figures that decide the claims of docs/results/surrogate-plan.md.
 
 An entry is the record of one model (`surrogate_heads.record`). Samples are arrays (DRAWS,) of a figure on heads drawn
 with replacement, always within a model.
@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from locater_lab.engine.significance import decided_by_holm
 
 DRAWS = 4000
 Numbers = NDArray[np.float64]
@@ -235,15 +233,13 @@ def learned_order(entries: Sequence[Entry]) -> Estimate | None:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A claim in one model, or over several."""
+class Deciding:
+    """A figure that decides a claim, in one model or over several."""
 
     claim: str
     model: str
     estimate: Estimate
     bound: float
-    most: bool = False  # the claim is that the figure is at most the bound
-    verdict: str = "undecided"
 
 
 CLAIMS: dict[str, tuple[str, Callable[[Entry], Estimate], float, bool]] = {
@@ -275,26 +271,18 @@ BETWEEN = {
 }
 
 
-def judged(entries: Sequence[Entry]) -> list[Judged]:
-    """Every claim in every model, then those between models, judged together."""
+def deciding(entries: Sequence[Entry]) -> list[Deciding]:
+    """The figure of every claim in every model, then those between models."""
     items = [
-        Judged(claim, entry["model"], figure(entry), bound, most)
-        for claim, (_, figure, bound, most) in CLAIMS.items()
+        Deciding(claim, entry["model"], figure(entry), bound)
+        for claim, (_, figure, bound, _) in CLAIMS.items()
         for entry in entries
     ]
     by_name = {entry["model"]: entry for entry in entries}
     plain = by_name.get("causal 6x256")
     if all(name in by_name for name in SIZES):
-        items.append(Judged("size", "causal models", slope_with_width([by_name[name] for name in SIZES]), 0.0))
+        items.append(Deciding("size", "causal models", slope_with_width([by_name[name] for name in SIZES]), 0.0))
     for claim, name in (("positions", "learned 6x256"), ("head size", "small heads 6x256")):
         if plain is not None and name in by_name:
-            items.append(Judged(claim, name, mean_error(by_name[name]) - mean_error(plain), 0.0))
-    decided = decided_by_holm({str(i): x.estimate.p_value(x.bound) for i, x in enumerate(items)})
-    return [
-        Judged(x.claim, x.model, x.estimate, x.bound, x.most, _verdict(x)) if str(i) in decided else x
-        for i, x in enumerate(items)
-    ]
-
-
-def _verdict(x: Judged) -> str:
-    return "holds" if (x.estimate.value <= x.bound) == x.most else "fails"
+            items.append(Deciding(claim, name, mean_error(by_name[name]) - mean_error(plain), 0.0))
+    return items

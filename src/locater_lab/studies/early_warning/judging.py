@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from early_warning_plan import BY_NAME, KINDS, Run
+from locater_lab.studies.early_warning.plan import BY_NAME, KINDS, Run, rate_at
 
 RISE, BEHIND, LASTING, SMOOTH = 0.5, 0.5, 30, 5
 SPAN = 50  # alarms that follow each other within so many steps are one; medians are over so many steps before
 EARLY = 10  # steps before the loss shows a failure: an alarm after that is too late
 DRAWS = 4000  # of the bootstrap
+LEAST_RECALL, MOST_FALSE, LEAST_LEAD = 0.74, 0.23, 50
+OUTSIDE = "bad data"  # a cause that is not in the model before the loss shows it
+LOGITS, SPREADS = (25, 50, 100, 200, 400, math.inf), (2, 3.3, 5, 10, math.inf)
+Runs = Sequence[Mapping[str, Any]]
 Line = dict[str, Any]
 Alarm = Callable[[Line], list[int]]
 
@@ -81,8 +85,6 @@ def above_best(losses: Sequence[float | None], rise: float) -> list[int]:
 
 def rates(line: Line) -> list[float]:
     """The rate of every step, over the kind's usual one at its peak."""
-    from early_warning_train import rate_at
-
     change = dict(line["run"])
     change["clip"] = math.inf if change.get("clip") is None else change["clip"]
     run = Run(**change)
@@ -246,4 +248,93 @@ def measured(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
         "healthy_steps": sum(length for _, length in counts),
         "false_per_1000": per_thousand(counts),
         "false_per_1000_interval": middle_95(bootstrap(per_thousand, counts)),
+    }
+
+
+# ---- the figures of the claims, and other bounds ----
+
+
+def missed(runs: Runs) -> dict[str, int]:
+    """Failures without a warning in time: those in which no step was observed that could have given one, those that
+    were warned of too late, and those that never were.
+    """
+    counts = {"failures": 0, "not observed": 0, "late": 0, "never": 0}
+    for run in runs:
+        steps = run["raised"][RELEASED]
+        if run["wrong"] is None or lead(run, steps) is not None:
+            continue
+        counts["failures"] += 1
+        observable = [s for s in range(1, run["steps"] + 1, SPAN) if run["onset"] <= s <= run["wrong"] - EARLY]
+        after = any(step >= run["onset"] for step in steps)
+        counts["not observed" if not observable else "late" if after else "never"] += 1
+    return counts
+
+
+def score(runs: Runs, name: str) -> float:
+    """Share of failures caught, less that of ordinary runs with an alarm: 0 for an alarm that is always raised."""
+    failed = [run for run in runs if run["wrong"] is not None]
+    ordinary = [run for run in runs if run["wrong"] is None and not run["cause"]]
+    caught = sum(lead(run, run["raised"][name]) is not None for run in failed)
+    return caught / max(1, len(failed)) - sum(bool(run["raised"][name]) for run in ordinary) / max(1, len(ordinary))
+
+
+def binomial_p(count: int, total: int, share: float) -> float:
+    """Twice the smaller tail at a share."""
+    chances = [math.comb(total, i) * share**i * (1 - share) ** (total - i) for i in range(total + 1)]
+    return min(1.0, 2 * min(sum(chances[: count + 1]), sum(chances[count:])))
+
+
+def score_differences(runs: Runs, rival: str) -> list[float]:
+    """Score of the monitor less that of a rival, over samples of failures and of ordinary runs; sorted."""
+    failed = [run for run in runs if run["wrong"] is not None]
+    ordinary = [run for run in runs if run["wrong"] is None and not run["cause"]]
+    names = (RELEASED, rival)
+    gains = [[lead(r, r["raised"][n]) is not None for n in names] for r in failed]
+    costs = [[bool(r["raised"][n]) for n in names] for r in ordinary]
+    plus = [a - b for a, b in gains]
+    minus = [a - b for a, b in costs]
+    generator = random.Random(0)
+
+    def draw() -> float:
+        up, down = (generator.choices(x, k=len(x)) for x in (plus, minus))
+        return sum(up) / len(up) - sum(down) / len(down)
+
+    return sorted(draw() for _ in range(DRAWS)) if failed and ordinary else []
+
+
+def bootstrap_p(values: Sequence[float], stated: float) -> float:
+    """Twice the smaller share of samples on a side of a number."""
+    if not values:
+        return 1.0
+    below, above = sum(x <= stated for x in values), sum(x >= stated for x in values)
+    return min(1.0, 2 * max(1, min(below, above)) / len(values))
+
+
+def tuned(lines: Sequence[dict[str, Any]], runs: Runs) -> dict[str, Any]:
+    """Bounds of logit and spread that do best on half A of the kinds, and what they do on half B."""
+    inside = [(line, dict(run)) for line, run in zip(lines, runs, strict=True) if run["cause"] != OUTSIDE]
+    halves: dict[str, dict[tuple[float, float], dict[str, Any]]] = {"A": {}, "B": {}}
+    for half, table in halves.items():
+        chosen = [(line, run) for line, run in inside if run["half"] == half]
+        for logit in LOGITS:
+            for spread in SPREADS:
+                name = f"{logit}, {spread}"
+                for line, run in chosen:
+                    run["raised"] = {name: bounds_crossed(line, logit, spread)}
+                part = [run for _, run in chosen]
+                failed = [r for r in part if r["wrong"] is not None]
+                ordinary = [r for r in part if r["wrong"] is None and not r["cause"]]
+                table[logit, spread] = {
+                    "score": score(part, name),
+                    "caught": sum(lead(r, r["raised"][name]) is not None for r in failed),
+                    "failed": len(failed),
+                    "false": sum(bool(r["raised"][name]) for r in ordinary),
+                    "ordinary": len(ordinary),
+                }
+    best = max(halves["A"], key=lambda bounds: (halves["A"][bounds]["score"], bounds))
+    released = (200, 5)
+    names = {"best": best, "released": released}
+    return {
+        "bounds": [None if math.isinf(x) else x for x in best],
+        **{f"{name}_on_{half}": halves[half][bounds] for name, bounds in names.items() for half in halves},
     }

@@ -1,7 +1,7 @@
 """Does a training run repeat? Equal plans, each in two processes: eager, compiled, and compiled with deterministic
 algorithms.
 
-    python scripts/replicates.py --data FOLDER --json docs/results/replicates.json
+    make study STUDY='replicates --data FOLDER --json docs/results/replicates.json'
 
 FOLDER has speeches.tar.xz. The plan is the plain arm of bao2024, 1,500 steps, which takes about two minutes for all six
 on a GPU. On a CPU every run repeats.
@@ -22,7 +22,7 @@ from locater.files import write_whole
 from locater_lab.engine.runs import machine, train
 from locater_lab.papers.bao2024.arms import PLAIN
 
-MODES = {
+MODES: dict[str, Any] = {
     "eager": dict(compile=False, deterministic=False),
     "compiled": dict(compile=True, deterministic=False),
     "compiled, deterministic": dict(compile=True, deterministic=True),

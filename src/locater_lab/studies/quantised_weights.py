@@ -1,6 +1,6 @@
 """How far the numbers of a scan move when the weights are quantised: the demo model, quantised by the libraries.
 
-    python scripts/quantised.py             # prints the table of docs/quantised.md
+    make study STUDY=quantised_weights     # prints the table of docs/quantised.md
 
 Each format is written as a checkpoint and scanned as one, so that the table also runs the readers. Weights are rounded
 to the nearest code, without calibration data.
@@ -50,8 +50,8 @@ def llm_int8(weight: Tensor) -> Stored:
 
 
 def packed_int(weight: Tensor, bits: int, group: int) -> Stored:
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.compressors import PackedQuantizationCompressor  # type: ignore[import-untyped]
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # type: ignore[import-untyped]
 
     args = QuantizationArgs(num_bits=bits, type="int", strategy="group", group_size=group)
     scale = weight.unflatten(1, (-1, group)).abs().amax(2) / (2 ** (bits - 1) - 0.5)

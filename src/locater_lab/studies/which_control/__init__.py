@@ -1,9 +1,8 @@
-"""The numbers of docs/which-control.md, from the kept results and benchmarks: writes what stands between its markers.
+"""Which control to try first, what it costs and what it buys: docs/which-control.md, from kept results and benchmarks.
 
-.venv/bin/python scripts/which_control.py
-
-Losses and entropies are those of docs/results/bao2024.json (studies c, d, e and i to l), costs those of
-benchmarks/results/controls-cpu.json and controls-gpu.json, which benchmarks/controls.py makes.
+Losses and entropies are those of docs/results/bao2024.json (studies c, d, e and i to l), which judges most of what the
+page says; what the page adds is judged here. Costs are those of benchmarks/results/controls-cpu.json and
+controls-gpu.json, which benchmarks/controls.py makes.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from locater.errors import LocaterError
+from locater_lab.engine.claims import Claim, Relation, by_seed
+from locater_lab.engine.reproduction import Paper, Results, Setting, Study
 from locater_lab.papers.bao2024.training import mean_and_half
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "which-control.md"
-RESULTS = ROOT / "docs" / "results" / "bao2024.json"
-COSTS = {name: ROOT / "benchmarks" / "results" / f"controls-{name}.json" for name in ("cpu", "gpu")}
+PAGE = "which-control.md"
+RESULTS = "bao2024.json"
+COSTS = {"cpu": "controls-cpu.json", "gpu": "controls-gpu.json"}
 HOT = (0.015, 0.1)
 FEWEST = 3  # runs that an interval is made of
 NOT_MEASURED = "not measured"
@@ -83,13 +84,9 @@ CONTROLS = (
         (("l3", "fails"),),
     ),
 )  # fmt: skip
-HEAD = (
-    "| control | a step with it / without: CPU | GPU | loss at an ordinary rate, against none | entropy there, against none "
-    "| rate 0.015: loss, entropy | rate 0.1: loss, entropy | not for |"
-)
 
 
-class Results:
+class Kept:
     """What the table asks of the document of bao2024."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
@@ -125,7 +122,7 @@ class Results:
         """The claim, for words that hold only while it has this verdict."""
         claim = self.claims[id]
         if claim["verdict"] != verdict:
-            raise SystemExit(f"{id} is {claim['verdict']} now: the words of {PAGE.name} around it presuppose {verdict}")
+            raise LocaterError(f"{id} is {claim['verdict']} now: the words of {PAGE} around it presuppose {verdict}")
         return claim
 
     def interval(self, id: str, digits: int, verdict: str, sign: str = "+") -> str:
@@ -165,7 +162,7 @@ def cost_cell(control: Control, costs: Mapping[str, Any] | None) -> str:
     return f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['largest']:.2f})"
 
 
-def ordinary_cells(control: Control, results: Results) -> list[str]:
+def ordinary_cells(control: Control, results: Kept) -> list[str]:
     cells = []
     for what, digits in (("loss", 4), ("entropy", 2)):
         learned = bool(control.learned)
@@ -175,24 +172,24 @@ def ordinary_cells(control: Control, results: Results) -> list[str]:
     return cells
 
 
-def hot_cell(control: Control, results: Results, rate: float) -> str:
+def hot_cell(control: Control, results: Kept, rate: float) -> str:
     if not control.hot:
         return "not run"
     losses, entropies = results.hot(control.hot, rate)
     return f"{over_seeds(losses, 2)}, {over_seeds(entropies, 2)}"
 
 
-def table(results: Results, costs: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
-    lines = [HEAD, "|" + "---|" * HEAD.count(" | ") + "---|"]
+def rows(results: Kept, costs: Mapping[str, Mapping[str, Any] | None]) -> list[list[str]]:
+    """The cells of the table, a row for each control, the plain model first."""
     plain = [", ".join(over_seeds(values, 2) for values in results.hot("none", rate)) for rate in HOT]
-    lines.append(f"| none | 1 | 1 | 0 | 0 | {' | '.join(plain)} | hot rates |")
+    found = [["none", "1", "1", "0", "0", *plain, "hot rates"]]
     for control in CONTROLS:
         for claim in control.rests_on:
             results.presuppose(*claim)
         cells = [*(cost_cell(control, costs[name]) for name in COSTS), *ordinary_cells(control, results)]
         cells += [hot_cell(control, results, rate) for rate in HOT]
-        lines.append(f"| {control.name} | {' | '.join(cells)} | {control.not_when} |")
-    return [*lines, "", *(machine(name, held) for name, held in costs.items())]
+        found.append([control.name, *cells, control.not_when])
+    return found
 
 
 def machine(name: str, costs: Mapping[str, Any] | None) -> str:
@@ -207,14 +204,14 @@ def machine(name: str, costs: Mapping[str, Any] | None) -> str:
     )
 
 
-def advice(results: Results) -> list[str]:
+def advice(results: Kept) -> list[str]:
     """What to try first. A sentence names the claims that it rests on, and is refused where a verdict changes."""
     if (rival := results.claims["k4"]["numbers"]["against"]) != "sigma-reparam":
-        raise SystemExit(f"the rival of study k is {rival} now: write the words of {PAGE.name} again")
+        raise LocaterError(f"the rival of study k is {rival} now: write the words of {PAGE} again")
     return [hot_advice(results), ordinary_advice(results), own_advice(results), *sharp_advice(results)]
 
 
-def hot_advice(results: Results) -> str:
+def hot_advice(results: Kept) -> str:
     hot = results.tables["hot_rates"]
     (plain,) = (row for row in results.tables["arms_main"] if row["arm"] == "none")
     (tuned,) = (row for row in results.tables["arms_rivals"] if row["arm"] == "sigma-reparam")
@@ -227,7 +224,7 @@ def hot_advice(results: Results) -> str:
     )  # fmt: skip
 
 
-def ordinary_advice(results: Results) -> str:
+def ordinary_advice(results: Kept) -> str:
     loss, entropy = results.change("weight decay 0.3", "loss"), results.change("weight decay 0.3", "entropy")
     return (
         f"- **The rate is ordinary and the loss matters: more weight decay.** A decay of 0.3, in place of 0.1, changes the loss by {over_seeds(loss, 4, '+')} nats and entropy by "
@@ -235,7 +232,7 @@ def ordinary_advice(results: Results) -> str:
     )  # fmt: skip
 
 
-def own_advice(results: Results) -> str:
+def own_advice(results: Kept) -> str:
     published, ours = (results.claims[id]["numbers"]["dose"] for id in ("j1", "j7"))
     return (
         f"- **One layer, norms after the sums, words: LocAteR lowers the loss.** In the paper's own experiment, 3,000 updates and ten seeds, its penalty ({published}) changes the loss by "
@@ -244,7 +241,7 @@ def own_advice(results: Results) -> str:
     )  # fmt: skip
 
 
-def sharp_advice(results: Results) -> list[str]:
+def sharp_advice(results: Kept) -> list[str]:
     return [
         f"- **Attention is too sharp: weight decay again, or LocAteR, effective form.** LocAteR changes entropy by {results.interval('c2', 2, 'holds')} nats (c2), its scale part alone "
         f"(`hold=0`) by {results.interval('d9', 2, 'holds')} (d9). Its change of loss, {results.interval('c1', 4, 'undecided')}, is undecided among all claims (c1); with learned positions it "
@@ -254,25 +251,64 @@ def sharp_advice(results: Results) -> list[str]:
     ]  # fmt: skip
 
 
-def filled(page: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """The page with each part between its markers.
-
-    >>> filled("a\\n<!-- x -->\\nold\\n<!-- end of x -->\\nb", {"x": ["new"]})
-    'a\\n<!-- x -->\\nnew\\n<!-- end of x -->\\nb'
-    """
-    for name, lines in parts.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        before, rest = page.split(begin)
-        page = before + begin + "\n".join(lines) + end + rest.split(end)[1]
-    return page
+# ---- the study ----
 
 
-def made(page: str) -> str:
-    results = Results(json.loads(RESULTS.read_text()))
-    costs = {name: json.loads(path.read_text()) if path.is_file() else None for name, path in COSTS.items()}
-    return filled(page, {"advice": advice(results), "table": table(results, costs)})
+def _claim(id: str, says: str, quantity: str, relation: Relation) -> Claim:
+    return Claim(id, says, quantity, relation, 0.0, by="ours")
 
 
-if __name__ == "__main__":
-    PAGE.write_text(made(PAGE.read_text()))
-    print(PAGE)
+CLAIMS = (
+    _claim(
+        "a1",
+        "At hot rates LocAteR, effective form, ends above sigma-reparam",
+        "its loss less that of sigma-reparam, mean of two rates",
+        "at least",
+    ),
+    _claim("a2", "At its best of three ordinary rates sigma-reparam costs loss", "change of report loss", "at least"),
+    _claim("a3", "At an ordinary rate a weight decay of 0.3 lowers the loss", "change of report loss", "at most"),
+    _claim("a4", "And it raises entropy", "change of entropy, nats", "at least"),
+)
+
+
+def measure(setting: Setting) -> Results:
+    """What the kept files say; nothing where this installation has none."""
+    paths = {path.name: path for path in (*setting.more_runs, *filter(None, [setting.runs]))}
+    if RESULTS not in paths:
+        return Results({})
+    held = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    return found_in(held[RESULTS], {name: held.get(file) for name, file in COSTS.items()})
+
+
+def found_in(document: Mapping[str, Any], costs: Mapping[str, Mapping[str, Any] | None]) -> Results:
+    """A measurement for each claim, and what stands on the page, from the document of bao2024 and the benchmarks."""
+    results = Kept(document)
+    measured = {
+        "a1": by_seed(results.hot_difference("effective", "sigma-reparam")),
+        "a2": by_seed(results.change("sigma-reparam", "loss")),
+        "a3": by_seed(results.change("weight decay 0.3", "loss")),
+        "a4": by_seed(results.change("weight decay 0.3", "entropy")),
+    }
+    machines = [machine(name, held) for name, held in costs.items()]
+    return Results(measured, {"advice": advice(results), "rows": rows(results, costs), "machines": machines})
+
+
+STUDY = Study(
+    "kept results and benchmarks",
+    CLAIMS,
+    measure,
+    "the results and benchmarks that the repository keeps",
+    on_runs=True,
+    needs_data=False,
+)
+PAPER = Paper(
+    "which-control",
+    "Which control to try first",
+    "Controls on the same model, text and seeds: what each costs and what it buys",
+    (STUDY,),
+    Path(__file__).parent,
+    page="which-control",
+    kept=(RESULTS, *(f"../../benchmarks/results/{file}" for file in COSTS.values())),
+)
+
+__all__ = ["PAPER"]

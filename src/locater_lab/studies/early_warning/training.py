@@ -1,4 +1,4 @@
-"""Trains the unseen runs of the early-warning record, several at a time; scripts/early_warning.py starts it.
+"""Trains the unseen runs of the early-warning record, several at a time.
 
 Each run is a loop of its own with `locater.Monitor()` attached as a user would, and a second monitor that observes
 every 10th step for comparison. Its line has every loss and gradient norm, and the warnings as they came.
@@ -6,18 +6,16 @@ every 10th step for comparison. Its line has every loss and gradient norm, and t
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import multiprocessing
 import platform
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -25,15 +23,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from early_warning_models import WORDS, build, optimizers, vocabulary
-from early_warning_plan import BATCH, BY_NAME, LENGTH, STEPS, Kind, Run, all_runs
 from torch import Tensor, nn
 from torch.nn import functional
 
+from locater.errors import LocaterError, first_line
 from locater.inputs.corpus import embedded_text, fingerprint
 from locater.inputs.text import read_text
 from locater.runs import Monitor
 from locater.version import __version__
+from locater_lab.studies.early_warning.plan import (
+    BATCH,
+    BY_NAME,
+    LENGTH,
+    STEPS,
+    WORDS,
+    Run,
+    all_runs,
+    build,
+    optimizers,
+    rate_at,
+    vocabulary,
+)
+from locater_lab.train.sweep import append_line, read_lines
 
 CHARACTERS = 10_000_000  # of the text
 EXTREMES = {"max_logit": max, "spread": max, "entropy_ratio": min}  # over heads
@@ -45,7 +56,7 @@ def read_texts(path: Path, folder: Path) -> dict[str, str]:
     wiki, docs = read_text(path)[:CHARACTERS], embedded_text()
     words = re.findall(r"\w+|[^\w\s]", wiki)
     ranks = {word: i + 1 for i, (word, _) in enumerate(Counter(words).most_common(WORDS - 1))}  # 0 is every other word
-    tokens = {
+    tokens: dict[str, Any] = {
         "wiki": np.frombuffer(wiki.encode(), np.uint8),
         "docs": np.frombuffer(docs.encode(), np.uint8),
         "words": np.array([ranks.get(word, 0) for word in words], np.int16),
@@ -53,17 +64,6 @@ def read_texts(path: Path, folder: Path) -> dict[str, str]:
     for name, ids in tokens.items():
         np.save(folder / f"{name}.npy", ids)
     return {"wiki": f"{path.name} {fingerprint(wiki)[:12]}", "docs": f"Python's documentation {fingerprint(docs)[:12]}"}
-
-
-def rate_at(kind: Kind, run: Run, step: int) -> float:
-    """The learning rate of a step, counted from 1."""
-    warmup = kind.warmup if run.warmup is None else run.warmup
-    rate = kind.rate * run.rate * min(1.0, step / max(1, warmup))
-    if kind.cosine:
-        rate *= 0.55 + 0.45 * math.cos(math.pi * step / STEPS)
-    if run.onset is not None and run.onset <= step:
-        rate *= run.growth ** (step - run.onset + 1) * (run.jump if step < run.until else 1.0)
-    return rate
 
 
 def batches(run: Run, ids: Tensor, most: int, size: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -75,11 +75,12 @@ def batches(run: Run, ids: Tensor, most: int, size: tuple[int, int]) -> Iterator
     for step in range(1, STEPS + 1):
         at = torch.randint(len(ids) - length - 1, (batch,), generator=generator)
         rows = torch.stack([ids[i : i + length + 1] for i in at.tolist()]).long()
-        spoilt = run.onset is not None and run.onset <= step < run.until
+        since = None if run.onset is None else step - run.onset
+        spoilt = since is not None and since >= 0 and step < run.until
         if spoilt and run.data == "random":
             rows = torch.randint(most, rows.shape, generator=other)
         if spoilt and run.data in ("shuffled", "creeping"):
-            count = batch if run.data == "shuffled" else round(batch * min(1.0, (step - run.onset) / 150))
+            count = batch if run.data == "shuffled" else round(batch * min(1.0, (since or 0) / 150))
             for row in rows[:count]:
                 row.copy_(row[torch.randperm(length + 1, generator=other)])
         inputs, targets = rows[:, :-1], rows[:, 1:]
@@ -178,53 +179,37 @@ def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int
     }
 
 
-def _work(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int) -> dict[str, Any]:
+def _work(run: Run, tokens: Path, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return train(run, tokens, device, size, steps)
+    return train(run, tokens, device, (BATCH, LENGTH), STEPS)
 
 
-def run_all(
-    out: Path,
-    text: Path,
-    *,
-    device: str,
-    jobs: int = 1,
-    part: str = "1/1",
-    minutes: float = math.inf,
-    size: tuple[int, int] = (BATCH, LENGTH),
-    steps: int = STEPS,
-    only: str = "",
-    seed: int = 0,
-) -> None:
-    """Make the runs of a part that `out` does not have yet, and append a line for each. After `minutes` none begins.
+def train_missing(out: Path, text: Path, jobs: int, tell: Callable[[str], None]) -> None:
+    """Train every planned run that has no line in `out`, `jobs` at a time, and append its line.
 
-    `seed` is added to every run's, for trials.
+    A run that breaks leaves no line and stops no other; the first of them is raised at the end.
     """
-    began = time.time()
-    done = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
-    number, count = (int(x) for x in part.split("/"))
-    runs = [run for i, run in enumerate(all_runs()) if i % count == number - 1 and run.name not in done]
-    runs = [Run(**{**asdict(run), "seed": run.seed + seed}) for run in runs if re.search(only, run.name)]
-    facts = {"machine": _machine(device), "locater": __version__, "commit": _commit()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, out.open("a") as lines:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    done = {line["name"] for line in read_lines(out)}
+    runs = [run for run in all_runs() if run.name not in done]
+    facts: dict[str, Any] = {"machine": _machine(device), "locater": __version__, "commit": _commit()}
+    broken: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
         facts["texts"] = read_texts(text, Path(folder))
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            waiting = {pool.submit(_work, run, Path(folder), device, size, steps): run for run in runs}
+            waiting = {pool.submit(_work, run, Path(folder), device): run for run in runs}
             for i, future in enumerate(as_completed(waiting), 1):
-                if time.time() - began > 60 * minutes:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                if future.cancelled():
-                    continue
                 try:
                     line = future.result()
-                except Exception as error:  # one run that cannot be made leaves the others
-                    print(f"{waiting[future].name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                except Exception as error:  # of any kind: memory, a worker that was killed
+                    broken.append(f"{waiting[future].name}: {type(error).__name__}: {first_line(error)}")
+                    tell(broken[-1])
                     continue
-                lines.write(json.dumps({**line, **facts}, separators=(",", ":")) + "\n")
-                lines.flush()
+                append_line(out, {**line, **facts})
                 told = f"{len(line['losses'])} steps in {line['seconds']} s, loss {line['losses'][-1]}"
-                print(f"{i} of {len(runs)} {line['name']}: {told}", file=sys.stderr, flush=True)
+                tell(f"{i} of {len(runs)} {line['name']}: {told}")
+    if broken:
+        raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
 
 def _machine(device: str) -> dict[str, str]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from surrogate_heads import record
 
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import Batch, read_text
 from locater_lab.engine.reproduction import rounded
 from locater_lab.engine.runs import machine
+from locater_lab.studies.surrogate.heads import record
 from locater_lab.train.data import open_data
 from locater_lab.train.loop import DivergedError, run
 from locater_lab.train.plan import PACE, Plan
@@ -47,12 +47,13 @@ ARMS: dict[str, Plan] = {
     "causal 6x256, seed 1": replace(BASE, seed=1),
 }  # fmt: skip
 
-TINY = dict(layers=2, width=32, heads=2, steps=10, compile=False)  # to try the command
+TINY: dict[str, Any] = dict(layers=2, width=32, heads=2, steps=10, compile=False)  # to try the command
 
 
 def tiny(plan: Plan) -> Plan:
     """The same in small, which trains in seconds on a CPU."""
-    return replace(plan, **TINY, **({"batch": 16} if plan.images else {"length": 64, "batch": 4, "vocabulary": 300}))
+    sizes: dict[str, Any] = {"batch": 16} if plan.images else {"length": 64, "batch": 4, "vocabulary": 300}
+    return replace(plan, **TINY, **sizes)
 
 
 def train_all(

@@ -1,4 +1,4 @@
-"""The unseen runs of the early-warning record: which models, which causes of failure, in which order.
+"""The unseen runs of the early-warning record: which models and optimizers, which causes of failure, in which order.
 
 docs/results/early-warning-plan.md says why. Everything that is drawn (the step at which a fault begins) is drawn from
 the name of the run, so that the list is the same wherever it is made.
@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
+from locater_lab.models.shape import Shape
+from locater_lab.models.transformer import Transformer
+
 STEPS, LENGTH, BATCH = 600, 128, 32
+WORDS = 2048  # of the vocabulary of words
 HEALTHY = 5  # runs of every kind that are left alone
 FACTORS = (1.0, 1.0, 1.0, 0.8, 1.25)  # of the kind's rate, in these
 
@@ -149,24 +157,33 @@ def forced_runs() -> list[Run]:
     add("no warm-up", "gpt2-a llama-b gemma2 neox opt sandwich", *rates(30, 100, warmup=0, **free))
     jumps = [dict(jump=factor) for factor in (20, 50, 100)]
     add("sudden rate", "gpt2-c llama-c qwen3-a softcap bloom post-a sink plus-one", *jumps, begins=True)
-    growth = [dict(growth=factor, onset=100) for factor in (1.03, 1.015)]
+    growth: list[dict[str, Any]] = [dict(growth=factor, onset=100) for factor in (1.03, 1.015)]
     add("rising rate", "gpt2-a llama-a qwen3-c gemma2 neox opt sandwich", *growth)
-    spoilt = [dict(data="shuffled"), dict(data="random", lasts=80), dict(data="relabelled"), dict(data="creeping")]
+    spoilt: list[dict[str, Any]] = [
+        dict(data="shuffled"),
+        dict(data="random", lasts=80),
+        dict(data="relabelled"),
+        dict(data="creeping"),
+    ]
     add("bad data", "gpt2-b llama-c qwen3-b gemma2 post-b starcoder2 plus-one olmo2", *spoilt, begins=True)
-    overflow = [*rates(50, **free), dict(decay=-6, **free)]
+    overflow: list[dict[str, Any]] = [*rates(50, **free), dict(decay=-6, **free)]
     add("float16 overflow", "gpt2-c llama-b qwen3-c neox llama-b qwen3-c", *overflow)
     add(
         "post-norm without warm-up", "post-a post-b post-a post-b post-a post-b", *rates(6, 6, 20, 20, 60, 60, warmup=0)
     )
-    start = [dict(weights=8, rate=10), dict(query_key=300, rate=30), dict(weights=8, rate=30)]
+    start: list[dict[str, Any]] = [dict(weights=8, rate=10), dict(query_key=300, rate=30), dict(weights=8, rate=30)]
     add("large start", "gpt2-a llama-a bloom opt sink softcap", *start)
-    constants = [dict(beta2=0.9999, warmup=0), dict(beta2=0.5), dict(beta2=0.9999, eps=1e-16, warmup=0)]
+    constants: list[dict[str, Any]] = [
+        dict(beta2=0.9999, warmup=0),
+        dict(beta2=0.5),
+        dict(beta2=0.9999, eps=1e-16, warmup=0),
+    ]
     add(
         "optimizer constants",
         "llama-a neox qwen3-a opt gpt2-a sink",
         *(dict(rate=50, **change) for change in constants),
     )
-    hot = [dict(growth=1.02, onset=100, **free), *rates(1, momentum=0.99, **free), *rates(4)]
+    hot: list[dict[str, Any]] = [dict(growth=1.02, onset=100, **free), *rates(1, momentum=0.99, **free), *rates(4)]
     add("SGD too hot", "gpt2-b llama-d starcoder2 llama-d starcoder2 gpt2-b", *hot)
     add("negative decay", "gpt2-a llama-c qwen3-a gemma2 bloom sandwich", dict(decay=-6), dict(decay=-3))
     return runs
@@ -176,3 +193,84 @@ def all_runs() -> list[Run]:
     """In the order in which they are made: three healthy runs of each kind, the forced ones, the other healthy ones."""
     healthy = healthy_runs()
     return [*healthy[: 3 * len(KINDS)], *forced_runs(), *healthy[3 * len(KINDS) :]]
+
+
+def rate_at(kind: Kind, run: Run, step: int) -> float:
+    """The learning rate of a step, counted from 1."""
+    warmup = kind.warmup if run.warmup is None else run.warmup
+    rate = kind.rate * run.rate * min(1.0, step / max(1, warmup))
+    if kind.cosine:
+        rate *= 0.55 + 0.45 * math.cos(math.pi * step / STEPS)
+    if run.onset is not None and run.onset <= step:
+        rate *= run.growth ** (step - run.onset + 1) * (run.jump if step < run.until else 1.0)
+    return rate
+
+
+def vocabulary(kind: Kind) -> int:
+    return WORDS if kind.text == "words" else 256
+
+
+def build(kind: Kind, run: Run) -> nn.Module:
+    """The model of a kind, its initial weights multiplied as the run has it."""
+    if kind.build == "own":
+        sizes: dict[str, Any] = dict(layers=kind.layers, width=kind.width, heads=kind.heads)
+        sizes |= dict(kv_heads=kind.kv_heads or kind.heads)
+        shape = Shape(vocabulary=vocabulary(kind), hidden=3 * kind.width, length=LENGTH, **sizes, **dict(kind.own))
+        model: nn.Module = Transformer(shape)
+    else:
+        model = _of_transformers(kind)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1:
+                p.mul_(run.weights)
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                p.mul_(math.sqrt(run.query_key))
+    return model
+
+
+def _of_transformers(kind: Kind) -> nn.Module:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    tokens = dict(vocab_size=vocabulary(kind), bos_token_id=0, eos_token_id=0, pad_token_id=None)
+    layers, width, heads = kind.layers, kind.width, kind.heads
+    if kind.build == "GPT2":
+        sizes: dict[str, Any] = dict(n_embd=width, n_layer=layers, n_head=heads, n_positions=LENGTH)
+        sizes |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    elif kind.build == "Bloom":
+        sizes = dict(hidden_size=width, n_layer=layers, n_head=heads)
+    elif kind.build == "OPT":
+        sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, ffn_dim=3 * width)
+        sizes |= dict(word_embed_proj_dim=width, max_position_embeddings=LENGTH, dropout=0.0)
+    else:
+        sizes = dict(
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=3 * width
+        )
+        sizes |= dict(max_position_embeddings=LENGTH)
+        if kind.build != "GPTNeoX":
+            sizes |= dict(num_key_value_heads=kind.kv_heads or heads, head_dim=width // heads)
+        if kind.build == "Starcoder2":
+            sizes |= dict(residual_dropout=0.0, embedding_dropout=0.0)
+        if kind.build == "Gemma2":
+            sizes |= dict(query_pre_attn_scalar=width // heads, sliding_window=LENGTH // 2)
+    config = getattr(transformers, f"{kind.build}Config")(**sizes, **tokens)
+    head = "LMHeadModel" if kind.build == "GPT2" else "ForCausalLM"
+    return getattr(transformers, f"{kind.build}{head}")(config)
+
+
+def optimizers(kind: Kind, run: Run, model: nn.Module) -> list[torch.optim.Optimizer]:
+    rate, parameters = kind.rate * run.rate, list(model.parameters())
+    if kind.optimizer == "sgd":
+        return [torch.optim.SGD(parameters, rate, momentum=run.momentum)]
+    constants: dict[str, Any] = dict(betas=(0.9, run.beta2), eps=run.eps)
+    if kind.optimizer == "adamw":
+        both: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters, rate, **constants)]
+    else:
+        maps = [p for name, p in model.named_parameters() if p.ndim == 2 and not re.search("embed|wte|wpe|head", name)]
+        others = [p for p in parameters if not any(p is q for q in maps)]
+        muon = torch.optim.Muon(maps, rate, adjust_lr_fn="match_rms_adamw")
+        both = [muon, torch.optim.AdamW(others, rate, **constants)]
+    for optimizer in both:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = run.decay  # set here, since the constructors refuse a negative one
+    return both

@@ -1,6 +1,6 @@
 """What four papers on one head predict, beside what heads of small trained models are: docs/results/one-head.md.
 
-    python scripts/one_head.py [--models FOLDER]
+    make study STUDY='one_head --models FOLDER'
 
 Models: those at hand (the demo and its twin, the sentence encoder where installed, folders below --models), and two that
 are trained here in about a minute: one layer that learns to copy, two layers of attention alone that learn n-grams.
@@ -24,7 +24,7 @@ from locater.commands.load import load_model
 from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.train import Plan, load, run
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path("docs/results")  # from the root of the repository, where make runs
 BRIEF = dict(observe=0, evaluate=0, checkpoint=0, device="cpu")
 TRAINED = {
     "copy, one layer": dict(task="copy", vocabulary=64, layers=1, heads=1, width=64, length=64, batch=32, steps=600, rate=6e-3, positions="learned"),
@@ -94,7 +94,7 @@ def models(folder: Path | None) -> dict[str, Any]:
 def row_of(name: str, model: Any) -> dict[str, Any]:
     """Medians over the heads of a model, and the share of heads that are as each prediction says."""
     scan = locater.scan(model, length=LENGTH)
-    rows = [row for row in scan.rows if row.kind == "self" and row.effective_rank is not None]
+    rows: list[Row] = [row for row in scan.rows if row.kind == "self" and row.effective_rank is not None]
     return {
         "model": name,
         "heads": len(rows),
@@ -154,7 +154,7 @@ multiple of the identity. [sahiner2022](sahiner2022.md): with weight decay, trai
 [chen2024](chen2024.md): the head that copies what followed the same context sharpens as it is learned. [hu2025](hu2025.md): a head that
 interpolates has a W of rank two whose eigenvalues are zero, and a low temperature. Beside them [bao2024](bao2024.md), for the mean.
 
-Made by `python scripts/one_head.py`; the conditions and their thresholds are ours and were fixed in the script before it was run. Each paper makes its statement for a
+Made by `make study STUDY=one_head`; the conditions and their thresholds are ours and were fixed in the script before it was run. Each paper makes its statement for a
 head with one task; a head of a trained model may have another, or none. So a low share refutes no paper: it says that its construction is not what
 training finds in these models.
 

@@ -1,21 +1,17 @@
-"""Five kinds of heads (sink, previous token, induction, local, dead), found in models that are trained here in a minute or two
-each: docs/kinds-of-heads.md.
+"""Five kinds of heads (sink, previous token, induction, local, dead), found in models that are trained here in a minute
+or two each: docs/kinds-of-heads.md.
 
-    python scripts/kinds_of_heads.py [--runs FOLDER] [--models FOLDER ...]
-
-Of each kind the clearest head is shown: spectrum, pattern and prediction side by side. Figures go to docs/images, numbers
-to docs/results/kinds-of-heads.json, from which the page is written. Models that are trained stay in --runs; the table
-counts heads of each kind in all models at hand.
+Of each kind the clearest head is shown: spectrum, pattern and prediction side by side. The words of the page about
+these heads are claims, with bounds that were chosen when the heads had been seen: a head that is drawn anew, by another
+version of the code, has to bear them out. The table counts heads of each kind in all models at hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
-import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,23 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).parent)]
+import locater
+from locater.discovery import attention_layers
+from locater.errors import LocaterError
+from locater.findings.flags import LEVEL, LOCAL, ROLE_WEIGHT, UNIFORM
+from locater.layers import AttentionLayer, Norm
+from locater.observing.matching import matches
+from locater.theory.surrogate import gaussian_tokens
+from locater_lab.engine.claims import Claim, Measurement, Relation
+from locater_lab.engine.reproduction import Paper, Results, Setting, Study
+from locater_lab.studies.kinds_of_heads.exhibits import Exhibit, given, held_out, installed, packaged, trained
+from locater_lab.studies.kinds_of_heads.figures import pattern, prediction, spectrum
+from locater_lab.train import Transformer, load
 
-from gallery_models import Exhibit, given, held_out, installed, packaged, trained  # noqa: E402 - beside this file
-from kinds_figures import pattern, prediction, spectrum  # noqa: E402
-from kinds_page import page  # noqa: E402
-
-import locater  # noqa: E402
-from locater.discovery import attention_layers  # noqa: E402
-from locater.files import write_whole  # noqa: E402
-from locater.findings.flags import LEVEL  # noqa: E402
-from locater.layers import AttentionLayer, Norm  # noqa: E402
-from locater.observing.matching import matches  # noqa: E402
-from locater.theory.surrogate import gaussian_tokens  # noqa: E402
-from locater_lab.engine.reproduction import rounded  # noqa: E402
-from locater_lab.train import Transformer, load  # noqa: E402
-
-DOCS = Path(__file__).parents[1] / "docs"
 SHOWN = 48  # tokens of a pattern
 FROM = 8  # rows before this one see too few tokens for zones to be apart
 DRAWS = 64  # sequences of normal tokens
@@ -74,7 +66,7 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class Probed:
     """A model with its probe, and for models that are trained here what the loss gains without each head, in nats."""
 
     exhibit: Exhibit
@@ -98,7 +90,7 @@ class Measured:
         return {**rows, **{kind.name: known.get(kind.name) for kind in KINDS}, "uniform": uniform}
 
 
-def clearest(kind: Kind, models: Sequence[Measured]) -> tuple[Measured, Row] | None:
+def clearest(kind: Kind, models: Sequence[Probed]) -> tuple[Probed, Row] | None:
     """The head that is most clearly of this kind, with its model."""
     found = [(kind.clear(row, cost), model, row) for model in models for row, cost in model.of(kind)]
     return max(found, key=lambda entry: entry[0])[1:] if found else None
@@ -181,7 +173,7 @@ def map_of(model: Transformer, row: Row, ids: Tensor) -> Tensor:
     return maps[row.layer, row.head]
 
 
-def head_of(kind: Kind, one: Measured, row: Row, runs: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def head_of(kind: Kind, one: Probed, row: Row, runs: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Numbers of one head, and its three pictures."""
     exhibit, probe = one.exhibit, one.probe
     model, pairs = load(exhibit.folder), held_out(exhibit.name, runs)
@@ -194,7 +186,8 @@ def head_of(kind: Kind, one: Measured, row: Row, runs: Path) -> tuple[dict[str, 
     zones = (*ZONES, COPY) if copies is not None else ZONES
     unknown: list[float | None] = [None] * (copies is not None)
     values = {"measured": shares(maps, copies), **{name: shares(x, None) + unknown for name, x in normal.items()}}
-    eigenvalues = [(scanned.scale * re, scanned.scale * im) for re, im in scanned.eigenvalues]
+    scale, pairs_of = scanned.scale or 1.0, scanned.eigenvalues or ()
+    eigenvalues = [(scale * re, scale * im) for re, im in pairs_of]
     entropies = tuple(f"{row[name]:.2f}" for name in ("entropy", *PREDICTED[:2]))
     document = {
         "kind": kind.name,
@@ -212,43 +205,14 @@ def head_of(kind: Kind, one: Measured, row: Row, runs: Path) -> tuple[dict[str, 
     }
     title = f"Entropy {entropies[0]}; predicted {entropies[1]}; from weights {entropies[2]}"
     pictures = {
-        "spectrum": spectrum(eigenvalues, scanned.M, scanned.F),
+        "spectrum": spectrum(eigenvalues, scanned.M or 0.0, scanned.F or 0.0),
         "pattern": shown_pattern(kind, model, row, ids),
         "prediction": prediction(zones, {name: values[name] for name in DRAWN}, title),
     }
     return document, pictures
 
 
-def measured(runs: Path, further: list[Exhibit]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The document behind the page, and its pictures by name of file."""
-    models = []
-    for exhibit in trained(runs):
-        probe = locater.probe(exhibit.folder, exhibit.batches)
-        models.append(Measured(exhibit, probe, costs_of(exhibit, runs)))
-    others = [
-        Measured(exhibit, locater.probe(exhibit.folder, tokenizer=exhibit.tokenizer, tokens=TOKENS))
-        for exhibit in (*packaged(), *installed(), *further)
-    ]
-    heads, pictures = [], {}
-    for kind in KINDS:
-        chosen = clearest(kind, models)
-        if chosen is None:
-            raise SystemExit(f"{kind.name}: no head of this kind in the models that are trained here")
-        head, drawn = head_of(kind, *chosen, runs)
-        heads.append(head)
-        pictures |= {f"kinds-{kind.name}-{part}.svg": svg for part, svg in drawn.items()}
-        print(kind.name, head["model"], f"layer {head['layer']}, head {head['head']}")
-    document = {
-        "locater": locater.__version__,
-        "idle": IDLE,
-        "models": [model.counts() for model in (*models, *others)],
-        "heads": heads,
-        "near_uniform": [entry for model in models for entry in near_uniform(model)],
-    }
-    return rounded(document, 4), pictures
-
-
-def near_uniform(model: Measured) -> list[dict[str, Any]]:
+def near_uniform(model: Probed) -> list[dict[str, Any]]:
     """Heads that average nearly everything, each with what the loss gains without it."""
     costs = model.costs or {}
     return [
@@ -262,20 +226,170 @@ def near_uniform(model: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("gallery/models"), help="folder of the trained models")
-    parser.add_argument("--models", type=Path, nargs="+", default=[], metavar="FOLDER", help="further checkpoints")
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder for the page, results/ and images/")
-    options = parser.parse_args()
-    document, pictures = measured(options.runs, given(options.models))
-    for folder in ("results", "images"):
-        (options.out / folder).mkdir(parents=True, exist_ok=True)
-    for name, svg in pictures.items():
-        write_whole(options.out / "images" / name, svg)
-    write_whole(options.out / "results" / "kinds-of-heads.json", json.dumps(document, indent=1) + "\n")
-    write_whole(options.out / "kinds-of-heads.md", page(document))
+# ---- the study ----
 
 
-if __name__ == "__main__":
-    main()
+def _claim(id: str, says: str, quantity: str, relation: Relation, stated: float) -> Claim:
+    return Claim(id, says, quantity, relation, stated, by="ours")
+
+
+CLAIMS = (
+    _claim(
+        "a1",
+        "Normal tokens with the measured first token see the sink",
+        "weight on the first token, predicted over measured",
+        "at least",
+        0.5,
+    ),
+    _claim(
+        "a2",
+        "Normal tokens have no position, and miss the previous token",
+        "weight one token back, predicted over measured",
+        "at most",
+        0.5,
+    ),
+    _claim(
+        "a3",
+        "The eigenvalues of an induction head are small for its logits",
+        "the largest eigenvalue over the root mean square of the singular values",
+        "at most",
+        0.5,
+    ),
+    _claim(
+        "a4",
+        "How sharp the induction head is, is predicted",
+        "entropy, predicted less measured, without sign, nats",
+        "at most",
+        0.25,
+    ),
+    _claim(
+        "a5",
+        "Where the local head looks is predicted, zone by zone",
+        "largest difference of weights, predicted less measured",
+        "at most",
+        0.05,
+    ),
+    _claim(
+        "a6",
+        "That the dead head is near uniform is seen from weights alone",
+        "entropy, from weights less measured, without sign, nats",
+        "at most",
+        0.25,
+    ),
+    _claim("a7", "Uniform is not dead", "the largest loss without a head that is near uniform, nats", "at least", 0.1),
+)
+ONE = "none: one head of one training run, an example and no sample"
+
+
+def measure(setting: Setting) -> Results:
+    """Train four models, minutes in all, and find the clearest head of each kind."""
+    if setting.quick:
+        return Results({})
+    with tempfile.TemporaryDirectory(prefix="locater-kinds-") as runs:
+        further = [] if setting.models is None else given([setting.models])
+        return found_in(*measured(Path(runs), further, setting.tell))
+
+
+def found_in(tables: dict[str, Any], pictures: dict[str, str]) -> Results:
+    """A measurement for each claim."""
+    head = {entry["kind"]: entry for entry in tables["heads"]}
+
+    def weight(kind: str, series: str, zone: str) -> float:
+        return float(head[kind]["weights"][series][head[kind]["zones"].index(zone)])
+
+    sink, induction, local, dead = (head[kind] for kind in ("sink", "induction", "local", "dead"))
+    zones = zip(local["weights"]["measured"], local["weights"]["predicted"], strict=True)
+    values = {
+        "a1": sink["predicted_sink"] / sink["sink"],
+        "a2": weight("previous-token", "predicted", "1 before") / weight("previous-token", "measured", "1 before"),
+        "a3": induction["largest_eigenvalue"] / radius(induction),
+        "a4": abs(induction["predicted_entropy"] - induction["entropy"]),
+        "a5": max(abs(a - b) for a, b in zones),
+        "a6": abs(dead["prior_entropy"] - dead["entropy"]),
+        "a7": max((entry["cost"] for entry in tables["near_uniform"]), default=0.0),
+    }
+    return Results({id: Measurement(value, 0.0, ONE) for id, value in values.items()}, {**tables, "pictures": pictures})
+
+
+def measured(runs: Path, further: list[Exhibit], tell: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tables of the page, and its pictures by name."""
+    models = []
+    for exhibit in trained(runs):
+        probe = locater.probe(exhibit.folder, exhibit.batches)
+        models.append(Probed(exhibit, probe, costs_of(exhibit, runs)))
+    others = [
+        Probed(exhibit, locater.probe(exhibit.folder, tokenizer=exhibit.tokenizer, tokens=TOKENS))
+        for exhibit in (*packaged(), *installed(), *further)
+    ]
+    heads: list[dict[str, Any]] = []
+    pictures: dict[str, str] = {}
+    for kind in KINDS:
+        chosen = clearest(kind, models)
+        if chosen is None:
+            raise LocaterError(f"{kind.name}: no head of this kind in the models that were trained for it")
+        head, drawn = head_of(kind, *chosen, runs)
+        heads.append(head)
+        pictures |= {f"{kind.name}-{part}": svg for part, svg in drawn.items()}
+        tell(f"{kind.name}: {head['model']}, layer {head['layer']}, head {head['head']}")
+    tables = {
+        "idle": IDLE,
+        "models": [model.counts() for model in (*models, *others)],
+        "heads": heads,
+        "near_uniform": [entry for model in models for entry in near_uniform(model)],
+    }
+    return tables, pictures
+
+
+# ---- what its page uses ----
+
+
+TITLES = {
+    "sink": "Sink",
+    "previous-token": "Previous token",
+    "induction": "Induction",
+    "local": "Local",
+    "dead": "Dead",
+}
+
+
+def by_kind(heads: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {head["kind"]: head for head in heads}
+
+
+def radius(head: Mapping[str, Any]) -> float:
+    """The root mean square of the singular values of s W, which that of its eigenvalues would equal if W were normal."""
+    return float((head["F"] / head["head_dim"]) ** 0.5)
+
+
+def numbers_of(head: Mapping[str, Any]) -> str:
+    """One sentence."""
+    cost = head["cost"]
+    loss = f"{cost:.2f} nats" if cost >= 0.005 else f"{cost:.4f} nats"
+    flags = ", ".join(f"`{flag}`" for flag in head["flags"]) or "none"
+    return (
+        f"Head {head['head']} of layer {head['layer']} in “{head['model']}”: M {head['M']:.2f}, √F {head['F'] ** 0.5:.2f}, κ {head['concentration']:.3f}, "
+        f"Λ {head['localization']:.3f}; flags of the probe: {flags}. Without it the loss, {head['loss']:.2f}, rises by {loss}."
+    )
+
+
+def weight_text(head: Mapping[str, Any], series: str, zone: str) -> str:
+    return f"{head['weights'][series][head['zones'].index(zone)]:.2f}"
+
+
+STUDY = Study(
+    "the clearest heads", CLAIMS, measure, "models that are trained in minutes: leave --quick out", on_models=True
+)
+PAPER = Paper(
+    "kinds-of-heads",
+    "Five kinds of heads",
+    "Heads of small models that are trained here, one of each kind",
+    (STUDY,),
+    Path(__file__).parent,
+    {
+        "TITLES": TITLES, "IDLE": IDLE, "LEVEL": LEVEL, "LOCAL": LOCAL, "ROLE_WEIGHT": ROLE_WEIGHT, "UNIFORM": UNIFORM,
+        "by_kind": by_kind, "numbers_of": numbers_of, "radius": radius, "weight": weight_text,
+    },
+    page="kinds-of-heads",
+)  # fmt: skip
+
+__all__ = ["PAPER"]

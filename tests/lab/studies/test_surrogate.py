@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,13 @@ import torch
 from scipy import stats
 
 from locater.discovery import attention_layers
+from locater_lab.engine.claims import judge_together, verdict_of
+from locater_lab.studies import surrogate
+from locater_lab.studies.surrogate import figures, heads, tables
+from locater_lab.studies.surrogate import other_inputs as inputs
+from locater_lab.studies.surrogate import training as runs
 from locater_lab.train import Shape, Transformer
 from tests import ROOT
-
-sys.path.append(str(ROOT / "scripts"))
-
-import surrogate
-import surrogate_figures as figures
-import surrogate_heads as heads
-import surrogate_inputs as inputs
-import surrogate_runs as runs
 
 SHAPE = Shape(vocabulary=12, layers=2, width=16, heads=2, kv_heads=2, hidden=24, length=12)
 
@@ -95,15 +91,19 @@ def test_what_goes_with_the_error_is_found_and_noise_is_not() -> None:
 
 
 def test_claims_hold_fail_or_stay_open_by_their_intervals() -> None:
-    entry = some_entry("exact", 60)
+    entry = some_entry("demo", 60)
     rng = np.random.default_rng(0)
     for kind, size in (("covariance", 0.01), ("own", 0.01), ("diagonal", 1.0), ("shuffled", 0.01)):
         noise = size * rng.normal(size=60)
         entry["predicted"][kind]["entropy"] = (np.array(entry["heads"]["entropy"]) + noise).tolist()
-    verdicts = {(x.claim, x.model): x.verdict for x in figures.judged([entry, some_entry("noise", 60)])}
-    assert verdicts["order", "exact"] == verdicts["error", "exact"] == verdicts["covariance", "exact"] == "holds"
-    assert verdicts["text", "exact"] == "undecided"
-    assert verdicts["order", "noise"] == verdicts["error", "noise"] == "fails"
+    items = figures.deciding([entry, some_entry("rxnfp", 60)])
+    claims = {claim.id: claim for claim in surrogate.STUDY.claims}
+    found = {surrogate.id_of(x.claim, x.model): surrogate._measured(x) for x in items}
+    judged = judge_together([verdict_of(claims[id], measured, "") for id, measured in found.items()])
+    verdicts = {v.claim.id: v.verdict for v in judged}
+    assert [verdicts[surrogate.id_of(x, "demo")] for x in ("order", "error", "covariance")] == ["holds"] * 3
+    assert verdicts[surrogate.id_of("text", "demo")] == "undecided"
+    assert [verdicts[surrogate.id_of(x, "rxnfp")] for x in ("order", "error")] == ["fails"] * 2
 
 
 # ---- heads ----
@@ -202,12 +202,17 @@ def test_reactions_lose_the_numbers_of_their_atoms() -> None:
 # ---- what is written down ----
 
 
-def test_the_page_and_the_table_are_those_of_the_results() -> None:
-    entries = surrogate.read_all(ROOT / "docs" / "results")
-    made = surrogate.page(entries)
-    assert (ROOT / "docs/results/surrogate.md").read_text() == made, "python scripts/surrogate.py page"
-    at_hand = json.loads((ROOT / "docs/results/surrogate.json").read_text())
+def test_the_kept_document_and_the_table_are_those_of_the_heads() -> None:
+    results = ROOT / "docs" / "results"
+    entries = surrogate.read_all([results / name for name in surrogate.PAPER.kept])
+    document = json.loads((results / "surrogate.json").read_text())
+    found = surrogate.found_in(entries)
+    (study,) = document["studies"].values()
+    assert study["tables"] == found.tables, "locater reproduce surrogate"
+    for claim in document["claims"]:
+        assert claim["measured"] == pytest.approx(found.measured[claim["id"]].value, rel=1e-4)
+    at_hand = [entry for entry in entries if "arm" not in entry]
     theory = (ROOT / "docs/theory.md").read_text()
-    assert surrogate.table(at_hand) in theory, "make surrogate, then copy its table"
+    assert tables.cells_table(tables.table(at_hand)) in theory, "copy its table"
     for entry in at_hand:
         assert figures.mean_error(entry).value < figures.mean_error(entry, "weights").value, entry["model"]
