@@ -5,6 +5,7 @@ Queries and keys are (B, H, T, h), logits (B, H, T, S). `hidden` is True where a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +39,13 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "(q[..., None, :] * k[..., None, :, :]).sum(-1)": lambda q, k: (q[..., None, :] * k[..., None, :, :]).sum(-1),
     "torch.stack([q[:, h] @ k[:, h].mT for h in heads], 1)": _per_head,
     "torch.linalg.matmul(q, k.mT)": lambda q, k: torch.linalg.matmul(q, k.mT),
+    "einsum abid,abjd": lambda q, k: torch.einsum("abid,abjd->abij", q, k),
+    "torch.linalg.vecdot(q[..., None, :], k[..., None, :, :])": lambda q, k: torch.linalg.vecdot(q[..., None, :], k[..., None, :, :]),
+    "torch.matmul(q, k.mT, out=L)": lambda q, k: torch.matmul(q, k.mT, out=q.new_empty(*q.shape[:-1], k.shape[-2])),
+    "k.mT.__rmatmul__(q)": lambda q, k: k.mT.__rmatmul__(q),
     BADDBMM: lambda q, k: q @ k.mT,  # the model multiplies by c in the same call
     **dict.fromkeys((FUSED, FUSED_NUMBERS, FUSED_CAUSAL), torch.matmul),  # the model mixes values in the same call
-}
+}  # fmt: skip
 
 SCALINGS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "L * c": lambda x, c: x * c,
@@ -60,6 +65,11 @@ SCALINGS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "L * torch.full_like(L, c)": lambda x, c: x * torch.full_like(x, c),
     "torch.addcmul(zeros, L, full)": lambda x, c: torch.addcmul(torch.zeros_like(x), x, torch.full_like(x, c)),
     "torch.lerp(zeros, L, c)": lambda x, c: torch.lerp(torch.zeros_like(x), x, c),
+    "operator.mul(L, c)": operator.mul,
+    "L.multiply_(c)": lambda x, c: x.multiply_(c),
+    "L.divide_(r)": lambda x, c: x.divide_(1 / c),
+    "torch.mul(L, c, out=other)": lambda x, c: torch.mul(x, torch.tensor(c, dtype=x.dtype), out=torch.empty_like(x)),
+    "torch.ops.aten.mul.Tensor(L, c)": lambda x, c: torch.ops.aten.mul.Tensor(x, c),
     "torch.add(zeros, L, alpha=c)": lambda x, c: torch.add(torch.zeros_like(x), x, alpha=c),
 }
 
@@ -81,6 +91,10 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "+L": lambda x: x.positive(),
     "L.neg().neg()": lambda x: x.neg().neg(),
     "L.nan_to_num()": lambda x: x.nan_to_num(),
+    "torch.stack([L[:, h] for h in heads], 1)": lambda x: torch.stack([x[:, head] for head in range(x.shape[1])], 1),
+    "L.clamp(min=least)": lambda x: x.clamp(min=LEAST),
+    "torch.hstack(L.split(1, 1))": lambda x: torch.hstack(x.split(1, 1)),
+    "L.tile(1, 1, 1, 1)": lambda x: x.tile(1, 1, 1, 1),
 }
 
 CAPS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -114,6 +128,9 @@ MASKINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "L * seen - 1e9 * hidden": lambda x, hidden: x * (~hidden).to(x) - 1e9 * hidden.to(x),
     "L[hidden] = least": _assigned,
     "L - hidden * 1e9": lambda x, hidden: x - hidden.to(x) * 1e9,
+    "-(hidden * 1e9) + L": lambda x, hidden: -(hidden.to(x) * 1e9) + x,
+    "torch.where(hidden, least, L)": lambda x, hidden: torch.where(hidden, LEAST, x),
+    "torch.ops.aten.masked_fill(L, hidden, -1e9)": lambda x, hidden: torch.ops.aten.masked_fill(x, hidden, -1e9),
     "torch.subtract(L, hidden * 1e9)": lambda x, hidden: torch.subtract(x, hidden.to(x) * 1e9),
 }  # fmt: skip
 # rows of padding that see no key are NaN with these
@@ -122,6 +139,22 @@ INFINITE = {"L.masked_fill(hidden, -inf)", "L + (-inf where hidden)", "torch.whe
 
 def _powers(x: Tensor) -> Tensor:
     powers = torch.exp(x - x.amax(-1, keepdim=True))
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def _powers_in_place(x: Tensor) -> Tensor:
+    powers = x.sub(x.max(-1, keepdim=True).values).exp()
+    powers /= powers.sum(dim=-1, keepdim=True)
+    return powers
+
+
+def _plain_powers(x: Tensor) -> Tensor:
+    powers = x.exp()
+    return torch.div(powers, torch.sum(powers, [-1], keepdim=True))
+
+
+def _hidden_powers(x: Tensor) -> Tensor:
+    powers = torch.exp(x - x.amax(-1, keepdim=True)) * (x > -1e4)
     return powers / powers.sum(-1, keepdim=True)
 
 
@@ -140,8 +173,19 @@ SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "functional.softmin(-L, -1)": lambda x: functional.softmin(-x, -1),
     "(L - L.amax(-1, True)).softmax(-1)": lambda x: (x - x.amax(-1, keepdim=True)).softmax(-1),
     "exp(L - max) / sum": _powers,
+    "exp(L - max) * (L > least) / sum": _hidden_powers,
+    "exp(L - max) /= sum": _powers_in_place,
+    "torch.div(exp(L), sum)": _plain_powers,
+    "torch.ops.aten.softmax(L, -1)": lambda x: torch.ops.aten.softmax(x, -1),
+    "torch.softmax(L, -1, out=P)": lambda x: torch.softmax(x, -1, out=torch.empty_like(x)),
+    "L.sub(L.logsumexp(-1, True)).exp_()": lambda x: x.sub(x.logsumexp(-1, keepdim=True)).exp_(),
+    "torch.softmax(L.movedim(-1, 1), 1).movedim(1, -1)": lambda x: torch.softmax(x.movedim(-1, 1), 1).movedim(1, -1),
     "L.mT.softmax(-2).mT": lambda x: x.mT.softmax(-2).mT,
 }  # fmt: skip
+
+# softmaxes that are not recognised: keys are hidden after the exponential, which no logit tells
+OVER_ANOTHER_AXIS = ("L.mT.softmax(-2).mT", "torch.softmax(L.movedim(-1, 1), 1).movedim(1, -1)")
+NO_SOFTMAXES = ("exp(L - max) * (L > least) / sum",)
 
 MIXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "P @ v": lambda p, v: p @ v,
@@ -151,8 +195,12 @@ MIXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum bhqk,bkhd->bqhd": lambda p, v: torch.einsum("bhqk,bkhd->bqhd", p, v.transpose(1, 2)).transpose(1, 2),
     "dropout(P) @ v": lambda p, v: functional.dropout(p, 0.3, training=False) @ v,
     "(v.mT @ P.mT).mT": lambda p, v: (v.mT @ p.mT).mT,
+    "torch.linalg.matmul(P, v)": torch.linalg.matmul,
+    "einsum ...qk,...kd": lambda p, v: torch.einsum("...qk,...kd->...qd", p, v),
+    "torch.stack([P[:, h] @ v[:, h] for h in heads], 1)": lambda p, v: torch.stack([p[:, head] @ v[:, head] for head in range(p.shape[1])], 1),
+    "P.type_as(v).clone() @ v": lambda p, v: p.type_as(v).clone() @ v,
     "(P[..., None] * v[:, :, None]).sum(-2)": lambda p, v: (p[..., None] * v[:, :, None]).sum(-2),
-}
+}  # fmt: skip
 
 # (B, T, H h) to (B, H, T, h), and back
 SPLITS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -230,6 +278,8 @@ MAPPINGS: dict[str, Callable[[Tensor, Tensor, Bias], Tensor]] = {
     "(x.flatten(0, 1) @ W.mT).view(B, T, -1) + b": lambda x, weight, bias: _plus((x.flatten(0, 1) @ weight.mT).view(*x.shape[:2], -1), bias),
     "einsum btd,ed->bte, + b": lambda x, weight, bias: _plus(torch.einsum("btd,ed->bte", x, weight), bias),
     "torch.nn.functional.conv1d(x.mT, W[..., None], b).mT": lambda x, weight, bias: functional.conv1d(x.mT, weight[..., None], bias).mT,
+    "torch.inner(x, W) + b": lambda x, weight, bias: _plus(torch.inner(x, weight), bias),
+    "torch.addmm(b, x, W.t())": lambda x, weight, bias: torch.addmm(bias, x.flatten(0, 1), weight.t()).view(*x.shape[:2], -1) if bias is not None else x @ weight.t(),
     "torch.tensordot(x, W, ([-1], [1])) + b": lambda x, weight, bias: _plus(torch.tensordot(x, weight, ([-1], [1])), bias),
 }  # fmt: skip
 

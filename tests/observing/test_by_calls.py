@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode
 
 import locater
+from locater.calls.recognise import NO_SOFTMAX
 from locater.errors import LocaterError
 from locater.observing import SeenHead, observe
 from tests.families.test_coverage import shrink
@@ -304,7 +305,7 @@ def test_what_never_ran_and_what_was_not_heard_is_named() -> None:
     assert seen.silent == ["image.0", "image.1"]
     _, silent, unheard, refused = seen.notes
     assert silent == "attention modules that never ran: image.* (2)"
-    assert unheard.startswith("modules that look like attention and were not heard: linear;")
+    assert unheard == f"no attention was found in modules that look like it: linear: {NO_SOFTMAX}"
     assert refused.startswith(
         "not measured: apart: attention with rows [2, 9]: it is not known which axis are the heads"
     )

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 import locater
 from locater.calls.coverage import attention_like
-from locater.discovery.searching import NO_SOFTMAX, Discovered, discover
+from locater.calls.recognise import NO_SOFTMAX
+from locater.discovery.searching import Discovered, discover
 from locater.errors import LocaterError, first_line
 from locater.families.registry import BUILT_IN
 from locater.layers.layer import AttentionLayer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,98 +20,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.call import Call
 from locater.calls.direct import from_fused, from_multi_head, from_softmax
-from locater.calls.head_axes import HeadAxes, axes_by_count, axes_by_labels
-from locater.calls.origins import Origins, Step, factors, flat, labels_of, right_of, signature
+from locater.calls.functions import FUSED, JOINS, MULTI_HEAD, MULTIPLIES, PRODUCTS, name_of
+from locater.calls.head_axes import (
+    HeadAxes,
+    Origins,
+    Step,
+    axes_by_count,
+    axes_by_labels,
+    flat,
+    labels_of,
+    right_of,
+    signature,
+)
+from locater.calls.recognise import PLAIN, LogitsOfPass, Product, contraction, in_order, outer_sum, softmax_axis
 from locater.errors import LocaterError
 from locater.torch_private import base_of_view, write_count
-
-# The logits of softmaxes that modules compute themselves: products of two activations, and what was made of them.
-
-
-LARGEST = frozenset({"amax", "max"})
-SUBTRACTING = frozenset("sub __sub__ sub_ __isub__ subtract".split())
-JOINING = frozenset({"cat", "concat", "concatenate"})
-# calls after which a row that something was taken off is still that row, with other keys hidden
-PASSING = frozenset(
-    """masked_fill masked_fill_ where add add_ __add__ __radd__ __iadd__ to type type_as float double half bfloat16
-    contiguous clone detach dropout""".split()
-)
-CHANGED = "what was taken off each row of its logits is not known any more"
-IN_FRONT = "numbers that belong to no key stand in front of its logits"
-
-
-@dataclass(frozen=True)
-class Written:
-    """What is known of logits."""
-
-    keys: int | None = None  # logits of keys, where others stand behind them
-    taken: Tensor | None = None  # (..., T, 1): what was taken off each row
-    unclear: str | None = None  # why they cannot be told
-
-    def logits(self, x: Tensor, *taken: Tensor) -> Tensor:
-        """The model's own logits, of the input `x` of a softmax."""
-        if self.unclear is not None:
-            raise LocaterError(self.unclear)
-        return x if not taken else x + taken[0]
-
-
-PLAIN = Written()
-
-
-class WrittenLogits:
-    """The logits of a pass, as long as these tensors live."""
-
-    def __init__(self) -> None:
-        self._known = WeakTensorKeyDictionary()
-        self._largest = WeakTensorKeyDictionary()  # largest numbers of rows of logits
-
-    def of(self, x: Tensor) -> Written | None:
-        """What is known of a tensor as logits; None where it is something else."""
-        return self._known.get(x)
-
-    def product(self, out: Tensor) -> None:
-        """Remember a product of two activations."""
-        self._known[out] = PLAIN
-
-    def largest(self, x: Any, out: Any) -> None:
-        """Remember the largest numbers of rows, if these are logits."""
-        numbers = out if isinstance(out, Tensor) else out[0]
-        if isinstance(x, Tensor) and x in self._known and numbers.shape == (*x.shape[:-1], 1):
-            self._largest[numbers] = True
-
-    def follow(self, name: str, tensors: list[Tensor], out: Tensor) -> Tensor | None:
-        """Remember what the function called `name` made: logits in another place or form are logits. Returns them as
-        they were before.
-        """
-        before = next((x for x in tensors if x.numel() <= out.numel() and x in self._known), None)
-        if before is not None:
-            self._known[out] = self._made(name, tensors, before, out)
-        elif out.shape[-1] == 1 and any(x in self._largest for x in tensors):
-            self._largest[out] = True
-        return before
-
-    def _made(self, name: str, tensors: list[Tensor], before: Tensor, out: Tensor) -> Written:
-        known: Written = self._known[before]
-        if name in SUBTRACTING and before is tensors[0] and tensors[-1] in self._largest:
-            return known if known.taken is not None else replace(known, taken=tensors[-1].detach())
-        if name in JOINING and out.shape[:-1] == before.shape[:-1] and not all(x in self._known for x in tensors):
-            return replace(known, keys=before.shape[-1]) if before is tensors[0] else Written(unclear=IN_FRONT)
-        if known is PLAIN or (name in PASSING and out.shape == before.shape):
-            return known
-        if known.taken is not None:
-            return Written(unclear=CHANGED)
-        return known if out.shape[-1] == before.shape[-1] else PLAIN
-
-
-FUSED = functional.scaled_dot_product_attention
-MULTI_HEAD = functional.multi_head_attention_forward
-PRODUCTS = {
-    *(torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, functional.bilinear),
-    *(Tensor.matmul, Tensor.bmm, Tensor.baddbmm, Tensor.__matmul__, Tensor.__rmatmul__),
-}
-SOFTMAXES = {torch.softmax, functional.softmax, Tensor.softmax, torch.special.softmax}
-# what follows is not a logit of this product any more
-ENDS = {functional.linear, functional.layer_norm, functional.conv1d, functional.conv2d, functional.embedding}
 
 
 @dataclass(frozen=True)
@@ -159,8 +82,9 @@ class DirectCalls(TorchFunctionMode):
     def __init__(self, report: Callable[[Heard], None], fail: Callable[[Exception], None]) -> None:
         super().__init__()
         self.report, self.fail = report, fail
-        self._logits = WrittenLogits()
+        self._logits = LogitsOfPass()
         self._origins = Origins()
+        self._outer = WeakTensorKeyDictionary()  # products of tensors that are repeated along axes of each other
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -169,71 +93,134 @@ class DirectCalls(TorchFunctionMode):
         out = func(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return out
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         if name == "__iter__":
             out = list(out)
         try:
-            self._hear(name, func, args, kwargs, out)
+            self._listen(name, func, args, kwargs, out)
         except Exception as error:
             self.fail(error)
         return iter(out) if name == "__iter__" else out
 
-    def _hear(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        if func is MULTI_HEAD:
+    def _listen(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        if name == MULTI_HEAD:
             self._multi_head(out[0], args, kwargs)
-        elif func is FUSED:
+        elif name == FUSED:
             self._fused(out, args, kwargs)
-        elif func in SOFTMAXES:
+        elif name == "softmax":
             self._softmax(out, *args, **kwargs)
-        elif func in PRODUCTS and self._of_activations(args, kwargs):
-            self._logits.product(out)
-            self._origins.product(args, kwargs, out)
-        else:
+        elif name == "softmin":
+            self._softmin(out, *args, **kwargs)
+        elif not self._product(name, args, kwargs, out):
             self._origins.note(name, func, args, kwargs, out)
-            if name in LARGEST:
-                self._logits.largest(args[0] if args else kwargs.get("input"), out)
-            if isinstance(out, Tensor) and func not in ENDS and func not in PRODUCTS:
-                self._continue(name, out, args, kwargs)
+            self._follow(name, out, args, kwargs)
 
-    def _of_activations(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def _product(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> bool:
+        """Remember a product of queries and keys; False where it is another, or none."""
+        if name == "sum":
+            return self._sum(out, *args, **kwargs)
+        if name not in PRODUCTS:
+            return False
+        tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)][-2:]
+        if len(tensors) < 2 or not isinstance(out, Tensor):
+            return False
+        if (written := contraction(name, args, kwargs)) is not None:
+            return self._remember_product(in_order(written), out)
+        left, right = tensors[::-1] if name == "rmatmul" else tensors
+        if not self._of_activations(left, right):
+            return False
+        self._logits.add_product(out)
+        self._origins.product(left, right, out)
+        return True
+
+    def _remember_product(self, written: Product, out: Tensor) -> bool:
+        """The same of a product in the words of einsum."""
+        left, right = written.factors
+        for x, part in ((written.one, left), (written.two, right)):
+            if part is not x:
+                self._origins.note("reshape", Tensor.reshape, (x, part.shape), {}, part)
+        if not self._of_activations(left, right):
+            return False
+        self._logits.add_product(out)
+        self._origins.product(left, right, out, written.equation)
+        return True
+
+    def _of_activations(self, left: Tensor, right: Tensor) -> bool:
         """Whether a product is of queries and keys: the left factor may be learned, the right one is no weight."""
-        tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
-        if len(tensors) < 2:
+        if isinstance(right, nn.Parameter) or isinstance(base_of_view(right), nn.Parameter):
             return False
-        both = factors(args, kwargs)
-        if isinstance(both[1], nn.Parameter) or isinstance(base_of_view(both[1]), nn.Parameter):
-            return False
-        return all(x.ndim >= 3 for x in both) or all(self._origins.of(x) is not None for x in both)
+        return all(x.ndim >= 3 for x in (left, right)) or all(self._origins.of(x) is not None for x in (left, right))
 
-    def _continue(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _sum(self, total: Tensor, input: Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
+        """Remember a product of queries and keys that is a sum of broadcast products; False where it is none."""
+        factors = self._outer.get(input)
+        axis = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
+        if factors is None or not isinstance(axis, int):
+            return False
+        written = outer_sum(factors[0], factors[1], axis)
+        return written is not None and total.ndim < input.ndim and self._remember_product(in_order(written), total)
+
+    def _follow(self, name: str, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Logits in another place or form are logits."""
-        if out.is_floating_point() and out.ndim >= 2:
-            tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
-            before = self._logits.follow(name, tensors, out)
-            if before is not None and name in JOINING and self._origins.of(out) is None:
-                self._origins.same_rows(before, out)
+        parts = out if isinstance(out, list | tuple) else (out,)
+        numbers = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
+        if not numbers:
+            return
+        tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+        if name in MULTIPLIES and len(tensors) == 2 and all(x.shape != numbers[0].shape for x in tensors):
+            self._outer[numbers[0]] = tuple(tensors)
+        if name == "log_softmax" and softmax_axis(args, kwargs, numbers[0].ndim) == numbers[0].ndim - 1:
+            self._logits.note_log_softmax(tensors[0], numbers[0])
+            return
+        logits = self._logits.softmax_written_out(name, tensors, numbers[0])
+        if logits is not None:
+            self._softmax(numbers[0], logits, -1)
+            return
+        for x in numbers:
+            before = self._logits.follow(name, tensors, x)
+            if before is not None and name in JOINS and self._origins.of(x) is None:
+                self._origins.same_rows(before, x)
 
-    def _softmax(self, out: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
-        written = self._logits.of(input)
-        if written is not None and dim in (-1, input.ndim - 1):
-            step, kept = self._origins.of(input), Kept(input, *(() if written.taken is None else (written.taken,)))
+    def _softmax(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+        known, axis = self._logits.of(input), softmax_axis((input, dim), {}, input.ndim)
+        if known is None or axis is None:
+            return
+        if axis != input.ndim - 1:
+            moved = input.movedim(axis, -1)
+            self._origins.note("movedim", torch.movedim, (input, axis, -1), {}, moved)
+            if known is PLAIN and not self._rows_are_queries(moved):
+                return
+            input, known = moved, self._logits.moved(known)
+        step, saved = self._origins.of(input), Saved(input, *(() if known.taken is None else (known.taken,)))
 
-            def describe(caller: Caller) -> Call:
-                logits, axes = written.logits(*kept.tensors), caller.axes(step, input.shape[:-1])
-                return from_softmax(logits, axes, written.keys)
+        def describe(caller: Caller) -> Call:
+            logits, axes = known.as_before(*saved.tensors), caller.axes(step, input.shape[:-1])
+            return from_softmax(logits, axes, known.keys)
 
-            self.report(Heard(describe, step, None if step is None else right_of(step)))
+        self.report(Heard(describe, step, None if step is None else right_of(step)))
+
+    def _softmin(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+        logits = -input
+        self._origins.note("neg", torch.neg, (input,), {}, logits)
+        self._logits.follow("neg", [input], logits)
+        self._softmax(weights, logits, dim)
+
+    def _rows_are_queries(self, logits: Tensor) -> bool:
+        """Whether the last axis of logits is that of keys: along it, the token that a row comes from stays."""
+        step = self._origins.of(logits)
+        labels = None if step is None else _labels(step, logits.shape[:-1], (False,))
+        return labels is not None and bool((labels == labels[..., :1]).all())
 
     def _fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
         query, mask = given["query"], given.get("attn_mask")
         step = self._origins.of(query) if query.shape[:-1] == out.shape[:-1] else None
-        kept, masks = Kept(out, query, given["key"]), Kept(*(() if mask is None else (mask,)))
+        saved, masks = Saved(out, query, given["key"]), Saved(*(() if mask is None else (mask,)))
         terms = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if name in given}
 
         def describe(caller: Caller) -> Call:
             axes = caller.axes(step, out.shape[:-1], fused=True)
-            output, query, key = kept.tensors
+            output, query, key = saved.tensors
             return from_fused(output, query, key, axes, attn_mask=next(iter(masks.tensors), None), **terms)
 
         self.report(Heard(describe, self._origins.of(query), self._origins.of(given["key"])))
@@ -242,11 +229,11 @@ class DirectCalls(TorchFunctionMode):
         given = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
         query, key = given.arguments["query"], given.arguments["key"]
-        kept = Kept(out, query, key)
+        saved = Saved(out, query, key)
         weights = [given.arguments[name] for name in PROJECTIONS if given.arguments[name] is not None]
         self.report(
             Heard(
-                lambda caller: _projected_again(given.arguments, *kept.tensors),
+                lambda caller: _projected_again(given.arguments, *saved.tensors),
                 self._origins.mapped(query, query, weights),
                 self._origins.mapped(key, key, weights),
             )
@@ -259,7 +246,7 @@ class DirectCalls(TorchFunctionMode):
 
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight")
-MULTI_HEAD_SIGNATURE = inspect.signature(MULTI_HEAD)
+MULTI_HEAD_SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 
 
 def _projected_again(given: Mapping[str, Any], out: Tensor, query: Tensor, key: Tensor) -> Call:
@@ -278,7 +265,7 @@ def _projected_again(given: Mapping[str, Any], out: Tensor, query: Tensor, key: 
     return from_multi_head(out.detach(), query, key, given["num_heads"], weights, biases, *masks)
 
 
-class Kept:
+class Saved:
     """Tensors that are read later, as they were: refused where the model has written to them meanwhile."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -294,9 +281,9 @@ class Kept:
         return self._tensors
 
 
-def _labels(step: Step, shape: torch.Size) -> Tensor | None:
+def _labels(step: Step, shape: torch.Size, ways: tuple[bool, ...] = (True, False)) -> Tensor | None:
     """Labels of rows of this shape; None where they cannot be told."""
-    for thin in (True, False):
+    for thin in ways:
         try:
             labels = labels_of(step, thin)
         except Exception:  # a step may not fit labels: whole numbers, on the CPU, of one key

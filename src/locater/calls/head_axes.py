@@ -3,17 +3,28 @@
 A call has rows (..., T): batch, windows and heads in any order before the queries, or heads after them. Heads are parts
 of the channels of one map. So each row is labelled by the token and the channel that its first number comes from:
 along an axis of heads the channel changes and the token stays.
+
+While a model runs, each call that only moves numbers is remembered as a `Step`: the function, its arguments and the
+shapes that it began with. No tensor is kept. The steps are repeated on labels, which say where in the result of a map
+each number was.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from locater.calls.functions import CHANNELS_SECOND, MAPS, MOVES, PRODUCTS
 from locater.errors import LocaterError
+from locater.torch_private import base_of_view, tree_leaves, tree_map, write_count
 
 BASE = 1 << 24  # a label is token * BASE + channel
 
@@ -49,8 +60,8 @@ class HeadAxes:
             raise LocaterError(f"attention of shape {list(x.shape)}: no axis is left for the queries")
         ordered = x.permute(*others[:-1], *axes, others[-1], x.ndim - 1)
         batch, T = [x.shape[at] for at in others[:-1]], x.shape[others[-1]]
-        count = _product([x.shape[at] for at in axes])
-        return ordered.reshape(_product(batch), count, T, x.shape[-1])
+        count = prod([x.shape[at] for at in axes])
+        return ordered.reshape(prod(batch), count, T, x.shape[-1])
 
     @property
     def is_usual(self) -> bool:
@@ -98,7 +109,7 @@ def axes_by_count(shape: torch.Size, heads: int | None, tokens: int | None) -> H
     HeadAxes(axes=(1,), split=None)
     """
     known = "" if heads is None else f", of which the module says that there are {heads}"
-    rows = _product(list(shape))
+    rows = prod(list(shape))
     if heads is None and tokens and rows % tokens == 0:
         heads = rows // tokens
     if heads == 1:
@@ -114,8 +125,246 @@ def axes_by_count(shape: torch.Size, heads: int | None, tokens: int | None) -> H
     raise LocaterError(f"attention with rows {list(shape)}: it is not known which axis are the heads{known}")
 
 
-def _product(sizes: list[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+# ---- where the numbers of a tensor come from
+
+LARGEST = 1 << 24  # labels that are written out
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The numbers of a tensor, by where they are: equal for equal places in the same storage, never for another one."""
+
+    storage: StorageWeakRef  # is not taken for a later storage at the same address
+    place: tuple[Any, ...]
+    version: int | None = None  # how often they were written to; of a parameter that does not count
+
+    @classmethod
+    def of(cls, x: Tensor) -> Memory:
+        learned = isinstance(x, nn.Parameter) or isinstance(base_of_view(x), nn.Parameter) or x.is_inference()
+        place = x.storage_offset(), x.shape, x.stride(), x.dtype
+        return cls(StorageWeakRef(x.untyped_storage()), place, None if learned else write_count(x))
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a tensor was made by moving numbers of others; without `func`, the result of a map.
+
+    `args` and `kwargs` have steps in place of tensors. `part` is which of several results it is.
+    """
+
+    shape: torch.Size
+    width: int  # channels of the map that it began with
+    func: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    part: int | None = None
+    channel: int = -1  # the axis of channels of a map's result
+    right: Step | None = None  # of a product: the steps of its right factor
+    made: tuple[Memory, ...] = ()  # of a map: its weights
+    read: tuple[Memory, ...] = ()  # its input
+    fed: tuple[Memory, ...] = ()  # the weights of the map that made its input, where that is known
+
+
+class Origins:
+    """The steps by which the tensors of a pass were made, as long as these tensors live."""
+
+    def __init__(self) -> None:
+        self._steps = WeakTensorKeyDictionary()
+
+    def of(self, x: Tensor) -> Step | None:
+        """The steps that made a tensor; None where they are not known."""
+        return self._steps.get(x)
+
+    def note(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Remember a call of the function called `name`, if it is a map, moves numbers, or leaves them in place."""
+        if name in MOVES:
+            self._move(name, func, args, kwargs, out)
+        elif isinstance(out, Tensor) and (out.is_floating_point() or out.is_complex()):
+            if name in MAPS or (name in PRODUCTS and _is_map(args)):
+                self._map(name, args, kwargs, out)
+            elif name not in PRODUCTS:
+                self._keep(args, kwargs, out)
+
+    def product(self, left: Tensor, right: Tensor, out: Tensor, equation: str | None = None) -> None:
+        """Remember a product of two activations: its rows are those of the left factor."""
+        step = self.of(left)
+        if step is not None:
+            how = _matmul_of_labels if equation is None else _einsum_of_labels
+            arguments = (step, right.shape, *(() if equation is None else (equation,)))
+            self._steps[out] = Step(out.shape, step.width, how, arguments, right=self.of(right))
+
+    def mapped(self, out: Tensor, x: Tensor, weights: Sequence[Tensor], channel: int = -1) -> Step:
+        """The step of a map with these weights, of x."""
+        before = self.of(x)
+        fed = () if before is None else tuple(memory for base in bases(before) for memory in base.made)
+        made = tuple(Memory.of(weight) for weight in weights)
+        return Step(out.shape, out.shape[channel], channel=channel, made=made, read=(Memory.of(x),), fed=fed)
+
+    def same_rows(self, before: Tensor, out: Tensor) -> None:
+        """Remember that the rows of a tensor are those of another one, with other numbers behind them."""
+        step = self.of(before)
+        if step is not None and before.shape[:-1] == out.shape[:-1]:
+            self._steps[out] = step
+
+    def _map(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
+        channel = 1 if name in CHANNELS_SECOND else -1
+        before = self.of(args[0]) if args and isinstance(args[0], Tensor) else None
+        if before is None or name != "linear" or args[0].shape[-1] >= before.width:  # else a map of each head
+            tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+            x = tensors.pop(1 if name == "addmm" else 0)
+            self._steps[out] = self.mapped(out, x, tensors, channel)
+
+    def _move(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+        steps = [self.of(x) for x in tensors if x.is_floating_point() or x.is_complex()]
+        if not steps or any(step is None for step in steps):
+            return
+        if len(steps) == 1 and isinstance(out, Tensor) and swaps_rows_and_columns(name, args, kwargs, out.ndim):
+            turned = None if steps[0] is None else _swapped(steps[0])
+            if turned is not None:
+                self._steps[out] = turned
+                return
+        width = next(step.width for step in steps if step is not None)
+        moved, named = tree_map(
+            lambda x: self.of(x) if isinstance(x, Tensor) and self.of(x) else x, (args, dict(kwargs))
+        )
+        how = INSTEAD.get(name, func)
+        many = isinstance(out, tuple | list)
+        for part, x in enumerate(out if many else [out]):
+            if isinstance(x, Tensor):
+                self._steps[x] = Step(x.shape, width, how, moved, named, part if many else None)
+
+    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
+        """A function of each number by itself, as far as the shapes tell."""
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if any(x is out for x in tensors):
+            return
+        steps = [step for x in tensors if x.shape == out.shape and (step := self.of(x)) is not None]
+        if steps:
+            self._steps[out] = steps[0]
+
+
+def swaps_rows_and_columns(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ndim: int) -> bool:
+    """Whether a call transposes matrices: the last two axes, and no others."""
+    if name in ("mT", "mH", "adjoint"):
+        return True
+    words = [*args[1:], *kwargs.values()]
+    numbers = list(words[0]) if len(words) == 1 and isinstance(words[0], list | tuple) else words
+    if ndim < 2 or not all(isinstance(x, int) for x in numbers):
+        return False
+    axes = [x % ndim for x in numbers]
+    if name == "permute":
+        return axes == [*range(ndim - 2), ndim - 1, ndim - 2]
+    return name in ("transpose", "movedim") and sorted(axes) == [ndim - 2, ndim - 1]
+
+
+def _swapped(step: Step) -> Step | None:
+    """The step of a product whose rows and columns were swapped: of its factors the other way round."""
+    if step.func is not _matmul_of_labels or step.right is None:
+        return None
+    left, right = step.args[0], step.right
+    one, two = (Step(_mT(x.shape), x.width, torch.transpose, (x, -1, -2)) for x in (right, left))
+    return Step(_mT(step.shape), one.width, _matmul_of_labels, (one, two.shape), right=two)
+
+
+def _mT(shape: torch.Size) -> torch.Size:
+    return torch.Size([*shape[:-2], shape[-1], shape[-2]])
+
+
+def bases(step: Step) -> list[Step]:
+    """The results of maps that a tensor was made of; of a product, those of its left factor."""
+    inside = [x for x in tree_leaves((step.args, dict(step.kwargs or {})), is_leaf=_is_step) if isinstance(x, Step)]
+    return [step] if step.func is None else [base for x in inside for base in bases(x)]
+
+
+def right_of(step: Step) -> Step | None:
+    """The steps of the keys of logits: of the right factor of the product that they were made of."""
+    while step.func is not None and step.func not in (_matmul_of_labels, _einsum_of_labels):
+        before = next((x for x in tree_leaves(step.args, is_leaf=_is_step) if isinstance(x, Step)), None)
+        if before is None:
+            return None
+        step = before
+    return step.right
+
+
+def _is_step(x: Any) -> bool:
+    return isinstance(x, Step)
+
+
+def signature(step: Step | None) -> Any:
+    """What tells the steps of one call from those of another, whatever the sizes are."""
+    if step is None:
+        return None
+    inside = tuple(signature(x) for x in step.args if isinstance(x, Step))
+    words = tuple(x for x in step.args if isinstance(x, str))
+    return (step.func, step.part, tuple(size == 1 for size in step.shape), inside, words)
+
+
+def labels_of(step: Step, thin: bool = True) -> Tensor:
+    """token * BASE + channel of each number; in a product, that of the left factor's row. `thin`: for one key only."""
+    if step.func is None:
+        if prod(step.shape) > LARGEST:
+            raise LocaterError(f"a tensor of shape {list(step.shape)} is too large to be followed")
+        return _of_map(step.shape, step.channel)
+    args, kwargs = tree_map(
+        lambda x: labels_of(x, thin) if isinstance(x, Step) else x,
+        (step.args, dict(step.kwargs or {})),
+        is_leaf=_is_step,
+    )
+    if step.func in (_matmul_of_labels, _einsum_of_labels):
+        if not thin and prod(step.shape) > LARGEST:
+            raise LocaterError(f"logits of shape {list(step.shape)} are too large to be followed")
+        args = (*args, thin)
+    out = step.func(*args, **kwargs)
+    return out if step.part is None else out[step.part]
+
+
+def flat(args: tuple[Any, ...]) -> list[Any]:
+    """Arguments, those in lists too: einsum and cat take either."""
+    return [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,))]
+
+
+def _is_map(args: tuple[Any, ...]) -> bool:
+    """Whether a product is one with a matrix on the right."""
+    return len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 2 and isinstance(args[0], Tensor)
+
+
+def _of_map(shape: torch.Size, channel: int) -> Tensor:
+    """Labels of the result of a map, whose channels are on one axis."""
+    tokens = [size for at, size in enumerate(shape) if at != channel % len(shape)]
+    labels = (torch.arange(prod(tokens)) * BASE)[:, None] + torch.arange(shape[channel])
+    return labels.view(*tokens, shape[channel]).movedim(-1, channel)
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return x[..., 0]
+
+
+def _as_real(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)
+
+
+# labels take other functions: they are whole numbers, and may lie in another order in memory
+INSTEAD: dict[str, Callable[..., Any]] = {
+    "__iter__": torch.unbind,
+    "view": Tensor.reshape,
+    "view_as_complex": _as_complex,
+    "view_as_real": _as_real,
+}
+
+
+def _matmul_of_labels(left: Tensor, right: torch.Size, thin: bool) -> Tensor:
+    return left[..., :1] @ torch.ones(*right[:-2], 1, 1 if thin else right[-1], dtype=torch.long)
+
+
+def _einsum_of_labels(left: Tensor, right: torch.Size, equation: str, thin: bool) -> Tensor:
+    """An einsum in which the axes that are summed over have size 1, so that labels stay."""
+    inputs, _, output = equation.partition("->")
+    first, _, second = inputs.partition(",")
+    for at, letter in enumerate(first):
+        if letter not in output:
+            left = left.narrow(at, 0, 1)
+    one = {letter for letter in second if letter not in output or (thin and letter == output[-1] != first[-1])}
+    sizes = [1 if letter in one and letter not in first else size for letter, size in zip(second, right, strict=True)]
+    sizes = [1 if letter not in output else size for letter, size in zip(second, sizes, strict=True)]
+    return torch.einsum(equation, left, torch.ones(sizes, dtype=torch.long))

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from locater.calls.functions import KEEPING, MULTIPLIES
 from locater.discovery.errors import UnreadableError
 from locater.discovery.norms import fitted, may_be_norm
 from locater.discovery.place import Place, nearest_map
 from locater.discovery.tape import Node, Tape, replay
-from locater.discovery.tape.walking import MOVING, LinearMap, linear_map, with_bias
+from locater.discovery.tape.walking import LinearMap, linear_map, with_bias
 from locater.layers.gate import FUNCTIONS
 from locater.layers.map_layouts import NormLayout
-
-MULTIPLYING = ("mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply")
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,13 @@ def output_of(tape: Tape, mixed: Node, place: Place) -> Output:
     way, grid = _way(tape, mixed), place.grid
     lead, (length, size) = mixed.value.shape[:-2], mixed.value.shape[-2:]
     batch, heads = grid.order.shape
-    if tuple(lead) != grid.lead or length != grid.queries.shape[1]:
+    if lead.numel() != len(grid.order.flatten()) or length != grid.queries.shape[1]:
         raise UnreadableError(f"its mixed values have the shape {list(mixed.value.shape)}")
     width = way.map.weight.shape[1]
     shape = (batch, heads, length, size)
 
     def read(code: Tensor) -> Tensor:  # what arrives at the output map, where a norm passes what it reads
-        given = {mixed: grid.raw(code.expand(shape).to(mixed.value))}
+        given = {mixed: grid.raw(code.expand(shape).to(mixed.value), lead)}
         for norm in way.norms:
             given[norm] = replay(tape.made[norm].source, given)
         return replay(way.map.source, given).reshape(-1, width)
@@ -126,10 +125,10 @@ def _way(tape: Tape, mixed: Node) -> _Way:
                 continue
             seen.add(after)
             linear = linear_map(tape, after)
-            factors = [x for x in after.inputs if x is not node and x.moving] if after.name in MULTIPLYING else []
+            factors = [x for x in after.inputs if x is not node and x.moving] if after.name in MULTIPLIES else []
             if linear is not None:
                 maps.append(with_bias(tape, linear))
-            elif after is norm or after.name in MOVING:
+            elif after is norm or after.name in KEEPING:
                 todo.append(after)
             elif len(factors) == 1:
                 gates.append(factors[0])

@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from locater.calls.direct import at_each_place
-from locater.discovery.calls import FUSED, SOFTMAX, Call, attention_calls
+from locater.calls.functions import FUSED
+from locater.discovery.calls import Call, attention_calls
 from locater.discovery.example_inputs import example_inputs
 from locater.discovery.memory import changed, facts_of
 from locater.discovery.tape import Tape
@@ -354,7 +355,7 @@ class Pass:
     @property
     def length(self) -> int:
         """The largest number of queries that a call had."""
-        return max((call.query.value.shape[-2] for call in self.calls), default=0)
+        return max((call.length for call in self.calls), default=0)
 
 
 class Copy:
@@ -475,7 +476,7 @@ def _taped(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tape, bool]:
 
 def _has_nan(tape: Tape) -> bool:
     """Whether an attention of a pass has weights or results that are no numbers."""
-    return any(bool(node.value.isnan().any()) for node in tape.nodes if node.name in (FUSED, *SOFTMAX))
+    return any(bool(node.value.isnan().any()) for node in tape.nodes if node.name in (FUSED, "softmax"))
 
 
 def _once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torch.dtype) -> tuple[Tape, bool]:

@@ -42,15 +42,18 @@ class Grid:
             )
         return x.reshape(-1, *shape)[self.order]
 
-    def raw(self, x: Tensor) -> Tensor:
-        """The reverse: (B, H, T, S) on the axes that the model has."""
+    def raw(self, x: Tensor, lead: Sequence[int] | None = None) -> Tensor:
+        """The reverse: (B, H, T, S) on the axes that the model has, or on other leading ones in the same order."""
         flat = torch.empty_like(x.flatten(0, 1))
         flat[self.order.flatten()] = x.flatten(0, 1)
-        return flat.view(*self.lead, *x.shape[-2:])
+        return flat.view(*(self.lead if lead is None else lead), *x.shape[-2:])
 
     def others(self, rows: Tensor, lead: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(order (B, H) on the axes `lead`, tokens (B, S)) of values with the tokens `rows`."""
-        order = _repeated_places(_padded(lead, len(self.lead)), self.lead)[self.order]
+        if math.prod(lead) == math.prod(self.lead):  # one axis for batch and heads, or two
+            order = self.order
+        else:
+            order = _repeated_places(_padded(lead, len(self.lead)), self.lead)[self.order]
         tokens = rows[order]
         if (tokens != tokens[:, :1]).any():
             raise UnreadableError("heads of one sequence have values of different tokens")
@@ -142,10 +145,10 @@ class Place:
 
 def place_of(tape: Tape, call: Call) -> Place:
     """Walk back from queries and keys to their maps and streams."""
-    query = side(tape, call.query, "queries", call.path)
+    query = side(tape, call.query, "queries", call.path, call.query_transposed)
     key = side(tape, call.key, "keys", call.path, call.key_transposed)
     grid = grid_of(query.rows, key.rows, query.lead, key.lead)
-    queries = as_rows(query.node.value)[grid.query_order]
+    queries = as_rows(query.node.value, call.query_transposed)[grid.query_order]
     keys = as_rows(key.node.value, call.key_transposed)[grid.key_order]
     x, memory = query.stream[grid.queries], key.stream[grid.keys]
     same = x.shape == memory.shape and torch.equal(x, memory)
@@ -275,7 +278,7 @@ def with_products(call: Call, factor: float) -> Tensor:
     assert call.logits is not None
     assert call.product is not None
     # this function also scales its product and adds to it
-    start = call.query if call.product.name == "baddbmm" else call.product
+    start = call.product.inputs[-1] if call.product.name == "baddbmm" else call.product
     return replay(call.logits, {start: factor * start.value})
 
 

@@ -328,8 +328,8 @@ def _with_output(tape: Tape, place: Place, layout: AttentionLayout) -> Attention
     if layout.unknown_logits is not None:
         return replace(layout, unknown_output=layout.unknown_logits)
     try:
-        mixed, values = mixed_values(tape, place.call)
-        part = side(tape, values, "values", place.call.path)
+        mixed = mixed_values(tape, place.call)
+        part = side(tape, mixed.values, "values", place.call.path, mixed.values_transposed)
         order, tokens = place.grid.others(part.rows, part.lead)
         same = torch.equal(part.stream[tokens], place.key.stream[place.grid.keys])
         own = None if same and part.front == place.key.front else part.front
@@ -340,7 +340,7 @@ def _with_output(tape: Tape, place: Place, layout: AttentionLayout) -> Attention
             raise UnreadableError(f"its values are multiplied by {value.factor:.4g}")
         layout, value = _as_many_keys_as_values(layout, value)
         return replace(
-            _with_map(tape, layout, output_of(tape, mixed, place)),
+            _with_map(tape, layout, output_of(tape, mixed.result, place)),
             value=value.map,
             value_stream_norm=own,
             head_value_norm=value.norm,

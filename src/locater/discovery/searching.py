@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from locater.brief import brief
 from locater.calls.coverage import attention_like, folded_paths, unread
+from locater.calls.recognise import NO_SOFTMAX
 from locater.discovery.calls import Call, mixed_values
 from locater.discovery.errors import UnreadableError
 from locater.discovery.example_inputs import CONTENT, left_out
@@ -77,11 +78,11 @@ def _with_verified_output(
     if layout.unknown_output is not None:
         return _without_output(layout, layout.unknown_output)
     try:
-        mixed, values = mixed_values(run.tape, call)
-        out = output_of(run.tape, mixed, place)
+        mixed = mixed_values(run.tape, call)
+        out = output_of(run.tape, mixed.result, place)
         stream = None
         if layout.value_stream_norm is not None:
-            part = side(run.tape, values, "values", call.path)
+            part = side(run.tape, mixed.values, "values", call.path, mixed.values_transposed)
             stream = part.stream[place.grid.others(part.rows, part.lead)[1]]
     except UnreadableError as error:
         return _without_output(layout, str(error))
@@ -139,7 +140,6 @@ def _without_output(layout: AttentionLayout, why: str) -> AttentionLayout:
 
 
 DRAWS = " (its forward pass draws random numbers)"
-NO_SOFTMAX = "no softmax of products of queries and keys was met in it"
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from torch import nn
 from locater.calls import interface
 from locater.calls.call import Call
 from locater.calls.coverage import attention_like, folded_paths
-from locater.calls.direct_calls import Caller, DirectCalls, Heard, Kept
+from locater.calls.direct_calls import Caller, DirectCalls, Heard, Saved
 from locater.calls.flex_calls import flex_calls
 from locater.calls.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
 from locater.calls.listeners import Switch, begins_pass, is_measured, is_on, run_pass
 from locater.calls.patching import Undo, instead
+from locater.calls.recognise import NO_SOFTMAX
 from locater.errors import LocaterError, first_line
 from locater.families.taps import is_tapped, refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
@@ -392,8 +393,8 @@ class CalledLayers:
             notes.append(f"attention modules that never ran: {folded_paths(self.silent, most=None)}")
         if self.unheard:
             notes.append(
-                f"modules that look like attention and were not heard: {folded_paths(self.unheard, most=None)}; what "
-                "they compute passes neither the attention interface, nor fused attention, nor a softmax of q.k"
+                f"no attention was found in modules that look like it: {folded_paths(self.unheard, most=None)}: "
+                + NO_SOFTMAX
                 + (", or they did not run: the model is compiled" if self.compiled else "")
             )
         by_reason: dict[str, list[str]] = {}
@@ -443,10 +444,10 @@ def _announced(call: Call) -> Heard:
     """A call that the attention interface announced, and that is counted later."""
     mode = current_function_mode()
     query, key = mode.steps(call) if isinstance(mode, DirectCalls) else (None, None)
-    kept = Kept(*(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None))
+    saved = Saved(*(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None))
 
     def describe(caller: Caller) -> Call:
-        _ = kept.tensors  # raises where they were overwritten
+        _ = saved.tensors  # raises where they were overwritten
         return call
 
     return Heard(describe, query, key)

@@ -19,8 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from locater.calls.call import Call
 from locater.calls.direct_calls import Heard
-from locater.calls.head_axes import BASE
-from locater.calls.origins import Memory, Step, bases, labels_of
+from locater.calls.head_axes import BASE, Memory, Step, bases, labels_of
 from locater.errors import LocaterError
 
 

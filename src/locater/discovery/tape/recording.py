@@ -10,7 +10,6 @@ keeps every value alive while it exists.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,139 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from locater.calls.functions import fills, name_of, writes_in_place
+from locater.discovery.tape.rewriting import has_both, in_double, rewritten
 from locater.torch_private import tree_flatten, tree_map
-
-# `torch.einsum` of two tensors as permutations and one matrix product, so that a tape has the product itself.
-
-
-EQUATION = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
-
-
-def as_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Tensor, Tensor] | None:
-    """(equation, one tensor, the other) of a call of einsum that is a matrix product; None for other calls.
-
-    >>> a, b = torch.zeros(2, 3, 5), torch.zeros(2, 4, 5)
-    >>> as_product(("bik,bjk->bij", a, b), {})[0], as_product(("bik->b", a), {})
-    ('bik,bjk->bij', None)
-    """
-    if kwargs or not args or not isinstance(args[0], str):
-        return None
-    tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-    parts = EQUATION.fullmatch(args[0].replace(" ", ""))
-    if parts is None or len(tensors) != 2 or not all(isinstance(x, Tensor) for x in tensors):
-        return None
-    one, two, out = parts.groups()
-    if any(len(set(letters)) < len(letters) for letters in (one, two, out)):
-        return None
-    own = (set(one) ^ set(two)) - set(out)  # letters that are summed over in one tensor alone
-    if own or set(out) - set(one + two) or not (set(one) & set(two)) - set(out):
-        return None
-    return parts[0], tensors[0], tensors[1]
-
-
-def product(equation: str, one: Tensor, two: Tensor) -> Tensor:
-    """The result of einsum. The tensor whose own axes come first in the result is the left factor.
-
-    >>> a, b = torch.randn(2, 3, 5), torch.randn(4, 2, 5)
-    >>> torch.allclose(product("bik,jbk->bji", a, b), torch.einsum("bik,jbk->bji", a, b), atol=1e-6)
-    True
-    """
-    first, second, out = EQUATION.fullmatch(equation).groups()  # type: ignore[union-attr]
-    free = [letter for letter in out if (letter in first) != (letter in second)]
-    if free and free[0] in second:
-        one, two, first, second = two, one, second, first
-    both = [letter for letter in out if letter in first and letter in second]
-    summed = [letter for letter in first if letter in second and letter not in out]
-    left, right = ([letter for letter in out if letter in part and letter not in both] for part in (first, second))
-    sizes = {**dict(zip(first, one.shape, strict=True)), **dict(zip(second, two.shape, strict=True))}
-    shape = [sizes[letter] for letter in both]
-    a = _placed(one, first, [*both, *left, *summed], [*shape, _size(sizes, left), _size(sizes, summed)])
-    b = _placed(two, second, [*both, *summed, *right], [*shape, _size(sizes, summed), _size(sizes, right)])
-    order = [*both, *left, *right]
-    result = torch.matmul(a, b).reshape([sizes[letter] for letter in order])
-    return result if order == list(out) else result.permute([order.index(letter) for letter in out])
-
-
-def _placed(x: Tensor, letters: str, order: list[str], shape: list[int]) -> Tensor:
-    if list(letters) != order:
-        x = x.permute([letters.index(letter) for letter in order])
-    return x if list(x.shape) == shape else x.reshape(shape)
-
-
-def _size(sizes: dict[str, int], letters: list[str]) -> int:
-    size = 1
-    for letter in letters:
-        size *= sizes[letter]
-    return size
-
-
-# Convolutions with kernels of one place, written as the linear maps that they are, so that a tape has these.
-
-
-AXES = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-
-
-def as_map(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """(input, weight, bias) of a convolution that is one map of all places; None for other calls.
-
-    >>> x, w = torch.zeros(2, 4, 7), torch.zeros(6, 4, 1)
-    >>> as_map(torch.conv1d, (x, w), {}) is not None, as_map(torch.conv1d, (x, torch.zeros(6, 4, 3)), {})
-    (True, None)
-    """
-    axes = AXES.get(func)
-    if axes is None or len(args) > len(NAMES):
-        return None
-    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    x, weight = given.get("input"), given.get("weight")
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or x.ndim != axes + 2:
-        return None
-    single = all(size == 1 for size in weight.shape[2:]) and given.get("groups", 1) == 1
-    strides, padding = given.get("stride", 1), given.get("padding", 0)
-    plain = all(n == 1 for n in _each(strides)) and (padding == "valid" or all(n == 0 for n in _each(padding)))
-    return (x, weight, given.get("bias")) if single and plain else None
-
-
-def mapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The result of the convolution.
-
-    >>> x, w = torch.randn(2, 4, 7), torch.randn(6, 4, 1)
-    >>> torch.allclose(mapped(x, w, None), torch.conv1d(x, w), atol=1e-6)
-    True
-    """
-    return torch.nn.functional.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
-
-
-def _each(setting: Any) -> tuple[Any, ...]:
-    return tuple(setting) if isinstance(setting, list | tuple) else (setting,)
-
-
-# Calls with tensors in float32 and in float64: a model in float64 may make tensors of its own in float32.
-
-
-def has_both(arguments: Any) -> bool:
-    """Whether tensors in float32 and in float64 are among the arguments of a call."""
-    return {torch.float32, torch.float64} <= {x.dtype for x in tree_flatten(arguments)[0] if isinstance(x, Tensor)}
-
-
-def in_double(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with tensors in float32 cast to float64 first."""
-
-    def cast(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(cast, (args, kwargs))
-        return func(*args, **kwargs)
-
-    return call
-
 
 # functions of torch.nn.functional that hide attention: what they call is written down, not they
 LOOKED_INTO = (torch.nn.functional.multi_head_attention_forward,)
-ASSIGNING = ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__")
 LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")  # of a second tensor these take dtype or shape alone
-FILLED = ("new_", "zeros", "ones", "empty", "full", "rand")  # values of these do not depend on their argument
 
 
 @dataclass(eq=False, repr=False)
@@ -160,7 +33,7 @@ class Node:
 
     value: Tensor
     order: int
-    name: str = "leaf"  # of the function; "leaf" where no call made it: parameters, buffers, inputs
+    name: str = "leaf"  # the usual one of the function; "leaf" where no call made it: parameters, buffers, inputs
     func: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -232,16 +105,11 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in LOOKED_INTO:
             return self._look_into(func, args, kwargs)
-        if func is torch.einsum:
-            terms = as_product(args, kwargs)
-            if terms is not None:
-                with _Again(self):
-                    return product(*terms)
-        parts = as_map(func, args, kwargs)
-        if parts is not None:
+        name = name_of(func)
+        other = rewritten(name, func, args, kwargs, self._origin)
+        if other is not None:
             with _Again(self):
-                return mapped(*parts)
-        name = getattr(func, "__name__", str(func))
+                return other()
         if self._precise and args and isinstance(args[0], Tensor) and self._stays(args[0]):
             if name == "float" or (name in ("to", "type") and torch.float32 in (*args[1:], *kwargs.values())):
                 return args[0]
@@ -250,7 +118,7 @@ class Tape(TorchFunctionMode):
         known_args, known_kwargs = tree_map(
             lambda x: self.node(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs))
         )
-        in_place = name in ASSIGNING or (name.endswith("_") and not name.endswith("__"))
+        in_place = writes_in_place(func)
         target = known_args[0] if in_place and known_args and isinstance(known_args[0], Node) else None
         bases = [] if target is None else _bases(target)
         written = [base.value for base in bases]
@@ -279,6 +147,11 @@ class Tape(TorchFunctionMode):
             given = self._given.get(id(x))
             known = self._put(x, Node(x, 0, moving=given is True, from_ids=given is False))
         return known
+
+    def _origin(self, x: Tensor) -> tuple[str, list[Tensor], bool]:
+        """(the function that made a tensor, the tensors that it was made of, whether these depend on the inputs)."""
+        node = self.node(x)
+        return node.name, [y.value for y in node.inputs], node.moving
 
     def parameter(self, node: Node, depth: int = 12) -> str | None:
         """Name of the one parameter or buffer that a constant is made of."""
@@ -341,7 +214,7 @@ class Tape(TorchFunctionMode):
         inputs = [y for y in tree_flatten((args, kwargs))[0] if isinstance(y, Node)]
         inputs = inputs[:1] if name in LIKE else inputs
         from_ids = any(y.from_ids for y in inputs)
-        moving = any(y.moving for y in inputs) and not name.startswith(FILLED)
+        moving = any(y.moving for y in inputs) and not fills(name)
         moving |= name == "embedding" and from_ids
         # a map of learned tokens (queries of a pool or a detector) is an activation too
         moving |= name in ("linear", "addmm")

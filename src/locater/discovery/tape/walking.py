@@ -9,15 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.calls.functions import ADDS, KEEPING
 from locater.discovery.tape.recording import Node, Tape
-
-# calls that only move, copy, cast or drop numbers
-MOVING = frozenset(
-    """view reshape contiguous transpose permute flatten unflatten squeeze unsqueeze __getitem__ to type float double
-    dropout roll pad split chunk unbind expand clone type_as __get__ swapaxes movedim view_as narrow swapdims repeat
-    repeat_interleave cat concat index_select select half t tensor_split constant_pad_nd detach copy_ expand_as
-    bfloat16""".split()
-)
 
 
 @dataclass(frozen=True)
@@ -31,14 +24,15 @@ class LinearMap:
     bias: Node | None
 
 
-RESHAPING = frozenset("view reshape unflatten flatten squeeze unsqueeze contiguous dropout".split())
-ADDING = frozenset("add __add__ __radd__ __iadd__ add_".split())
+RESHAPING = frozenset(
+    "view reshape unflatten flatten squeeze unsqueeze contiguous dropout ravel view_as reshape_as".split()
+)
 
 
 def linear_map(tape: Tape, node: Node) -> LinearMap | None:
     """`node` as a product of an activation with one parameter, its bias included; None where it is something else."""
     args = [*node.args, *node.kwargs.values()]
-    if node.name in ADDING and len(args) == 2:
+    if node.name in ADDS and len(args) == 2:
         return _biased(tape, node, args)
     if node.name == "linear" and len(args) > 1:
         source, constant = args[:2]
@@ -46,7 +40,7 @@ def linear_map(tape: Tape, node: Node) -> LinearMap | None:
         return _map(tape, node, source, constant, False, bias)
     if node.name == "addmm" and len(args) > 2:
         return _map(tape, node, args[1], args[2], True, args[0])
-    if node.name in ("matmul", "__matmul__", "mm") and len(args) == 2:
+    if node.name == "matmul" and len(args) == 2:
         source, constant = args
         if isinstance(source, Node) and isinstance(constant, Node) and source.moving and not constant.moving:
             return _map(tape, node, source, constant, True, None)
@@ -60,7 +54,7 @@ def _biased(tape: Tape, node: Node, terms: list[Any]) -> LinearMap | None:
             continue
         while product.name in RESHAPING and product.inputs:
             product = product.inputs[0]
-        linear = None if product.name in ADDING else linear_map(tape, product)
+        linear = None if product.name in ADDS else linear_map(tape, product)
         if linear is not None and linear.bias is None and bias.value.shape == node.value.shape[-1:]:
             return replace(linear, node=node, bias=bias) if len(bias.value) == len(linear.weight) else None
     return None
@@ -71,7 +65,7 @@ def with_bias(tape: Tape, linear: LinearMap) -> LinearMap:
     node = linear.node
     while len(after := tape.consumers(node)) == 1 and after[0].name in RESHAPING:
         node = after[0]
-    biased = linear_map(tape, after[0]) if len(after) == 1 and after[0].name in ADDING else None
+    biased = linear_map(tape, after[0]) if len(after) == 1 and after[0].name in ADDS else None
     return biased or linear
 
 
@@ -125,7 +119,7 @@ def moved_from(node: Node, stops: Callable[[Node], bool], unchanged: bool = Fals
             return node
         moving = [x for x in node.inputs if x.moving] or node.inputs  # learned tokens move through nothing but maps
         same = next((x for x in moving if _equal(x.value, node.value)), None) if unchanged else None
-        if same is None and (node.name not in MOVING or len(moving) != 1):
+        if same is None and (node.name not in KEEPING or len(moving) != 1):
             return None
         node = moving[0] if same is None else same
     return None
