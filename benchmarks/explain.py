@@ -47,8 +47,7 @@ def llama(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
 def cost(shape: dict[str, Any], device: str, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
     """Times of a forward pass and of backward passes through the frozen model, in turns, and peak memory."""
     from locater.explain import operator
-    from locater.explain.linear_operator import FrozenOperator
-    from locater.explain.readout import frozen_with_readout
+    from locater.explain.linear_operator import FrozenOperator, frozen_with_readout
 
     model = llama(shape, device, dtype)
     ids = torch.randint(shape["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)

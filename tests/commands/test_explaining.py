@@ -189,10 +189,10 @@ def test_a_sure_classifier_keeps_its_probabilities(tmp_path: Path) -> None:
 
 def test_patterns_that_do_not_fit_the_tokens_are_counted(saved: Path, model: Any) -> None:
     layers = [{"layer": i, "name": f"model.layers.{i}.self_attn", "kind": "self", "heads": 4} for i in range(2)]
-    batch = {"input_ids": torch.arange(3)[None]}
+    run = explain_parts.Run(model, {"input_ids": torch.arange(3)[None]})
     for tokens, patterns, words in ((3, 8, "all of them."), (4, 0, "Those of 8 heads are left out")):
         stream = TokenStream("input", ["a"] * tokens, list(range(tokens)))
-        shown, which = explain_parts.head_patterns(model, batch, [stream], layers, [], None)
+        shown, which = explain_parts.head_patterns(run, [stream], layers, [], None)
         assert len(shown) == patterns
         assert words in which
 

@@ -15,10 +15,9 @@ import locater
 from locater import LocaterError, explain, register
 from locater.calls.changes import CHANGES
 from locater.calls.listeners import KEY
-from locater.explain import attention_record
-from locater.explain.attention_flow import RelevanceMatrices
-from locater.explain.attention_record import recorded_attention
-from locater.explain.value_norms import carried_norms
+from locater.explain import attention_event
+from locater.explain.attention_flow import RelevanceMatrices, carried_norms
+from locater.explain.recorded_run import Run
 from locater.families import registry
 from locater_lab.train import Shape, Transformer
 from tests.explain import two_streams
@@ -258,7 +257,7 @@ def test_rules_against_numpy_from_random_maps() -> None:
 
 def test_relevance_without_gradients_is_rollout_times_two_to_the_layers() -> None:
     model = gpt2()
-    run = recorded_attention(model, IDS)
+    run = Run(model, IDS)
     matrices = RelevanceMatrices({"input": 7}, torch.zeros((), dtype=torch.float64))
     for event in run.events:
         matrices.self_attention("input", event.mean_map())
@@ -300,7 +299,7 @@ def test_the_table_says_what_each_method_applies_to() -> None:
 
 
 def test_attention_norms_against_vectors_written_out() -> None:
-    event = recorded_attention(own(), IDS).events[-1]
+    event = Run(own(), IDS).events[-1]
     assert event.value is not None
     assert event.layer.out is not None
     q, k, v = event.call.query[0], event.call.key[0].repeat_interleave(2, 0), event.value[0].repeat_interleave(2, 0)
@@ -313,7 +312,7 @@ def test_attention_norms_against_vectors_written_out() -> None:
 def test_heads_in_parts_and_backends_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
     whole = explain.relevance(model, IDS, target=1).scores
-    monkeypatch.setattr(attention_record, "AT_ONCE", 1)
+    monkeypatch.setattr(attention_event, "AT_ONCE", 1)
     assert torch.allclose(explain.relevance(model, IDS, target=1).scores, whole, atol=1e-14)
     model.set_attn_implementation("eager")
     assert torch.allclose(explain.relevance(model, IDS, target=1).scores, whole, atol=1e-12)
@@ -327,12 +326,12 @@ def test_heads_in_parts_and_backends_give_the_same(monkeypatch: pytest.MonkeyPat
 def test_other_mechanisms(attention: str) -> None:
     """The gradient of a map by dO V^T, against the map itself as a leaf of the graph."""
     model = own(attention=attention, layers=1)
-    run = recorded_attention(model, IDS, gradients=True)
+    run = Run(model, IDS)
     event = run.events[0]
     assert event.output is not None
     assert event.value is not None
     (slope,) = torch.autograd.grad(run.output[0, -1, 5], [event.output])
-    A = attention_record.attention_maps(event.call).requires_grad_(True)
+    A = attention_event.attention_maps(event.call).requires_grad_(True)
     mixed = (A @ event.value.repeat_interleave(2, 1)).transpose(1, 2)
     assert torch.allclose(mixed, event.output, atol=1e-10)
     (dA,) = torch.autograd.grad((mixed * slope).sum(), A)
@@ -372,7 +371,7 @@ def test_attention_outside_the_interface_by_its_own_values() -> None:
     assert clean(wrapped)
     timm = next(case for case in CASES if case.label == "timm")
     blocks = model_of(timm)
-    run = recorded_attention(blocks, {k: v[:1] for k, v in timm.batch().items()}, gradients=True)
+    run = Run(blocks, {k: v[:1] for k, v in timm.batch().items()})
     event = run.events[-1]
     assert event.value is not None
     assert event.to_heads is not None

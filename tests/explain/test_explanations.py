@@ -17,7 +17,7 @@ import locater
 from locater import Family
 from locater.errors import LocaterError
 from locater.explain import decompose, operator, paths
-from locater.explain.readout import frozen_with_readout
+from locater.explain.linear_operator import frozen_with_readout
 from locater.families import registry
 from tests import ROOT, benchmark
 from tests.explain.float64 import AllFloat64

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from locater import LocaterError, explain
 from locater.explain import Explanation
+from locater.explain.explanation import choose_target
 from locater.explain.input_gradients import EmbeddedInputs
-from locater.explain.targets import choose_target
 from tests.explain.test_attention_flow import DECODED, IDS, PIXELS, WORDS, bart, bert, clean, clip, gpt2, own
 
 

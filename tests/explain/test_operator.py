@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import locater
 from locater.discovery import attention_layers
 from locater.explain import operator
-from locater.explain.decomposing import recorded_run
-from locater.explain.linear_operator import CONFIDENCE, FrozenOperator, quantile, with_input
-from locater.explain.readout import frozen_with_readout
-from locater.explain.targets import vectors
+from locater.explain.explanation import vectors
+from locater.explain.linear_operator import CONFIDENCE, FrozenOperator, frozen_with_readout, quantile, with_input
+from locater.explain.recorded_run import Run
 from locater.families import registry
 from tests.explain.float64 import AllFloat64
 from tests.explain.maps_only import FAMILY, MapsOnly
@@ -183,8 +182,7 @@ def test_it_is_not_the_jacobian_by_far() -> None:
     T, _, y = dense("gpt2")
     model: Any = model_of("gpt2")
     batch = one(tokens())
-    recording, _, _ = recorded_run(model, batch)
-    x = recording.ends()[0][0]
+    x = Run(model, batch).blocks.ends()[0][0]
     places = model.transformer.wpe.weight[: len(x)].detach()
 
     def run(stream: Tensor) -> Tensor:

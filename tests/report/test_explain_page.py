@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from locater.explain.explanation import Explanation
-from locater.explain.targets import Target
+from locater.explain.explanation import Explanation, Target
 from locater.report.explanation import unpack_table
 from locater.results.explanations import (
     DeletionCurve,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.explain.targets import Target, TargetChoice, choose_target, vectors
+from locater.explain.explanation import Target, TargetChoice, choose_target, vectors
 from locater.results.explanations import Prediction
 
 SPACES = ("Ġ", "▁")  # how vocabularies write the space in front of a token

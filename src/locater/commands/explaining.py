@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from locater.commands.explain_input import ExplainInput, read_input
 from locater.commands.explain_target import choice_of, entries_of, find_target, predictions
 from locater.commands.load import load_model
-from locater.discovery import attention_layers
 from locater.errors import LocaterError, first_line
-from locater.explain import METHODS, deletion, paths
-from locater.explain.explanation import Explanation
-from locater.explain.targets import Target, vectors
+from locater.explain import METHODS, Run, deletion, paths
+from locater.explain.explanation import Explanation, Target, vectors
 from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
-from locater.observing import attention_pattern
 from locater.observing.collecting import Progress
-from locater.observing.inputs import run
+from locater.observing.inputs import run as run_model
 from locater.report.sentences import counted
 from locater.results.explanations import (
     DeletionCurve,
@@ -56,8 +53,7 @@ class Parts:
 
 
 def parts_of(
-    model: nn.Module,
-    batch: Batch,
+    run: Run,
     streams: Sequence[TokenStream],
     results: Sequence[Explanation],
     target: Target,
@@ -68,19 +64,17 @@ def parts_of(
     """All of them. `delete` runs the model again without some tokens, sixteen times for each method."""
     layers = [
         {"layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads}
-        for number, layer in enumerate(attention_layers(model))
+        for number, layer in enumerate(run.layers)
     ]
-    split, why = _split(model, batch, results, target)
+    split, why = _split(run, results, target)
     shares, lengths = head_shares(split, target), length_shares(split, target)
-    patterns, which = head_patterns(model, batch, streams, layers, shares, heads)
-    curves, how = deletion_curves(model, batch, streams, results, progress) if delete else ({}, "Left out.")
+    patterns, which = head_patterns(run, streams, layers, shares, heads)
+    curves, how = deletion_curves(run.model, run.keywords, streams, results, progress) if delete else ({}, "Left out.")
     reasons = {"heads": why, "lengths": why, "patterns": which, "deletion": how}
     return Parts(layers, shares, lengths, patterns, curves, reasons)
 
 
-def _split(
-    model: nn.Module, batch: Batch, results: Sequence[Explanation], target: Target
-) -> tuple[Mapping[str, Tensor], str]:
+def _split(run: Run, results: Sequence[Explanation], target: Target) -> tuple[Mapping[str, Tensor], str]:
     """The target by head and by path length, and why there is none."""
     if target.value == 0:
         return {}, "The target is 0, so nothing has a share of it."
@@ -88,7 +82,7 @@ def _split(
         if {"head", "length"} <= result.parts.keys():
             return result.parts, ""
     try:
-        return paths(model, batch, target=choice_of(target)).parts, ""
+        return paths(run, target=choice_of(target)).parts, ""
     except LocaterError as error:
         return {}, f"No shares of heads and path lengths: {error}."
 
@@ -109,8 +103,7 @@ def length_shares(split: Mapping[str, Tensor], target: Target) -> list[LengthSha
 
 
 def head_patterns(
-    model: nn.Module,
-    batch: Batch,
+    run: Run,
     streams: Sequence[TokenStream],
     layers: Sequence[Mapping[str, Any]],
     shares: Sequence[HeadShare],
@@ -129,7 +122,7 @@ def head_patterns(
             f"{largest}, up to {PATTERN_CELLS / 1e6:.0f} million numbers. Choose others with --patterns LAYER.HEAD,..."
         )
     try:
-        maps = _maps(model, batch, chosen, len(chosen) == len(every))
+        maps = _maps(run, chosen)
     except LocaterError as error:
         return [], f"no attention was recorded: {error}"
     patterns = []
@@ -158,16 +151,12 @@ def _with_room(
     return chosen
 
 
-def _maps(
-    model: nn.Module, batch: Batch, chosen: Sequence[tuple[int, int]], every: bool
-) -> dict[tuple[int, int], Tensor]:
-    """(T, S) of each head; one run of the model, or one for each layer that has some of the heads."""
-    if every:
-        return {at: weights[0].cpu() for at, weights in attention_pattern(model, batch).items()}
+def _maps(run: Run, chosen: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
+    """(T, S) of each head, a layer at a time."""
     maps: dict[tuple[int, int], Tensor] = {}
     for layer in sorted({layer for layer, _ in chosen}):
         heads = [head for at, head in chosen if at == layer]
-        maps |= {at: weights[0].cpu() for at, weights in attention_pattern(model, batch, [layer], heads).items()}
+        maps |= {(layer, head): x for head, x in zip(heads, run.maps(layer, heads).cpu(), strict=True)}
     return maps
 
 
@@ -269,15 +258,15 @@ def explanations(
     source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
     module = load_model(source) if isinstance(model, str | os.PathLike) else model
     read = read_input(module, text, decoder_text, image, tokenizer)
-    output = _run(module, read)
+    output, run = _output(module, read), Run(module, read.batch)
     entries = entries_of(module, read.tokenizer, vectors(output)[0], None if image is None else text)
     if heads is not None:
-        heads = checked_heads(heads, attention_layers(module))  # before the long part
+        heads = checked_heads(heads, run.layers)  # before the long part
     chosen = find_target(output, entries, target, position, read.streams[-1].ids)
-    results, skipped = _explained(module, read, chosen, names, methods is not None, progress)
+    results, skipped = _explained(run, read, chosen, names, methods is not None, progress)
     streams, picture = _fitted(read, results)
     results = [_in_streams(result, streams, picture) for result in results]
-    parts = parts_of(module, read.batch, streams, results, chosen, heads, deletion, progress)
+    parts = parts_of(run, streams, results, chosen, heads, deletion, progress)
     assumptions = {
         "text": text,
         "decoder_text": decoder_text,
@@ -315,9 +304,9 @@ def _known(methods: Sequence[str] | None) -> list[str]:
     return names
 
 
-def _run(model: nn.Module, read: ExplainInput) -> Any:
+def _output(model: nn.Module, read: ExplainInput) -> Any:
     try:
-        return run(model, read.batch)
+        return run_model(model, read.batch)
     except LocaterError:
         raise
     except Exception as error:
@@ -325,7 +314,7 @@ def _run(model: nn.Module, read: ExplainInput) -> Any:
 
 
 def _explained(
-    model: nn.Module, read: ExplainInput, target: Target, names: list[str], named: bool, progress: Progress | None
+    run: Run, read: ExplainInput, target: Target, names: list[str], named: bool, progress: Progress | None
 ) -> tuple[list[Explanation], dict[str, str]]:
     """One explanation per method. Methods that the user did not name and that do not apply are left out, with the
     reason.
@@ -335,7 +324,7 @@ def _explained(
     for name in progress(names, len(names)) if progress else names:
         try:
             options = _options(name, read, target)
-            result = METHODS[name](model, read.batch, target=choice_of(target), **options)
+            result = METHODS[name](run, target=choice_of(target), **options)
             if not named:
                 _check_sum(result)
             results.append(_with_baseline(result, read, options))

@@ -1,27 +1,32 @@
-"""Methods that follow attention maps from layer to layer: relevance with gradients, and rollout without."""
+"""Methods that read attention maps: relevance and rollout follow them from layer to layer, raw attention and the norms
+of what attention carries are those of the last one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.explain.attention_record import RecordedRun, recorded_attention
-from locater.explain.explanation import Explanation
+from locater.explain.attention_event import AttentionEvent
+from locater.explain.explanation import Explanation, Target, TargetChoice, choose_target
+from locater.explain.recorded_run import Inputs, Run, recorded
 from locater.explain.streams import StreamsOf, StreamStep, ends_of, last_of, main_stream, read_rows, sizes_of, steps_of
-from locater.explain.targets import Target, TargetChoice, choose_target
-
-Inputs = Mapping[str, Any] | Tensor
+from locater.observing.accumulators import wide
+from locater.observing.map_of_heads import attention_maps
 
 
 @torch.inference_mode(False)
 def relevance(
-    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
+    model: nn.Module | Run,
+    inputs: Inputs | None = None,
+    target: TargetChoice = None,
+    *,
+    streams: StreamsOf | None = None,
 ) -> Explanation:
     """Attention maps weighted by their gradients, carried through all layers (Chefer, Gur and Wolf 2021).
 
@@ -37,10 +42,10 @@ def relevance(
     >>> why.scores.shape, why.matrix.shape, bool((why.scores >= 0).all())
     (torch.Size([6]), torch.Size([6, 6]), True)
     """
-    run = recorded_attention(model, inputs, gradients=True)
-    run.check_values("relevance")
+    run = recorded(model, inputs, gradients=True)
+    events = run.values("relevance")
     chosen = choose_target(run.output, target)
-    steps = steps_of(run.events, streams)
+    steps = steps_of(events, streams)
     slopes = slopes_of(run, chosen, steps)
     matrices = RelevanceMatrices(sizes_of(steps), like=_like(steps))
     crossings: list[tuple[str, str, Tensor]] = []
@@ -58,7 +63,11 @@ def relevance(
 
 @torch.inference_mode(False)
 def rollout(
-    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
+    model: nn.Module | Run,
+    inputs: Inputs | None = None,
+    target: TargetChoice = None,
+    *,
+    streams: StreamsOf | None = None,
 ) -> Explanation:
     """The product over layers of (mean over heads of A + I), rows scaled to sum to 1 (Abnar and Zuidema 2020).
 
@@ -87,7 +96,11 @@ def rollout(
 
 @torch.inference_mode(False)
 def raw_attention(
-    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
+    model: nn.Module | Run,
+    inputs: Inputs | None = None,
+    target: TargetChoice = None,
+    *,
+    streams: StreamsOf | None = None,
 ) -> Explanation:
     """The attention map of the last layer, mean over heads; for another stream, that of the last cross-attention."""
     run, chosen, steps, slopes = read_only_where(model, inputs, target, streams)
@@ -96,6 +109,25 @@ def raw_attention(
     return explained(
         "raw_attention", run, chosen, steps, slopes, StackMaps(maps), "the weights of one layer, as they are"
     )
+
+
+@torch.inference_mode(False)
+def attention_norms(
+    model: nn.Module | Run,
+    inputs: Inputs | None = None,
+    target: TargetChoice = None,
+    *,
+    streams: StreamsOf | None = None,
+) -> Explanation:
+    """|| sum over heads of A_ij v_j W_O || in the last layer: the size of what token i takes from token j (Kobayashi et
+    al. 2020). For another stream, the same of the last cross-attention.
+    """
+    run, chosen, steps, slopes = read_only_where(model, inputs, target, streams)
+    run.values("attention_norms")
+    last = {(step.reader, step.read): step for step in steps}
+    maps = {pair: carried_norms(step.event, sequence_of(step, chosen)) for pair, step in last.items()}
+    exact = "norms of the vectors that attention adds in one layer; what later maps and norms do is left out"
+    return explained("attention_norms", run, chosen, steps, slopes, StackMaps(maps), exact)
 
 
 class RelevanceMatrices:
@@ -199,7 +231,7 @@ class _Flow(StackMaps):
 
 
 def slopes_of(
-    run: RecordedRun, target: Target, steps: Sequence[StreamStep], only: Sequence[StreamStep] | None = None
+    run: Run, target: Target, steps: Sequence[StreamStep], only: Sequence[StreamStep] | None = None
 ) -> list[Tensor | None]:
     """The gradient of the target with respect to the output of each attention call, or of `only` some; None where the
     target does not depend on it, or where it was not recorded.
@@ -210,7 +242,8 @@ def slopes_of(
         number = target.number(run.output)
     if not outputs or not number.requires_grad:
         return [None] * len(steps)
-    slopes = torch.autograd.grad(number, outputs, allow_unused=True)  # type: ignore[arg-type]
+    # the graph stays for other methods of the same run
+    slopes = torch.autograd.grad(number, outputs, allow_unused=True, retain_graph=True)  # type: ignore[arg-type]
     by_step: dict[int, Tensor | None] = {}
     for step, slope in zip(chosen, slopes, strict=True):
         to_heads = step.event.to_heads
@@ -230,7 +263,7 @@ def sequence_of(step: StreamStep, target: Target) -> int:
 
 def explained(
     method: str,
-    run: RecordedRun,
+    run: Run,
     target: Target,
     steps: Sequence[StreamStep],
     slopes: Sequence[Tensor | None],
@@ -263,7 +296,7 @@ def explained(
 
 
 def _rows(
-    run: RecordedRun, target: Target, steps: Sequence[StreamStep], slopes: Sequence[Tensor | None]
+    run: Run, target: Target, steps: Sequence[StreamStep], slopes: Sequence[Tensor | None]
 ) -> tuple[dict[str, Tensor], str]:
     """The tokens of each stream where the target reads, and that in words."""
     at, rows, words = {id(step): n for n, step in enumerate(steps)}, dict[str, Tensor](), list[str]()
@@ -284,10 +317,10 @@ def _rows(
 
 
 def read_only_where(
-    model: nn.Module, inputs: Inputs, target: TargetChoice, streams: StreamsOf | None
-) -> tuple[RecordedRun, Target, list[StreamStep], list[Tensor | None]]:
+    model: nn.Module | Run, inputs: Inputs | None, target: TargetChoice, streams: StreamsOf | None
+) -> tuple[Run, Target, list[StreamStep], list[Tensor | None]]:
     """A run whose target says only where to read: gradients of the last calls alone."""
-    run = recorded_attention(model, inputs, gradients=True)
+    run = recorded(model, inputs, gradients=True)
     chosen, steps = choose_target(run.output, target), steps_of(run.events, streams)
     return run, chosen, steps, slopes_of(run, chosen, steps, list(last_of(steps).values()))
 
@@ -295,3 +328,26 @@ def read_only_where(
 def _like(steps: Sequence[StreamStep]) -> Tensor:
     query = steps[0].event.call.query
     return torch.zeros((), dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+
+
+def carried_norms(event: AttentionEvent, row: int = 0) -> Float[Tensor, "T S"]:
+    """|| sum_h A_hij v_hj W_O,h || for all pairs of tokens, from the Gram matrices of the heads at each key: an array
+    (T, S, d) is not needed.
+    """
+    layer, values = event.layer, event.value
+    if layer.out is None or values is None:
+        raise LocaterError(
+            f"{layer.name}: its output map is not known, so it has no attention_norms: use raw_attention"
+        )
+    if layer.mixed_norm is not None or layer.gate is not None:
+        raise LocaterError(f"{layer.name}: a norm or a gate is in front of its output map: use raw_attention")
+    H = layer.heads
+    with torch.no_grad():
+        v = values[row].to(wide(values.device)).repeat_interleave(H // values.shape[1], 0)  # (H, S, V)
+        W_O = layer.out.weight().detach().to(v).unflatten(1, (H, -1))  # (d, H, V)
+        carried = torch.einsum("hsv,dhv->shd", v, W_O)
+        gram = carried @ carried.mT  # (S, H, H)
+        A = attention_maps(event.call)[row].to(v)  # (H, T, S)
+        squared = sum(A[h] * torch.einsum("gts,sg->ts", A, gram[:, h]) for h in range(H))
+        assert isinstance(squared, Tensor)
+        return squared.clamp_min(0).sqrt().to(torch.promote_types(values.dtype, torch.float32))

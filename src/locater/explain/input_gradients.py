@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from locater.calls.patching import instead
 from locater.errors import LocaterError
-from locater.explain.attention_flow import Inputs
-from locater.explain.attention_record import frozen
-from locater.explain.explanation import Explanation
+from locater.explain.explanation import Explanation, Target, TargetChoice, choose_target
+from locater.explain.recorded_run import Inputs, Run, frozen, recorded
 from locater.explain.streams import main_stream
-from locater.explain.targets import Target, TargetChoice, choose_target
 from locater.numerics import upcast
 from locater.observing.inputs import as_keywords, run_checked
 from locater.torch_private import unwrap_compiled
@@ -125,7 +123,7 @@ def _embeds(path: str, module: nn.Module) -> bool:
 
 
 @torch.inference_mode(False)
-def gradient_input(model: nn.Module, inputs: Inputs, target: TargetChoice = None) -> Explanation:
+def gradient_input(model: nn.Module | Run, inputs: Inputs | None = None, target: TargetChoice = None) -> Explanation:
     """Gradient of the target times the input, summed over channels: exact where the model is linear.
 
     The input of a token is its embedding, that of a patch what the patch embedding returns.
@@ -136,7 +134,8 @@ def gradient_input(model: nn.Module, inputs: Inputs, target: TargetChoice = None
     >>> gradient_input(model, torch.arange(6)[None]).scores.shape
     torch.Size([6])
     """
-    embedded = EmbeddedInputs(model, inputs)
+    run = recorded(model, inputs)
+    embedded = EmbeddedInputs(run.model, run.keywords)
     chosen = choose_target(embedded.output, target)
     features = {name: x.clone().requires_grad_(True) for name, x in embedded.features.items()}
     with torch.enable_grad():
@@ -152,7 +151,12 @@ def gradient_input(model: nn.Module, inputs: Inputs, target: TargetChoice = None
 
 @torch.inference_mode(False)
 def integrated_gradients(
-    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, steps: int = 50, baseline: int | None = None
+    model: nn.Module | Run,
+    inputs: Inputs | None = None,
+    target: TargetChoice = None,
+    *,
+    steps: int = 50,
+    baseline: int | None = None,
 ) -> Explanation:
     """Gradients integrated along the line from a baseline to the input, times their difference (Sundararajan, Taly and
     Yan 2017), by captum with `steps` Gauss-Legendre points. The baseline is a zero embedding, or that of the token id
@@ -164,7 +168,8 @@ def integrated_gradients(
         raise LocaterError("integrated_gradients needs captum: pip install 'locater[explain]'") from None
     if not isinstance(steps, int) or steps < 1:
         raise LocaterError(f"steps={steps}: at least 1 point of the line from zero to the input")
-    embedded = EmbeddedInputs(model, inputs)
+    run = recorded(model, inputs)
+    embedded = EmbeddedInputs(run.model, run.keywords)
     chosen, names = choose_target(embedded.output, target), list(embedded.features)
 
     def number(*features: Tensor) -> Tensor:  # each with an axis of length 1 in front, which captum takes for a batch

@@ -6,27 +6,37 @@ to T x, a backward pass a covector g to T^T g; several are carried at once. T_ij
 token i, x_j is the input stream, y_i the output stream. A collapse makes one number of each T_ij. Where several output
 tokens are read, "the output" is their mean, and T_ij the mean of their rows.
 
+The readout says how a model makes the target of its last stream, as a covector on that stream and a constant.
+
+The last stream is what the frozen model ends with, after the final norm. The readout is what follows: the head of a
+language model, a classifier, or the mean over tokens. Its gradient u at this input is the covector:
+
+    target = sum_i u_i . y_i + constant          i: output tokens
+
+A linear readout has the same u everywhere. Otherwise this is its tangent, and `note` says so. A soft cap on the logits
+is no tangent: it is frozen at the ratio of the logit to what it was before, like an activation.
+
 Axes: n fields or covectors, T tokens, d width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.explain.decomposing import check_mlp
-from locater.explain.explanation import Explanation
-from locater.explain.freezing import Mlp
+from locater.explain.explanation import Explanation, Target, TargetChoice, choose_target, vectors
+from locater.explain.freezing import Mlp, check_mlp, frozen_paths, tolerance
 from locater.explain.linear_steps import Branch, Experts, Heads
 from locater.explain.path_sums import Paths
-from locater.explain.readout import Readout, check_sum, frozen_with_readout
-from locater.explain.targets import TargetChoice
+from locater.explain.recorded_run import Inputs, Run, recorded
+from locater.numerics import upcast
+from locater.sources.sources import config_of
 
 Collapse = Literal["logit", "input", "input_output", "norm"]
 EXACT_WIDTH = 256  # wider models take random probes for their norms
@@ -35,9 +45,98 @@ BYTES_AT_ONCE = 2**28  # of hidden units, of all fields that are carried togethe
 CONFIDENCE = 0.95
 
 
+# The readout
+
+
+LINEAR = "the readout is linear"
+CAPPED = "the readout is linear up to a soft cap, which is frozen at its ratio"
+TANGENT = "the readout is not linear and is replaced by its tangent at this input, whose constant is in the offset"
+
+
+@dataclass(frozen=True)
+class Readout:
+    """One target of one run."""
+
+    target: Target
+    covector: Float[Tensor, "T d"]
+    constant: float  # the part of the target that does not come from the last stream
+    rows: Float[Tensor, "T d"]  # for each output token, the covector of the same entry there
+    note: str
+    dtype: torch.dtype  # of the model's parameters
+
+    @property
+    def tokens(self) -> Float[Tensor, " T"]:
+        """Weights of the output tokens that are read, of sum 1: one of them, or several in equal parts."""
+        read = (self.covector != 0).any(-1)
+        return read.to(self.covector) / read.sum()
+
+
+def frozen_with_readout(
+    model: nn.Module | Run, inputs: Inputs | None, target: TargetChoice, mlp: Mlp
+) -> tuple[Paths, Readout]:
+    """The model run once on one input and frozen, and the readout of the target."""
+    run = recorded(model, inputs, blocks=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        readout = _readout(config_of(run.model).get("final_logit_softcapping"), run.end, run.output, target)
+    time_first = run.block.time_first
+    covector, rows = ((x.transpose(0, 1) if time_first else x)[0] for x in (readout.covector, readout.rows))
+    paths = frozen_paths(run, mlp)
+    constant = readout.target.value - float((covector.double() * paths.output[0].double()).sum())
+    return paths, Readout(readout.target, covector, constant, rows, readout.note, next(run.model.parameters()).dtype)
+
+
+def _readout(cap: float | None, end: Tensor, output: Any, choice: TargetChoice) -> Readout:
+    """The readout with covectors in the shape of the model's stream, and its constant still open."""
+    target = choose_target(output, choice)
+    values, _ = vectors(output)
+    number = target.number(output)
+    if not number.requires_grad:
+        raise LocaterError(f"{target.what} does not depend on the last stream: there is nothing to explain")
+    cap = None if target.index is None else cap
+    covector = _gradient(_uncapped(number, cap), end, graph=cap is None)
+    note = CAPPED if cap else LINEAR
+    if cap is None and covector.requires_grad:
+        (bend,) = torch.autograd.grad((covector * end).sum(), end, retain_graph=True)
+        # the derivative of u . y is u where u does not change with y
+        if not torch.equal(bend, covector):
+            note = TANGENT
+    rows = covector
+    if target.position is not None:
+        rows = _gradient(_uncapped(values[0, :, target.index], cap), end)
+    return Readout(target, upcast(covector.detach()), 0.0, upcast(rows.detach()), note, end.dtype)
+
+
+def _gradient(numbers: Tensor, end: Tensor, graph: bool = False) -> Tensor:
+    (gradient,) = torch.autograd.grad(numbers.sum(), end, retain_graph=True, create_graph=graph)
+    return gradient
+
+
+def _uncapped(numbers: Tensor, cap: float | None) -> Tensor:
+    """The logits times frozen ratios: their gradient is that of the logits before the cap, times the ratio."""
+    if cap is None:
+        return numbers
+    numbers = upcast(numbers)
+    if bool((numbers.detach().abs() >= cap).any()):
+        raise LocaterError(f"a logit has reached the soft cap of {cap}, where it no longer changes: use more precision")
+    before = cap * torch.atanh(numbers / cap)
+    ratio = torch.where(before == 0, 1.0, numbers / before).detach()
+    return before * ratio
+
+
+def check_sum(readout: Readout, total: float, y: Float[Tensor, "T d"]) -> None:
+    """Refuse a sum of scores and offset that is not the target: then padding is read, which attention does not see."""
+    value = readout.target.value
+    size = max(abs(value), float(readout.covector.norm() * y.norm()))
+    if not abs(total - value) <= tolerance(readout.dtype) * size:
+        raise LocaterError(f"scores and offset sum to {total:.6g}, the target is {value:.6g}: leave padding out")
+
+
+# The operator
+
+
 def operator(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor] | Tensor,
+    model: nn.Module | Run,
+    inputs: Inputs | None = None,
     target: TargetChoice = None,
     *,
     collapse: Collapse = "logit",
@@ -75,7 +174,7 @@ def operator(
         collapsed, offset, exact = _collapsed(T, readout, collapse, matrix, probes, seed)
         if offset is not None and collapse == "logit":
             total = float(collapsed.scores.double().sum()) + offset
-            check_sum(readout, total, paths.output[0], next(model.parameters()).dtype)
+            check_sum(readout, total, paths.output[0])
     how = f"one forward pass of the model, then {collapsed.passes} through the frozen one"
     table, interval = (None if x is None else x.cpu() for x in (collapsed.matrix, collapsed.interval))
     return Explanation(
@@ -274,8 +373,8 @@ def _chunks(count: int, size: int) -> Iterator[range]:
 
 
 def paths(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor] | Tensor,
+    model: nn.Module | Run,
+    inputs: Inputs | None = None,
     target: TargetChoice = None,
     *,
     mlp: Mlp = "source",
@@ -307,7 +406,7 @@ def paths(
         scores = (frozen.pulled_back(covector[None, None])[0, 0] * x[0]).sum(-1)
         constants = frozen.streams[-1] - frozen.carried(x[None])[0]
         offset = readout.constant + float((constants[0].double() * covector.double()).sum())
-        check_sum(readout, float(scores.double().sum()) + offset, frozen.output[0], next(model.parameters()).dtype)
+        check_sum(readout, float(scores.double().sum()) + offset, frozen.output[0])
         parts = {
             "length": torch.einsum("lbtd,td->l", frozen.by_length().total, covector).cpu(),
             "head": frozen.along_heads(covector[None]).cpu(),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.explain.attention_record import AttentionEvent
+from locater.explain.attention_event import AttentionEvent
 from locater.layers import AttentionLayer
 
 ONE, MEMORY = "input", "memory"

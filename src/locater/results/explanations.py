@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from locater.brief import brief
-from locater.explain.explanation import Explanation
-from locater.explain.targets import Target
+from locater.explain.explanation import Explanation, Target
 from locater.files import write_whole
 from locater.numerics import finite_or_none
 from locater.results.document import Document

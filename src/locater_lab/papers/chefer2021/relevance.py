@@ -14,7 +14,7 @@ import torch
 
 from locater.explain import relevance, rollout
 from locater.explain.attention_flow import RelevanceMatrices
-from locater.explain.attention_record import recorded_attention
+from locater.explain.recorded_run import Run
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.explanations import (
     COSTLY,
@@ -62,7 +62,7 @@ def measure_rules(setting: Setting) -> Results:
     for layers in LAYERS:
         net, ids = random_model(layers), torch.arange(12)[None]
         matrices = RelevanceMatrices({"input": 12}, like=torch.zeros((), dtype=torch.float64))
-        for event in recorded_attention(net, ids).events:
+        for event in Run(net, ids).events:
             matrices.self_attention("input", event.mean_map())
         R, plain = matrices["input", "input"], rollout(net, ids, (0, 1)).matrix
         with_gradients = relevance(net, ids, (0, 1)).matrix
