@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from locater import Monitor
 from locater.inputs.corpus import embedded_text
-from locater.runs.loggers import read_run
+from locater.runs.record_sinks import read_run
 from locater.runs.watch_page import watch_page
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, EVERY = 4, 6, 96, 96, 8, 10

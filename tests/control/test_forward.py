@@ -595,7 +595,7 @@ def test_order_of_attaching_does_not_matter() -> None:
 
 
 def test_what_acts_is_observed_and_monitored(tmp_path: Path) -> None:
-    from locater.runs.loggers import read_run
+    from locater.runs.record_sinks import read_run
 
     model = llama("eager").train()
     monitor = Monitor(tmp_path / "run.jsonl", every=1, spectrum=False).attach(model)

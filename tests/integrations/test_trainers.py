@@ -13,7 +13,7 @@ from torch import Tensor
 from locater import LocaterError, Monitor
 from locater.control.eigenspectrum import LocAteR
 from locater.integrations import hf
-from locater.runs.loggers import read_run
+from locater.runs.record_sinks import read_run
 from tests.families.decoders import GROUPED, SHAPE, make
 from tests.parity import redraw
 from tests.processes import ranks

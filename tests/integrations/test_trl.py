@@ -13,7 +13,7 @@ from torch import Tensor
 
 from locater import Monitor
 from locater.observing import observe
-from locater.runs.loggers import read_run
+from locater.runs.record_sinks import read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
 

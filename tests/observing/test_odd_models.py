@@ -25,7 +25,7 @@ from locater.calls.interface import eager_function
 from locater.errors import LocaterError
 from locater.kernels import Terms
 from locater.observing import site as tallying
-from locater.runs.loggers import JsonlSink, read_run
+from locater.runs.record_sinks import JsonlSink, read_run
 
 transformers = pytest.importorskip("transformers")
 NUMBERS = ("rows", "entropy", "max_logit", "sink", "rest_entropy", "distance", "self_mass")

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from locater import LocaterError
-from locater.runs.loggers import JsonlSink, Sink, open_sink, read_run
 from locater.runs.page_data import Curve, pack, thin
-from locater.runs.run_reader import RunReader
+from locater.runs.record_sinks import JsonlSink, Sink, open_sink, read_run
+from locater.runs.run_log import RunReader
 from locater.runs.watch_page import Server, watch_page
 from tests.conftest import Result
 from tests.processes import hears_interrupts

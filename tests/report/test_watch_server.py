@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from locater import LocaterError
-from locater.runs.run_log import read_run
-from locater.runs.run_reader import RunReader
+from locater.runs.run_log import RunReader, read_run
 from locater.runs.watch_page import THREADS, Follower, Server, watch_page
 from tests.conftest import Result
 from tests.report.test_watch_page import ask, header, step, warning, write
@@ -238,7 +237,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_bad_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "run.jsonl", header(), step(0), {"kind": "unheard of", "step": 1})
     follower, parsed = Follower(path), []
-    monkeypatch.setattr("locater.runs.run_reader.parse", lambda line: parsed.append(line) or json.loads(line))
+    monkeypatch.setattr("locater.runs.run_log.parse", lambda line: parsed.append(line) or json.loads(line))
     for _ in range(3):
         assert "line 3" in follower.answer(0)["error"]
     assert len(parsed) == 3

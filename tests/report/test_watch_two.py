@@ -11,8 +11,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from locater.runs.loggers import read_run
 from locater.runs.page_data import VALUES, thin
+from locater.runs.record_sinks import read_run
 from locater.runs.watch_page import Server, watch_page
 from tests.conftest import Result
 from tests.report.test_watch_page import header, step, warning, write

@@ -26,7 +26,7 @@ from locater.layers import effective
 from locater.observing import observe
 from locater.observing import site as tally
 from locater.runs import Monitor, head_table
-from locater.runs.loggers import read_run
+from locater.runs.record_sinks import read_run
 from locater.runs.run_monitor import controls_that_fit, warning_line
 from tests.control.test_distributed import batch, shard
 from tests.control.test_distributed import model_of as gemma

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from locater import LocaterError, Monitor
 from locater.findings import QUANTITIES, explain, parse_conditions
 from locater.runs.head_table import COLUMNS, SPECTRUM
-from locater.runs.loggers import JsonlSink, read_run
+from locater.runs.record_sinks import JsonlSink, read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
 
@@ -419,7 +419,7 @@ def test_a_header_that_found_no_space_comes_before_the_next_record(
             raise OSError(28, "No space left on device")
         return real(descriptor)
 
-    monkeypatch.setattr("locater.runs.loggers.os.fstat", fstat)
+    monkeypatch.setattr("locater.runs.record_sinks.os.fstat", fstat)
     attached(encoder(), tmp_path, tmp_path / "run.jsonl", steps=2)
     assert [record["step"] for record in read_run(tmp_path / "run.jsonl").steps] == [1, 2]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from locater import LocaterError
-from locater.runs.loggers import (
+from locater.runs.record_sinks import (
     BOTTOM,
     COLOURS,
     LEFT,

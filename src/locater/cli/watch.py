@@ -36,8 +36,7 @@ def command(
     ] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
 ) -> None:
-    from locater.runs.logged_run import TwoRuns
-    from locater.runs.run_log import read_run
+    from locater.runs.run_log import TwoRuns, read_run
     from locater.runs.watch_page import names_of_two, serve, watch_page
 
     check_writable(json, report)

@@ -13,8 +13,8 @@ import numpy as np
 
 from locater.findings import FLAG_NAMES, comparison
 from locater.report.pages import short_name
-from locater.runs.logged_run import Points, Run
 from locater.runs.records import Record
+from locater.runs.run_log import Points, Run
 
 VALUES = 2_050_000  # most numbers on one page: nearly always two bytes each, a third more as base64
 MOST_STEPS = 2_000

@@ -40,9 +40,8 @@ from locater.runs.head_table import (
     add_spectra,
     head_table,
 )
-from locater.runs.loggers import Sink
-from locater.runs.record_sinks import RecordSinks
-from locater.runs.run_records import Record, end_record, header, loss_record, step_record, warning_record
+from locater.runs.record_sinks import RecordSinks, Sink
+from locater.runs.records import Record, end_record, header, loss_record, step_record, warning_record
 from locater.runs.trainer_events import TrainerEvents
 
 # Losses on their way from the device to the log: copied without waiting, and read once they have arrived.

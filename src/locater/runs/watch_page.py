@@ -27,11 +27,9 @@ from locater.errors import LocaterError
 from locater.escapes import one_line
 from locater.findings import EXPLODING, FLAGS
 from locater.report.pages import assemble, flag_table, short_name
-from locater.runs.logged_run import Run
 from locater.runs.page_data import VALUES, Curve, pack, thin
 from locater.runs.records import Record
-from locater.runs.run_log import find_log, lines_of
-from locater.runs.run_reader import RunReader
+from locater.runs.run_log import Run, RunReader, find_log, lines_of
 from locater.version import __version__
 
 # Reads the log of a run while it grows, and tells a live page what has come since its last request.

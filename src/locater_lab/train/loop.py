@@ -22,9 +22,9 @@ from locater.errors import LocaterError
 from locater.observing import observe
 from locater.runs import Monitor
 from locater.runs.head_table import COLUMNS
-from locater.runs.loggers import JsonlSink
+from locater.runs.record_sinks import JsonlSink
+from locater.runs.records import end_record, header, loss_record
 from locater.runs.run_log import LOG
-from locater.runs.run_records import end_record, header, loss_record
 from locater_lab.mechanisms.text import parse_attention
 from locater_lab.models.transformer import Attention, Transformer
 from locater_lab.train import checkpoint

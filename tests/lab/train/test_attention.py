@@ -19,7 +19,7 @@ from torch.nn import functional
 import locater
 from locater import LocaterError, attention_layers, observe
 from locater.control import EntropyPenalty, LogitSoftcap, Surgery
-from locater.runs.loggers import read_run
+from locater.runs.record_sinks import read_run
 from locater_lab.mechanisms import mechanism, mechanisms
 from locater_lab.mechanisms.text import parse_attention
 from locater_lab.models.family import UNREAD
@@ -506,7 +506,7 @@ def test_a_run_goes_on_exactly(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_a_full_disk_costs_records_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from locater.runs.loggers import JsonlSink
+    from locater.runs.record_sinks import JsonlSink
 
     def full(self: JsonlSink, line: bytes) -> None:
         raise LocaterError("locater.jsonl: cannot be written (No space left on device)")

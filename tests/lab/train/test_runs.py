@@ -20,7 +20,7 @@ import torch
 import locater
 from locater import LocaterError
 from locater.control.base import Control, Controls
-from locater.runs.loggers import read_run
+from locater.runs.record_sinks import read_run
 from locater_lab.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls
