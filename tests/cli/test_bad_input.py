@@ -663,7 +663,7 @@ def test_wrong_things_in_the_place_of_right_ones(
         ("train --out '' --steps 1", "out='': give the run a folder"),
         ("train --out words.txt --steps 1", "words.txt is no folder"),
         ("train --plan list.json", "a plan is a JSON object of options, not a list"),
-        ("reproduce ''", "no paper '': there are bao2024"),
+        ("reproduce ''", "no paper '': there are amsel2024"),
         ("reproduce zoo --from object.json", "object.json: not the JSON of locater reproduce zoo"),
         ("reproduce zoo --from list.json", "list.json: not the JSON of locater reproduce zoo"),
         ("reproduce zoo --from noise.bin", "noise.bin: not the JSON of locater reproduce zoo"),

@@ -205,7 +205,7 @@ def _fit(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     model.eval()
 
 
-# ---- trained models at hand ----
+# ---- available trained models ----
 
 
 def sentence_model(count: int) -> ExplainedModel | None:
@@ -334,7 +334,7 @@ def cost(subject: ExplainedModel, names: Sequence[str], rounds: int = 5) -> dict
 
 
 INPUTS = {True: 48, False: 200}  # explained for each model that is trained here
-AVAILABLE = {True: 24, False: 100}  # and for each of those at hand, which are larger
+AVAILABLE = {True: 24, False: 100}  # and for each of the available ones, which are larger
 PLANTED_INPUTS = {True: 8, False: 64}  # inputs with a known answer, for each seed
 SEEDS = 8
 MODELS = {"b1": "text", "b2": "images", "b3": "all-MiniLM-L6-v2", "b4": "stories260K"}  # by the claim on each
@@ -375,7 +375,7 @@ class Areas:
 
 
 def measure_areas(setting: Setting, methods: Sequence[str], on_classifiers: Sequence[str] = ()) -> Areas:
-    """Every method on every model at hand, and more of them on the classifiers that are trained here."""
+    """Every method on every available model, and more of them on the classifiers that are trained here."""
     count = INPUTS[setting.quick]
     makers: dict[str, Callable[[], ExplainedModel | None]] = {
         "text": lambda: text_model(count),

@@ -24,17 +24,17 @@ from locater.version import SCHEMA, __version__
 from locater_lab.engine.claims import Claim, Measurement, Verdict, corrections, judge_together, verdict_of
 
 
-def rounded(x: Any, digits: int) -> Any:
+def round_numbers(x: Any, digits: int) -> Any:
     """Data for JSON with so many digits of every number, which has no place for NaN and infinity.
 
-    >>> rounded({"loss": (1.23456, float("nan")), 2: "seeds"}, 3)
+    >>> round_numbers({"loss": (1.23456, float("nan")), 2: "seeds"}, 3)
     {'loss': [1.23, None], '2': 'seeds'}
     """
     if isinstance(x, float):
         return float(f"{x:.{digits}g}") if math.isfinite(x) else None
     if isinstance(x, Mapping):
-        return {str(key): rounded(value, digits) for key, value in x.items()}
-    return [rounded(value, digits) for value in x] if isinstance(x, list | tuple) else x
+        return {str(key): round_numbers(value, digits) for key, value in x.items()}
+    return [round_numbers(value, digits) for value in x] if isinstance(x, list | tuple) else x
 
 
 DIGITS = 5  # more than any of these numbers has
@@ -158,8 +158,8 @@ class Reproduction:
             "source": self.paper.source,
             "paper": self.paper.name,
             "assumptions": self.assumptions,
-            "claims": [rounded(v.to_dict(), DIGITS) for v in self.verdicts],
-            "studies": rounded({title: {"tables": tables} for title, tables in self.tables.items()}, DIGITS),
+            "claims": [round_numbers(v.to_dict(), DIGITS) for v in self.verdicts],
+            "studies": round_numbers({title: {"tables": tables} for title, tables in self.tables.items()}, DIGITS),
         }
 
     def to_json(self) -> str:

@@ -27,7 +27,7 @@ import locater
 from locater.errors import LocaterError, first_line
 from locater.runs.run_log import LOG, read_run
 from locater.version import __version__
-from locater_lab.engine.reproduction import rounded
+from locater_lab.engine.reproduction import round_numbers
 from locater_lab.train.measured import SINK
 from locater_lab.train.plan import PACE, Plan
 from locater_lab.train.sweep import append_line, read_lines
@@ -218,7 +218,7 @@ class Runs:
         whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
         self.lines[row.key] = whole
         if self.path is not None:
-            append_line(self.path, rounded(whole, 6))
+            append_line(self.path, round_numbers(whole, 6))
 
 
 def train_missing(

@@ -87,7 +87,7 @@ HALVES = "half the difference of two halves of the text"
 
 
 def model_folders(models: Path | None) -> dict[str, Path]:
-    """Trained models at hand: the package's own, the sentence encoder where installed, and folders below `models`."""
+    """Available trained models: the package's own, the sentence encoder where installed, and folders below `models`."""
     found = {"demo (in the package)": Path(str(files("locater") / "demo"))}
     if (sentence := sentence_model()) is not None:
         found["all-MiniLM-L6-v2"] = sentence
@@ -166,7 +166,7 @@ class TrainedLayer:
 
 
 def trained_layers(setting: Setting) -> Iterator[TrainedLayer]:
-    """Every model at hand, on two halves of a text, which give the spread."""
+    """Every available model, on two halves of a text, which give the spread."""
     size = CHARACTERS[setting.quick]
     for name, folder in setting.each(list(model_folders(setting.models).items())):
         model = load_model(str(folder))

@@ -2,39 +2,20 @@
 verdict.
 """
 
+from pathlib import Path
+
 from locater.registry import Registry
 from locater_lab.engine.claims import Claim, Measurement, Verdict, judge, verdict_of
 from locater_lab.engine.reproduction import Paper, Reproduction, Results, Setting, Study, reproduce, select_claims
 
-NAMES = (
-    "bao2024",
-    "dong2021",
-    "saada2024",
-    "shi2022",
-    "zhai2023",
-    "ding2020",
-    "gerami2024",
-    "xiao2026",
-    "qiu2025",
-    "nguyen2026",
-    "ye2026",
-    "sant2022",
-    "sun2026",
-    "chen2024",
-    "amsel2024",
-    "sahiner2022",
-    "hu2025",
-    "atad2026",
-    "chefer2021",
-)
-STUDIES = (
-    "zoo",
-    "early_warning",
-    "surrogate",
-    "which_control",
-    "kinds_of_heads",
-    "flags",
-)  # our own questions in the same form, in locater_lab/studies; counted apart
+
+def _with_a_page(room: str) -> tuple[str, ...]:
+    """Folders of locater_lab/ROOM that have a page: each is a paper, or a study in the same form."""
+    return tuple(sorted(page.parent.name for page in (Path(__file__).parents[1] / room).glob("*/page.md.j2")))
+
+
+NAMES = _with_a_page("papers")
+STUDIES = _with_a_page("studies")  # our own questions; counted apart
 PAPERS: Registry[Paper] = Registry("paper")
 PAPERS.load_later("locater_lab.papers", NAMES, "PAPER")  # imported one by one, when they are used
 PAPERS.load_later("locater_lab.studies", STUDIES, "PAPER")

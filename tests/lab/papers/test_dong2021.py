@@ -190,7 +190,7 @@ def test_weights_of_lengths_by_listing_every_set_of_layers() -> None:
 
 def test_points_and_targets_of_the_circle() -> None:
     at = torch.arange(circle.POINTS)
-    now, later = circle.pairs(at), circle.pairs(at, 1)
+    now, later = circle.token_pairs(at), circle.token_pairs(at, 1)
     assert torch.equal(later[:-1], now[1:])
     assert torch.equal(later[-1], now[0])
     assert (now[:, 0] - now[:, 1]).norm(dim=1).min() > 2 * circle.RADIUS * 0.999
@@ -200,9 +200,9 @@ def test_points_and_targets_of_the_circle() -> None:
 
 @pytest.mark.parametrize("variant", circle.VARIANTS, ids=lambda v: v.name)
 def test_the_layer_is_that_of_plain_loops(variant: circle.Variant) -> None:
-    held = {name: x.detach() for name, x in circle.drawn(variant, 2).items()}
+    held = {name: x.detach() for name, x in circle.draw_weights(variant, 2).items()}
     x = torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
-    found = circle.once(variant, held, x)
+    found = circle.apply_layer(variant, held, x)
 
     def normed(y: np.ndarray) -> np.ndarray:
         return (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
@@ -226,9 +226,14 @@ def test_the_layer_is_that_of_plain_loops(variant: circle.Variant) -> None:
 
 def test_training_on_the_circle_learns_it() -> None:
     variant = circle.Variant("x + attention", width=16, outer=True)
-    before, after = (sum(circle.error(variant, circle.train(variant, 2, steps))) for steps in (1, 100))
+    before, after = (
+        sum(circle.prediction_error(variant, circle.train_variant(variant, 2, steps))) for steps in (1, 100)
+    )
     assert after < before / 5
-    assert circle.apart(circle.walk(variant, circle.drawn(variant, 2), 3))[0].tolist() == [1, 1]
+    assert circle.relative_distance(circle.walk_states(variant, circle.draw_weights(variant, 2), 3))[0].tolist() == [
+        1,
+        1,
+    ]
 
 
 # --- h: both collapses ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers import Setting, judge, reproduce
-from locater_lab.papers.gerami2024 import PAPER, cost_and_training, exactness, limits
+from locater_lab.papers.gerami2024 import PAPER, cost_and_training, polynomial
 from tests.lab.made_runs import made_line
 
 
@@ -44,10 +44,10 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     seed_by_seed(runs, SOFTMAX_IMAGE, [0.3, 0.3], accuracy=[0.9, 0.9])
     seed_by_seed(runs, cost_and_training.ON_IMAGES, [0.3, 0.3], accuracy=[0.895, 0.89501])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exactness, "DRAWS", {True: 6})
-        patch.setattr(exactness, "FORM_LENGTHS", {True: (256,)})
-        patch.setattr(limits, "DRAWS", {True: 12})
-        patch.setattr(exactness, "LEAK_SEEDS", {True: 8})
+        patch.setattr(polynomial, "DRAWS", {True: 6})
+        patch.setattr(polynomial, "FORM_LENGTHS", {True: (256,)})
+        patch.setattr(polynomial, "LIMIT_DRAWS", {True: 12})
+        patch.setattr(polynomial, "LEAK_SEEDS", {True: 8})
         patch.setattr(cost_and_training, "TIMED_LENGTHS", (64, 128))
         yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
 
@@ -56,63 +56,71 @@ def test_the_reference_by_hand() -> None:
     """Unit vectors at right angles: x = 1 with itself and 0 with the other."""
     x = torch.eye(2, dtype=torch.float64)[None, None]
     v = torch.tensor([[[[1.0], [0.0]]]], dtype=torch.float64)
-    first, second = (exactness.explicit_output(3 * x, x, v, order, causal=False).flatten().tolist() for order in (1, 2))
+    first, second = (
+        polynomial.explicit_output(3 * x, x, v, order, causal=False).flatten().tolist() for order in (1, 2)
+    )
     assert first == pytest.approx([2 / 3, 1 / 3])
     assert second == pytest.approx([2.5 / 3.5, 1 / 3.5])
-    assert exactness.explicit_output(x, x, v, 2, causal=True).flatten().tolist() == pytest.approx([1.0, 1 / 3.5])
+    assert polynomial.explicit_output(x, x, v, 2, causal=True).flatten().tolist() == pytest.approx([1.0, 1 / 3.5])
 
 
 @pytest.mark.parametrize("n", [4, 40])
 def test_the_cap_as_a_fraction(n: int) -> None:
     top, low = Fraction(5, 2), Fraction(1, 2)
-    assert limits.largest_weight(*limits.build_keys(n)) == pytest.approx(float(top / (top + (n - 1) * low)), abs=1e-15)
+    assert polynomial.largest_weight(*polynomial.build_keys(n)) == pytest.approx(
+        float(top / (top + (n - 1) * low)), abs=1e-15
+    )
     assert top / (top + (n - 1) * low) == Fraction(5, n + 4)
 
 
 def test_order_2_of_the_mechanism_is_positive_without_a_norm() -> None:
-    assert 0.5 <= limits.least_f(0) + 1e-12 < 0.51
+    assert 0.5 <= polynomial.least_f(0) + 1e-12 < 0.51
 
 
 def test_entropy_is_least_at_the_worst_share() -> None:
     """Weights drawn within a ratio of 5 never exceed the gap, and two levels at the worst share come close."""
     weights = 1 + 4 * torch.rand(20_000, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).round()
     weights = weights / weights.sum(1, keepdim=True)
-    gap = math.log(50) - limits.entropy(weights).min().item()
-    assert gap <= limits.widest_gap()
-    worst = min(limits.entropy(mechanism("fastmax").map(*limits.build_keys(400, m))).item() for m in range(50, 150))
-    assert math.log(400) - worst == pytest.approx(limits.widest_gap(), abs=1e-3)
+    gap = math.log(50) - polynomial.entropy(weights).min().item()
+    assert gap <= polynomial.widest_gap()
+    worst = min(
+        polynomial.entropy(mechanism("fastmax").map(*polynomial.build_keys(400, m))).item() for m in range(50, 150)
+    )
+    assert math.log(400) - worst == pytest.approx(polynomial.widest_gap(), abs=1e-3)
 
 
 def test_the_slope_by_its_formula() -> None:
     """dO / dx_l = f'(x_l) (v_l - o) / sum f."""
     x, v = torch.tensor([0.3, -0.7, 1.0], dtype=torch.float64), normal(3, 2, seed=0)
-    assert limits.largest_slope(x, v) == pytest.approx(((1 + x) / (1 + x + x * x / 2).sum()).max().item())
+    assert polynomial.largest_slope(x, v) == pytest.approx(((1 + x) / (1 + x + x * x / 2).sum()).max().item())
 
 
 @pytest.mark.parametrize(("n", "holds"), [(2, False), (4, True), (7, True)])
 def test_the_bound_on_slopes_needs_four_keys(n: int, holds: bool) -> None:
     """One key at x, all others where f is least."""
     steepest = max(
-        limits.largest_slope(torch.tensor([x] + [-1.0] * (n - 1), dtype=torch.float64), normal(n, 2, seed=n))
+        polynomial.largest_slope(torch.tensor([x] + [-1.0] * (n - 1), dtype=torch.float64), normal(n, 2, seed=n))
         for x in torch.linspace(-1, 1, 41).tolist()
     )
     assert (steepest <= 4 / (n + 4) * (1 + 1e-12)) is holds
 
 
 def test_scales_for_half_of_the_weight() -> None:
-    assert limits.half_scale(1000, fastmax=True) == pytest.approx(math.sqrt(998) - 1, rel=1e-6)  # s^2 + 2 s + 2 = n - 1
-    assert limits.half_scale(1000, fastmax=False) == pytest.approx(math.log(999) / 2, rel=1e-6)
+    assert polynomial.half_scale(1000, fastmax=True) == pytest.approx(
+        math.sqrt(998) - 1, rel=1e-6
+    )  # s^2 + 2 s + 2 = n - 1
+    assert polynomial.half_scale(1000, fastmax=False) == pytest.approx(math.log(999) / 2, rel=1e-6)
 
 
 def test_what_the_sequence_norm_tells() -> None:
-    x = exactness.normalize_over_sequence(normal(9, 4, seed=0))
+    x = polynomial.normalize_over_sequence(normal(9, 4, seed=0))
     assert (x @ x.mT).abs().max() <= 1 + 1e-12
-    assert exactness.earlier_change(0, 16, sequence=False) == 0
-    assert exactness.earlier_change(0, 16, sequence=True) > 1e-3
-    assert exactness.earlier_change(0, 16, sequence=True, factor=1.0) == 0, "the same token"
+    assert polynomial.earlier_change(0, 16, sequence=False) == 0
+    assert polynomial.earlier_change(0, 16, sequence=True) > 1e-3
+    assert polynomial.earlier_change(0, 16, sequence=True, factor=1.0) == 0, "the same token"
     q, k, v = (normal(1, 1, 16, 4, seed=i) for i in range(3))
     # the last row sees all: what the mechanism does
-    ours = exactness.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]
+    ours = polynomial.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]
     torch.testing.assert_close(ours, mechanism("fastmax")(q, k, v, norm="sequence")[0, 0, -1])
 
 

@@ -42,7 +42,7 @@ def test_the_theorem_is_the_papers_and_stays_open(document: dict[str, Any]) -> N
 
 def test_a_wrong_gate_is_seen_by_the_sum() -> None:
     """The comparison can fail: gates of another layer do not fit."""
-    w = gate_places.Weights.drawn(0)
+    w = gate_places.Weights.draw(0)
     x = torch.randn(4, gate_places.MIXTURE_WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     out, gate = gate_places.module_output(x, w, True, "output")
     assert gate is not None

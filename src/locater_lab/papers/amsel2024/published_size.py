@@ -19,7 +19,7 @@ import torch
 from locater.errors import LocaterError, first_line
 from locater_lab.engine.arms import mark_inconclusive
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.reproduction import Results, Setting, Study, rounded
+from locater_lab.engine.reproduction import Results, Setting, Study, round_numbers
 from locater_lab.engine.runs import Runs, versions
 from locater_lab.papers.amsel2024.encoders import Encoder, train_encoders
 from locater_lab.train.sweep import append_line
@@ -184,7 +184,7 @@ def train_missing_arms(letter: str, arms: Sequence[Encoder], runs: Runs, setting
             broken.append(f"{name_of(arm)}: {type(error).__name__}: {first_line(error)}")
             setting.tell(broken[-1])
             continue
-        line = rounded({"claim": letter, "arm": name_of(arm), "options": arm.options, **result}, 6)
+        line = round_numbers({"claim": letter, "arm": name_of(arm), "options": arm.options, **result}, 6)
         runs.lines[key_of(arm)] = line
         if runs.path is not None:
             append_line(runs.path, line)

@@ -1,7 +1,7 @@
 """What the trained model is: which parents it compares (study c), and how it predicts beside its rivals, also where it
 was never trained (study d).
 
-**Parents.** Which parents layer 2 chooses: chi-square mutual information, and why it has to be modified. Study c.
+**Parents (study c).** Chi-square mutual information, and why it has to be modified.
 
 Of parents P (values z) and the next token y,
 
@@ -15,10 +15,10 @@ rewards: with a = 0 and heads that copy, d(-loss)/da of the subset P is, sequenc
 
 (z the query's parents, y the next token, n how often among the keys), whose expectation is J. A context that is met
 half as often counts half as much, so parents that tell nothing new lose. The paper speaks of a modified chi-square
-mutual information that trades information against the number of parents; its exact form was not at hand, so J is ours.
+mutual information that trades information against the number of parents; its exact form was not available, so J is
+ours.
 
-**Rivals.** The trained model beside its rivals: Bayes, which knows parents and prior, and counting with fewer or more
-parents. Lengths and priors that it was never trained on. Study d.
+**Rivals (study d).** Bayes, which knows parents and prior, and counting with fewer or more parents.
 
 Counting with parents P: p(x) = (n_x + alpha) / (n + S alpha), where n_x of the n earlier tokens with the same parents
 were x. With the source's own parents and prior this is the Bayes predictor.

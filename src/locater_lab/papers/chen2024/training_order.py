@@ -1,13 +1,10 @@
 """How the simplified model learns: all parameters together, beside the published run (study a), and stage by stage
 (study b).
 
-**Together.** All parameters trained together, beside the run that the authors published. Study a.
+**Together (study a).** The published numbers are those of the file that the official code keeps of its run with c, W
+and a trained jointly (S = 3, L = 100, prior 0.1, 9,000 sequences, 50,000 epochs at rate 1).
 
-The published numbers are those of the file that the official code keeps of its run with c, W and a trained jointly (S =
-3, L = 100, prior 0.1, 9,000 sequences, 50,000 epochs at rate 1).
-
-**Stages.** The three stages of the theory: c, then W, then a; and the order in which they come when nobody orders them.
-Study b.
+**Stages (study b).** Those of the theory: c, then W, then a; and the order in which they come when nobody orders them.
 """
 
 from __future__ import annotations

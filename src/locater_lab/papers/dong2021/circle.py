@@ -79,23 +79,23 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def circle() -> Float[Tensor, "points 2"]:
+def circle_points() -> Float[Tensor, "points 2"]:
     """All points, in order.
 
-    >>> bool(torch.allclose(circle().norm(dim=1), torch.tensor(RADIUS)))
+    >>> bool(torch.allclose(circle_points().norm(dim=1), torch.tensor(RADIUS)))
     True
     """
     angle = 2 * math.pi * torch.arange(POINTS) / POINTS
     return RADIUS * torch.stack([angle.cos(), angle.sin()], 1)
 
 
-def pairs(at: Tensor, ahead: int = 0) -> Tensor:
+def token_pairs(at: Tensor, ahead: int = 0) -> Tensor:
     """The two tokens (..., 2, 2) of input `at`, moved by `ahead` steps."""
-    points = circle()
+    points = circle_points()
     return torch.stack([points[(at + ahead) % POINTS], points[(at + APART + ahead) % POINTS]], -2)
 
 
-def drawn(variant: Variant, seeds: int) -> Weights:
+def draw_weights(variant: Variant, seeds: int) -> Weights:
     """Maps N(0, 1/rows), shifts zero; one set per seed."""
     d, generator = variant.width, torch.Generator().manual_seed(1)
     sides = {
@@ -113,7 +113,7 @@ def drawn(variant: Variant, seeds: int) -> Weights:
     return {name: x.requires_grad_() for name, x in weights.items()}
 
 
-def once(variant: Variant, weights: Weights, x: Pairs) -> Pairs:
+def apply_layer(variant: Variant, weights: Weights, x: Pairs) -> Pairs:
     """x + f(x), or f(x)."""
 
     def affine(name: str, y: Tensor) -> Tensor:
@@ -134,14 +134,16 @@ def once(variant: Variant, weights: Weights, x: Pairs) -> Pairs:
     return x + output if variant.outer else output
 
 
-def train(variant: Variant, seeds: int, steps: int) -> Weights:
+def train_variant(variant: Variant, seeds: int, steps: int) -> Weights:
     """Adam with cosine decay on the squared error of the next pair, random starts."""
-    weights, generator = drawn(variant, seeds), torch.Generator().manual_seed(0)
+    weights, generator = draw_weights(variant, seeds), torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(weights.values(), lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         at = torch.randint(POINTS, (seeds, BATCH), generator=generator)
-        error = (once(variant, weights, pairs(at)) - pairs(at, 1)).square().sum((-2, -1)).mean(1).sum()
+        error = (
+            (apply_layer(variant, weights, token_pairs(at)) - token_pairs(at, 1)).square().sum((-2, -1)).mean(1).sum()
+        )
         optimizer.zero_grad()
         error.backward()
         optimizer.step()
@@ -150,24 +152,24 @@ def train(variant: Variant, seeds: int, steps: int) -> Weights:
 
 
 @torch.no_grad()
-def walk(variant: Variant, weights: Weights, steps: int = WALKED) -> Float[Tensor, "states seeds 2 2"]:
+def walk_states(variant: Variant, weights: Weights, steps: int = WALKED) -> Float[Tensor, "states seeds 2 2"]:
     """The first pair and what the layer makes of it, fed back."""
-    x = pairs(torch.zeros(len(weights["in"]), 1, dtype=torch.long))
+    x = token_pairs(torch.zeros(len(weights["in"]), 1, dtype=torch.long))
     states = [x]
     for _ in range(steps):
-        states.append(once(variant, weights, states[-1]))
+        states.append(apply_layer(variant, weights, states[-1]))
     return torch.stack(states).squeeze(2)
 
 
 @torch.no_grad()
-def error(variant: Variant, weights: Weights) -> list[float]:
+def prediction_error(variant: Variant, weights: Weights) -> list[float]:
     """Root mean square distance of a predicted point from the right one, in steps of the circle."""
     at = torch.arange(POINTS).expand(len(weights["in"]), POINTS)
-    off = (once(variant, weights, pairs(at)) - pairs(at, 1)).square().sum(-1).mean((1, 2)).sqrt()
+    off = (apply_layer(variant, weights, token_pairs(at)) - token_pairs(at, 1)).square().sum(-1).mean((1, 2)).sqrt()
     return (off / (2 * math.pi * RADIUS / POINTS)).tolist()
 
 
-def apart(states: Float[Tensor, "states seeds 2 2"]) -> Float[Tensor, "states seeds"]:
+def relative_distance(states: Float[Tensor, "states seeds 2 2"]) -> Float[Tensor, "states seeds"]:
     """Distance of the two tokens over that at the start."""
     distance = (states[..., 0, :] - states[..., 1, :]).norm(dim=-1)
     return distance / distance[0]
@@ -178,21 +180,21 @@ def measure(setting: Setting) -> Results:
     merged: dict[str, Float[Tensor, "states seeds"]] = {}
     table = dict[str, Any]()
     for variant in setting.each(list(VARIANTS)):
-        weights = train(variant, SEEDS[setting.quick], STEPS[setting.quick])
-        states = walk(variant, weights)
-        merged[variant.name] = (apart(states) < MERGED).double()
+        weights = train_variant(variant, SEEDS[setting.quick], STEPS[setting.quick])
+        states = walk_states(variant, weights)
+        merged[variant.name] = (relative_distance(states) < MERGED).double()
         table[variant.name] = {
-            "error": float(torch.tensor(error(variant, weights)).median()),
+            "error": float(torch.tensor(prediction_error(variant, weights)).median()),
             "share_merged": merged[variant.name][::10].mean(1).tolist(),
             "merged": _typical(states, merging=True),
             "apart": _typical(states, merging=False),
         }
     measured = {
-        "g1": share(merged["attention"][-1]),
-        "g2": share(merged["x + attention"][-1]),
-        "g3": share(merged["attention and MLP"][-1]),
-        "g4": share(merged["attention with skip"][-1]),
-        "g5": difference(merged["attention, width 8"][EARLY], merged["attention"][EARLY]),
+        "g1": share_of_seeds(merged["attention"][-1]),
+        "g2": share_of_seeds(merged["x + attention"][-1]),
+        "g3": share_of_seeds(merged["attention and MLP"][-1]),
+        "g4": share_of_seeds(merged["attention with skip"][-1]),
+        "g5": difference_of_shares(merged["attention, width 8"][EARLY], merged["attention"][EARLY]),
     }
     return Results(measured, {"circle": table})
 
@@ -201,7 +203,7 @@ def _typical(states: Float[Tensor, "states seeds 2 2"], merging: bool) -> list[l
     """Paths of both tokens for one seed: of those that merge the middle one by when, shown until then; of the others by
     distance.
     """
-    distance = apart(states)
+    distance = relative_distance(states)
     kind = (distance[-1] < MERGED) == merging
     if not kind.any():
         return []
@@ -213,10 +215,10 @@ def _typical(states: Float[Tensor, "states seeds 2 2"], merging: bool) -> list[l
     return [[[round(c, 4) for c in point] for point in path[:, token].tolist()] for token in range(2)]
 
 
-def share(yes: Float[Tensor, " seeds"]) -> Measurement:
+def share_of_seeds(yes: Float[Tensor, " seeds"]) -> Measurement:
     """A share with its 95 % interval (Wilson), which stays open where all seeds agree.
 
-    >>> measured = share(torch.zeros(24))
+    >>> measured = share_of_seeds(torch.zeros(24))
     >>> round(measured.value, 3), round(measured.value + measured.spread, 3)
     (0.069, 0.138)
     """
@@ -226,13 +228,13 @@ def share(yes: Float[Tensor, " seeds"]) -> Measurement:
     return Measurement(middle, room, f"Wilson interval over {n} seeds", {"share": p}, tuple(yes.tolist()))
 
 
-def difference(yes: Float[Tensor, " seeds"], other: Float[Tensor, " seeds"]) -> Measurement:
+def difference_of_shares(yes: Float[Tensor, " seeds"], other: Float[Tensor, " seeds"]) -> Measurement:
     """One share less another, their intervals added in squares.
 
-    >>> round(difference(torch.ones(24), torch.zeros(24)).value, 3)
+    >>> round(difference_of_shares(torch.ones(24), torch.zeros(24)).value, 3)
     0.862
     """
-    a, b = share(yes), share(other)
+    a, b = share_of_seeds(yes), share_of_seeds(other)
     numbers = {"share": a.numbers["share"], "other": b.numbers["share"]}
     spread = math.hypot(a.spread, b.spread)
     return Measurement(a.value - b.value, spread, a.spread_of, numbers, tuple((yes - other).tolist()))

@@ -1,18 +1,13 @@
-"""How fast attention makes tokens equal, and what changes that (study a); and the bounds of the paper over random draws
-(study b).
-
-**Contraction.** How fast attention makes tokens equal, and what skips, MLPs, LayerNorm and a mask change in that: study
-a.
+"""How fast attention makes tokens equal, and what skips, MLPs, LayerNorm and a mask change in that (study a); and the
+bounds of the paper over random draws (study b).
 
 Residuals of a deep stack leave float64 after three layers if tokens are stored as they are: 1e-16 of the shared part is
 rounding. `Tokens` keeps the shared part and the residual apart, and `advance` moves both without ever subtracting one
 from the other, so that a residual of 1e-200 has its sixteen digits.
 
-**Bounds.** The bounds of the paper over random draws: whether they hold, and how loose they are. Study b.
-
-They are those of the paper's first version on arXiv, with the constant 4. That constant is too small for many tokens;
-the second version repairs it by a factor γ that depends on the attention weights. Claims b6 and b7 are about that
-constant, not about the paper as it stands.
+The bounds are those of the paper's first version on arXiv, with the constant 4. That constant is too small for many
+tokens; the second version repairs it by a factor γ that depends on the attention weights. Claims b6 and b7 are about
+that constant, not about the paper as it stands.
 """
 
 from __future__ import annotations

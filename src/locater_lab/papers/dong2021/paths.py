@@ -1,13 +1,10 @@
-"""Paths through a transformer: how long they are (study e), and products of attention maps along them (study d).
+"""Paths through a transformer: how long they are, and how little the long ones weigh (study e); products of attention
+maps along them, and by how many decades each more layer takes these towards rank one, before and after training
+(study d).
 
-**Lengths.** How long the paths through a transformer are, and how little the long ones weigh: study e.
-
-**Products.** Products of attention maps along paths: by how many decades each more layer takes them towards rank one,
-before and after training. Study d.
-
-As in the paper: k distinct layers in their order, one head drawn in each, and P = A_1 A_2 ... A_k of one sample. What
-is left of P besides the closest matrix of rank one, over P, in the composite norm. Products are formed in float64,
-where the paper's float32 ends near 1e-6. That is attention alone: values and skips play no part.
+Products are made as in the paper: k distinct layers in their order, one head drawn in each, and P = A_1 A_2 ... A_k of
+one sample. What is left of P besides the closest matrix of rank one, over P, in the composite norm. Products are formed
+in float64, where the paper's float32 ends near 1e-6. That is attention alone: values and skips play no part.
 """
 
 from __future__ import annotations

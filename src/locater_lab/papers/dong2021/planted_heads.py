@@ -1,11 +1,8 @@
-"""Heads with given moments on given tokens, and the phase diagrams that are drawn of them: part of study h.
-
-**Heads.** Heads with given moments on given tokens: what they keep of the tokens' differences and of their own entropy.
+"""Heads with given moments on given tokens: what they keep of the tokens' differences and of their own entropy, and the
+phase diagrams of both over the plane of a head's scale and self-logit. Part of study h.
 
 A head is a map A = s W in logit units, M = tr A, F = ||A||^2, S = tr A^2, with the identity for values and output, so
 that whatever happens to the tokens is attention's doing.
-
-**Diagrams.** The phase diagrams of study h: residual kept and entropy over the plane of a head's scale and self-logit.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ models. Study c.
 Curves of the paper were read off its figures. Each is of one draw of weights: where our draws differ from each other,
 so may theirs.
 
-**Encoders.** BERT, ALBERT and XLNet at initialisation, trained models at hand, and what is cut out of both; residuals
+**Encoders.** BERT, ALBERT and XLNet at initialisation, available trained models, and what is cut out of both; residuals
 of their hidden states.
 
 Models at initialisation have the published configurations and random weights, so what tokens mean does not matter, only
@@ -340,7 +340,7 @@ def start_table(moments: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[
 
 
 def trained_curves(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Curves of the trained models at hand on two halves of the text, and what was left out, with the reason."""
+    """Curves of the available trained models on two halves of the text, and what was left out, with the reason."""
     text, samples = setting.text[:TEXT_CHARACTERS], 2 * SAMPLES[setting.quick]
     entries, left_out = read_each(
         model_folders(setting.models).items(), lambda name, folder: _trained_entry(name, folder, text, samples)

@@ -5,16 +5,16 @@ factorises.
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.gerami2024 import cost_and_training, exactness, limits
+from locater_lab.papers.gerami2024 import cost_and_training, polynomial
 
 PAPER = Paper(
     "gerami2024",
     "Fastmax: a polynomial for the exponential, what it saves and what it cannot do",
     "Gerami, Hoover, Dulepet and Duraiswami, FAST: factorizable attention for speeding up transformers (arXiv 2402.07901)",
     (
-        exactness.FORMS_STUDY,
-        limits.STUDY,
-        exactness.LEAK_STUDY,
+        polynomial.FORMS_STUDY,
+        polynomial.LIMIT_STUDY,
+        polynomial.LEAK_STUDY,
         cost_and_training.COST_STUDY,
         cost_and_training.TRAINING_STUDY,
     ),

@@ -1,12 +1,9 @@
-"""What Fastmax costs (study d), and what it learns (study e).
-
-**Cost.** What it costs beside fused attention: multiplications counted, and processor time in one run. Study d.
+"""What Fastmax costs beside fused attention, multiplications counted and processor time in one run (study d), and what
+it learns beside softmax, from text and images (study e).
 
 One head of size D: softmax attention multiplies 2 T^2 D times forward; order p of Fastmax about 2 T F (D + 1), F
 features, F = 1 + D at order 1 and 1 + D + D (D + 8) / 2 at order 2 (the public form has 1 + D + D^2). So they cross
 near T = F.
-
-**Training.** Fastmax against softmax in training, text and images: study e.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Softmax attention as an interpolator, constructed: one head (study a), and functions of a whole sequence (study b).
+"""Softmax attention as an interpolator, constructed: the head with anchors in closed form, its error by anchors, heads
+and temperature, and its map (study a), and functions of a whole sequence by attention alone, in two layers, and in
+one layer and a softmax (study b).
 
-**The head with anchors.** The head with anchors in closed form: its error by anchors, heads and temperature, and its
-map: study a.
-
-**Sequences.** Functions of a whole sequence by attention alone, in two layers, and in one layer and a softmax: study b.
-
-Both begin with a head whose logits are all 0: it averages over tokens, so that values which depend on a token's place
-collect every linear form of the whole sequence, exactly. Then
+Functions of a sequence begin with a head whose logits are all 0: it averages over tokens, so that values which depend
+on a token's place collect every linear form of the whole sequence, exactly. Then
 
     two layers           one head with anchors for every unit of f(X) = sum_i c_i ReLU(w_i^T vec X + t_i)
     layer and softmax    one softmax over a grid of anchors z_k in the space of vec X, with the values f(z_k)

@@ -1,20 +1,14 @@
 """What training finds in the place of the construction: one head with free keys and values (study c), and a layer in
 the form of the paper's code (study d).
 
-**One head.** The same head with every key and value learnt: whether training finds the anchors and the parabola: study
-c.
+**One head (study c).** Does training find the anchors and the parabola? Logits of anchor k are alpha_k s + gamma_k, its
+value v_k; the construction has alpha_k = 2 beta k D, gamma_k = -beta (L_k^2 - L_0^2), v_k = L_k, which makes alpha
+linear in v and gamma quadratic. Trained on clip(s, -1, 1), s from -2 to 2.
 
-Logits of anchor k are alpha_k s + gamma_k, its value v_k; the construction has alpha_k = 2 beta k D, gamma_k = -beta
-(L_k^2 - L_0^2), v_k = L_k, which makes alpha linear in v and gamma quadratic. Trained on clip(s, -1, 1), s from -2 to
-2.
-
-**A layer.** A layer of attention trained on truncated linear functions of its tokens, in the form of the paper's code:
-study d.
-
-Targets clip(w_i^T x_i + t_i, a, b) with a w and a t for each place i, x uniform on [-5, 5]. Tokens are mapped to a
-hidden width and scaled by place; p - s learnt anchor tokens follow them; one layer of multi-head attention reads all;
-the target is output channel 0 of every token, the other channels are 0. All seeds are trained at once, with weights of
-their own.
+**A layer (study d).** It learns truncated linear functions of its tokens. Targets clip(w_i^T x_i + t_i, a, b) with a w
+and a t for each place i, x uniform on [-5, 5]. Tokens are mapped to a hidden width and scaled by place; p - s learnt
+anchor tokens follow them; one layer of multi-head attention reads all; the target is output channel 0 of every token,
+the other channels are 0. All seeds are trained at once, with weights of their own.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """Gated attention as a mixture of experts: the mixture written out (study a), and what a gate changes by the place it
 is put (study b).
 
-**The mixture.** An entry of an attention layer as a mixture of experts in three levels, written out: heads, tokens,
-channels. Study a.
+**The mixture (study a).** An entry of an attention layer in three levels: heads, tokens, channels.
 
     plain:   out_ic = sum_h sum_j A^h_ij E^h_jc,  E^h_jc = sum_m (x_j W_V^h)_m (W_O^h)_mc          linear experts
     gated:   out_ic = sum_h sum_m g^h_im [sum_j A^h_ij (x_j W_V^h)_m] (W_O^h)_mc                   a weight on each expert, made of x_i
     values:  out_ic = sum_h sum_j A^h_ij sum_m g^h_jm (x_j W_V^h)_m (W_O^h)_mc                     experts made of x_j, not linear
 Sums are loops over numbers, maps are exponentials one by one; the package's modules are on the other side.
 
-**Places.** What a gate changes, by the place it is put: linear experts, W_V and W_O as one matrix, the rank of a head's
-output. Study b.
-
-Places as in Qiu et al. (2025): 1 after attention, 2 on values, 3 on keys, 4 on queries, 5 after W_O. The abstract of
-Nguyen et al. says that their theory explains why places 1 and 2 help and the others do not; public summaries give
-experts that are not linear as the reason. Maps are fixed as they are at one input, since the claims are about experts;
-x then varies, and gates with it.
+**Places (study b).** Linear experts, W_V and W_O as one matrix, and the rank of a head's output, by place. Places as in
+Qiu et al. (2025): 1 after attention, 2 on values, 3 on keys, 4 on queries, 5 after W_O. The abstract of Nguyen et al.
+says that their theory explains why places 1 and 2 help and the others do not; public summaries give experts that are
+not linear as the reason. Maps are fixed as they are at one input, since the claims are about experts; x then varies,
+and gates with it.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ class Weights:
     out: Float[Tensor, "H d D"]
 
     @classmethod
-    def drawn(
+    def draw(
         cls, seed: int, few: int = HEADS, width: int = MIXTURE_WIDTH, heads: int = HEADS, size: int = MIXTURE_SIZE
     ) -> Weights:
         g = torch.Generator().manual_seed(seed)
@@ -144,7 +141,7 @@ def module_output(
 def measure_mixture(setting: Setting) -> Results:
     off = {"a1": 0.0, "a2": 0.0, "a3": 0.0}
     for number, (causal, few) in enumerate(CASES):
-        w = Weights.drawn(number, few)
+        w = Weights.draw(number, few)
         x = torch.randn(
             MIXTURE_TOKENS, MIXTURE_WIDTH, generator=torch.Generator().manual_seed(100 + number), dtype=torch.float64
         )
@@ -163,7 +160,7 @@ def row_sum_errors() -> tuple[float, float]:
     """How far the weights of a row are from summing to 1: with gates on keys or queries, and with one after
     attention.
     """
-    w = Weights.drawn(0)
+    w = Weights.draw(0)
     x = torch.randn(1, MIXTURE_TOKENS, MIXTURE_WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     q, k, _ = w.operands(x[0])
     far = {}

@@ -1,13 +1,11 @@
 """What a gate computes and where it stands: every form beside plain loops, and the gate of Qwen3-Next (study a).
 
-**Forms.** What a gate computes, where it may stand, and what each variant can and cannot do: study a.
+**Forms.** The paper puts sigmoid(x W_g) in five places of an attention layer. Four are options of the mechanism
+`gated`; the fifth, after the output projection, is a plain product. Every form is compared with loops over heads and
+tokens that share no code with it.
 
-The paper puts sigmoid(x W_g) in five places of an attention layer. Four are options of the mechanism `gated`; the
-fifth, after the output projection, is a plain product. Every form is compared with loops over heads and tokens that
-share no code with it.
-
-**Qwen3-Next.** The gate of Qwen3-Next, from the weights of a tiny random layer of transformers: which rows of q_proj
-are queries, which are gates. The rest of study a.
+**Qwen3-Next.** Its gate, from the weights of a tiny random layer of transformers: which rows of q_proj are queries,
+which are gates.
 
 q_proj has 2 H size rows. Three ways to read them:
     per head    head by head, `size` rows of query, then `size` rows of gate

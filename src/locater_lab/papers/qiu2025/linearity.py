@@ -1,7 +1,5 @@
-"""What the gate undoes (study b), and how far the paper's own table orders it (study c).
-
-**Linear maps.** What the gate undoes: heads as linear maps of their tokens, ranks, and whether W_V and W_O still merge.
-Study b.
+"""What the gate undoes: heads as linear maps of their tokens, ranks, and whether W_V and W_O still merge (study b), and
+how far the paper's own table orders it (study c).
 
 With the map A fixed, a head without a gate is linear in X. For tokens whose law is symmetric about zero and a gate g =
 sigmoid(x W_g) without a bias, g - 1/2 is odd in x and the head o before its gate is odd too, so that g o = o / 2 + (g -
@@ -13,8 +11,8 @@ second:
 As |g - 1/2| < 1/2, R^2 is above 1/2 however sharp the gate. A gate that is mostly closed goes further: with a gate that
 is open with probability p, independent of o, R^2 = p.
 
-**The table.** The paper's own table of variants: how far the mean gate orders sink and largest activation, and what a
-gate per head costs. Study c.
+**The table (study c).** How far the mean gate orders sink and largest activation over the paper's variants, and what a
+gate per head costs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Gates in training, at the size of this project's runs (studies d and e), and where softmax has a sink (study f).
-
-Gates in training, at the size of this project's runs: which lower the loss, take the sink away and calm the stream.
-Studies d and e.
+"""Gates in training, at the size of this project's runs: which lower the loss, take the sink away and calm the stream
+(studies d and e), and what they do where softmax has a sink (study f).
 
 The paper's models have 15 billion parameters and 400 billion tokens. These have 6 layers of width 256 and a few million
 tokens, so that every verdict is of this size alone. Softmax and one gate per head are at the better of two learning
@@ -10,8 +8,7 @@ rates, variations at the higher of them.
 No head of these models has a sink, so claims on sinks are judged by other ones (`engine/sink_runs.py`), trained on more
 text by the recipe that grew the most. Where not one head of softmax has a sink there, nothing is said of sinks.
 
-**Where there is a sink.** Gates where softmax has a sink: which take it away, and which leave it. Study f; the models
-of study d have none.
+Study f says which gates take a sink away, and which leave it; the models of study d have none.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """The gap in the spectrum of attention maps: of random maps (study a), of trained models' maps, and training without
 the outlier (studies e and f).
 
-**Random maps.** Random attention maps and their spectrum: one value at 1, the rest in a disk that shrinks as 1 /
-sqrt(T). Study a.
-
-A map is the softmax of independent normal logits with variance log(1 + sigma^2), so that its entries before the row sum
-is taken are log-normal, with standard deviation sigma over mean. `mechanism(...)` makes it, from queries that are the
-logits and keys that tell positions apart.
-
-The gap in trained models' maps, and training without the outlier. Studies e and f.
+**Random maps.** One value is at 1, the rest in a disk that shrinks as 1 / sqrt(T). A map is the softmax of independent
+normal logits with variance log(1 + sigma^2), so that its entries before the row sum is taken are log-normal, with
+standard deviation sigma over mean. `mechanism(...)` makes it, from queries that are the logits and keys that tell
+positions apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the number of tokens does to stacks of attention: rank (study b), gradients (study c), and both under a causal
 mask (study d).
 
-**Rank.** Rank collapse in width: with the outlier, a stack of attention sends tokens to rank one as T grows; without
-it, no. Study b.
+**Rank (study b).** With the outlier, a stack of attention sends tokens to rank one as T grows; without it, no.
 
 X_l = A_l X_{l-1} W_l from orthonormal tokens, Sigma_l = X_l X_l^T, and the stable rank of Sigma_l, sum s_i^4 / s_1^4
 over the singular values of X_l. Its distance from 1 is summed without the first value, so that 1e-12 has all its
@@ -11,16 +10,13 @@ digits.
 Value weights are Gaussian. That LayerNorm can keep tokens apart for some other value weights was shown by Wu and others
 (arXiv 2405.18781).
 
-**Gradients.** Gradients of a stack of attention against the number of tokens, with and without the outlier. Study c.
-
-Of X_L = A_L ... A_1 X_0 W_1 ... W_L the derivative by W_1 is (W_2 ... W_L)^T (x) A_L ... A_1 X_0, whose Frobenius norm
-is the product of those of the two factors. Autograd says the same of small stacks.
+**Gradients (study c).** Of X_L = A_L ... A_1 X_0 W_1 ... W_L the derivative by W_1 is (W_2 ... W_L)^T (x) A_L ... A_1
+X_0, whose Frobenius norm is the product of those of the two factors. Autograd says the same of small stacks.
 
 Which sizes of weights and skips keep tokens apart and gradients of one size at initialisation is worked out for whole
 transformers by Giorlandino and Goldt (arXiv 2505.24333); these are powers of T of bare attention alone.
 
-**A causal mask.** Under a causal mask, of which the paper does not speak: no gap opens, and tokens do not collapse in
-width. Study d.
+**A causal mask (study d).** The paper does not speak of it: no gap opens, and tokens do not collapse in width.
 
 That masked attention collapses tokens exponentially with depth was shown by Wu and others (arXiv 2405.18781). The
 causal form of taking the outlier off, the mean over each token's prefix, is ours.

@@ -1,8 +1,6 @@
 """Attention without softmax as a convex problem, its solver, and the same problem in heads; and study a, that the
 lifted problem has the outputs and, at best, the penalty of the heads.
 
-Attention without softmax as a convex problem, its solver, and the same problem in heads.
-
 Heads j with a query-key map W1_j (d x d) and a value-output map W2_j (d x c), on sequences X_i (s x d):
 
     heads     min  1/2 sum_i |sum_j (B_ij * X_i W1_j X_i^T) X_i W2_j - Y_i|^2 + b/2 sum_j (|W1_j|^2 + |W2_j|^2)
@@ -12,10 +10,8 @@ B is 1 for linear attention. With gates it is 1[X_i H_g X_i^T >= 0] for fixed ma
 gate g. Row t of Phi_ig has x_t[a] sum_u B_ig[t, u] x_u[k] x_u[l] for every a, k, l; Z_g has rows (a, k) and columns (l,
 c). |.|_* is the nuclear norm, the sum of singular values. Everything is float64.
 
-**Study a.** The lifted problem has the outputs and, at best, the penalty of the heads: study a.
-
-For any heads, Z = sum_j vec(W1_j) vec(W2_j)^T has their output. Its nuclear norm is at most their penalty, |Z|_* <=
-sum_j (|W1_j|^2 + |W2_j|^2) / 2, with equality for the heads that its singular value decomposition gives.
+**Study a.** For any heads, Z = sum_j vec(W1_j) vec(W2_j)^T has their output. Its nuclear norm is at most their penalty,
+|Z|_* <= sum_j (|W1_j|^2 + |W2_j|^2) / 2, with equality for the heads that its singular value decomposition gives.
 """
 
 from __future__ import annotations

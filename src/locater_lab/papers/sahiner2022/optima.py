@@ -1,21 +1,16 @@
 """The convex optimum beside what descent finds: how many heads that takes (study b), with fixed gates and ReLU (study
 c).
 
-**Descent.** The problem in heads, descended to a local minimum: many starts and many problems at once.
+**Descent.** The problem in heads goes to a local minimum in two ways, many starts and many problems at once. Newton's
+method goes to the bottom of the valley it starts in, so that a distance from the convex optimum is that of a stationary
+point. Adam is how such a layer is trained.
 
-Two ways. Newton's method goes to the bottom of the valley it starts in, so that a distance from the convex optimum is
-that of a stationary point. Adam is how such a layer is trained.
+**Optima (study b).** Tokens of length sqrt(d) and normal targets, eight sets. Each problem is solved in the lifted
+form, with a duality gap that certifies the optimum, and in heads from several random starts.
 
-**Optima.** The convex optimum, the best that heads find, and how many heads that takes: study b.
-
-Tokens of length sqrt(d) and normal targets, eight sets. Each problem is solved in the lifted form, with a duality gap
-that certifies the optimum, and in heads from several random starts.
-
-**Gates.** Gated ReLU attention: the same equality with fixed gates, and what it says of ReLU attention: study c.
-
-ReLU attention max(X W1 X^T, 0) is gated attention whose gates are its own heads, H_j = W1_j. With these gates fixed,
-the convex problem can only be lower: its optimum is a lower bound that ReLU heads could reach only by keeping their
-signs.
+**Gates (study c).** ReLU attention max(X W1 X^T, 0) is gated attention whose gates are its own heads, H_j = W1_j. With
+these gates fixed, the convex problem can only be lower: its optimum is a lower bound that ReLU heads could reach only
+by keeping their signs.
 """
 
 from __future__ import annotations

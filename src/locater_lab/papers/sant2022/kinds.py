@@ -1,15 +1,12 @@
 """Heads of several kinds beside plain references (study a), and the published layouts with what they cost (study b).
 
-**Kinds.** Full, local and compressed heads against plain references: study a.
+    full        softmax over all keys
+    local       softmax over keys in a window
+    compressed  softmax over keys that a strided convolution over tokens has shortened, on values shortened likewise
 
-full softmax over all keys local softmax over keys in a window compressed softmax over keys that a strided convolution
-over tokens has shortened, on values shortened likewise
-
-**Layouts.** The published layouts as data, and what they cost: study b.
-
-A score is one product q.k. A full head of T tokens has T^2 of them, a local one T w less the edges, a compressed one T
-T' with T' = ceil((T + 2 (stride // 2) - taps) / stride) + 1, about T / stride. All lengths are of the encoder's input,
-after it was shortened.
+**Layouts.** A score is one product q.k. A full head of T tokens has T^2 of them, a local one T w less the edges, a
+compressed one T T' with T' = ceil((T + 2 (stride // 2) - taps) / stride) + 1, about T / stride. All lengths are of the
+encoder's input, after it was shortened.
 """
 
 from __future__ import annotations

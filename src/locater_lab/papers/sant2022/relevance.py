@@ -1,17 +1,10 @@
 """How much a head counts: the paper's measure (study c), in trained models beside leaving heads out (study d), and in
-training, where even relevance should go with a lower loss (study e).
-
-**The measure.** The paper's measure of how much a head counts: what leaves it as it is, and what it does not tell.
-Study c, and study d on models.
+training, where even relevance should go with a lower loss (study e). The paper's own scores, of speech translation,
+are claims f, which nothing here can measure.
 
     c_h = sum_t |W_O^h o_ht|_1        r_h = median over samples of c_h / sum_h' c_h'
 
-the share of each head in what a layer adds to the stream, in the absolute-sum norm.
-
-**Models.** Relevance of heads in trained models, beside what leaving each head out does: study d.
-
-**Training.** Mixed heads against heads of one kind in training, and whether even relevance goes with a lower loss:
-study e. The paper's own scores, of speech translation, are claims f, which nothing here can measure.
+is the share of each head in what a layer adds to the stream, in the absolute-sum norm.
 """
 
 from __future__ import annotations
@@ -331,7 +324,7 @@ def measure_entries(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measureme
 
 
 def measure_model(setting: Setting) -> Results:
-    """The models at hand; those that cannot be read are named."""
+    """The available models; those that cannot be read are named."""
     read, left_out = read_each(
         model_folders(setting.models).items(), lambda name, folder: model_entry(name, folder, setting)
     )

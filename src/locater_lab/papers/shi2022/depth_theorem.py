@@ -1,8 +1,8 @@
 """Tokens by depth in drawn models: what the theorem promises (study c), norms after the sums and in front of them
 (study d), and fusion of layers in training (study f).
 
-**The theorem.** The theorem on blocks with LayerNorm after the sums: when it promises that tokens become equal, and
-what v is worth. Study c.
+**The theorem (study c)** is on blocks with LayerNorm after the sums: when does it promise that tokens become equal, and
+what is v worth?
 
     d(H_{l+1}) <= v d(H_l),   v = (1 + s^2) (1 + h s sqrt(lambda)) / (sigma_1 sigma_2)
 
@@ -10,13 +10,11 @@ with h heads, s the largest singular value of any weight, sigma_1 and sigma_2 th
 front of the two norms. v is the form in this project's notes, reconstructed and proved there; the abstract says in
 words that tokens converge where LayerNorm's standard deviation is sufficiently large.
 
-**Norms.** Tokens by depth in drawn models, norms after the sums against norms in front, with a mask and without: study
-d.
+**Norms (study d).** The paper is about BERT, whose norms stand after the sums. Models of today have them in front of
+attention and MLP.
 
-The paper is about BERT, whose norms stand after the sums. Models of today have them in front of attention and MLP.
-
-**Fusion.** Does fusing all layers help a masked language model, and does the place of the norm matter? Study f, judged
-by training runs.
+**Fusion (study f)**, judged by training runs: does fusing all layers help a masked language model, and does the place
+of the norm matter?
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """How alike tokens are, and what each part of a block does to that: what their mean cosine sees (study a), and bounds
 part by part (study b).
 
-**Cosine.** What the mean cosine of tokens measures, and what it does not see: study a.
-
-U are the tokens at unit length, n of them, and d(X) = ||X - 1 mean^T||_F is how far tokens are from all being equal.
-Then
+**Cosine (study a).** U are the tokens at unit length, n of them, and d(X) = ||X - 1 mean^T||_F is how far tokens are
+from all being equal. Then
 
     CosSim(H) = (|sum u|^2 - n) / (n (n - 1)) = 1 - d(U)^2 / (n - 1)
 
 so the paper's measure is its distance, taken after lengths are gone. After a LayerNorm without gain all tokens have one
 length.
 
-**Bounds.** What each part of a block does to d(H) = ||H - 1 mean^T||_F, over random draws: study b.
+**Bounds (study b)** of what each part of a block does to d(H) = ||H - 1 mean^T||_F, over random draws:
 
     attention   d(A H) <= sqrt(lambda) d(H), lambda = largest eigenvalue of A^T (I - J) A, J = 1 1^T / n, rows of A sum to 1
     weights     d(H W) <= ||W|| d(H)

@@ -148,7 +148,7 @@ def _spectral_norm(w: Tensor) -> float:
 
 
 def read_models(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Every model at hand on two halves of the samples, and what was left out, with the reason."""
+    """Every available model on two halves of the samples, and what was left out, with the reason."""
     models, left_out = read_each(
         model_folders(setting.models).items(), lambda name, folder: _read_model(name, folder, setting)
     )

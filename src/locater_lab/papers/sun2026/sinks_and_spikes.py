@@ -1,17 +1,16 @@
 """Sinks and spikes as numbers: their measures (study a), what a norm makes of a spike (study b), and the first
 position, which sees itself alone (study c).
 
-**Measures.** Sinks and massive activations as numbers, compared with plain loops; and what the sink metric says of
-heads that have none. Study a.
+**Measures (study a)**, compared with plain loops; and what the sink metric says of heads that have none.
 
-alpha_k weight that key k receives, per query that may look at it (Gu et al. 2024) sink rate share of heads with alpha_1
-> 0.3, 1 the first token sink ratio share of heads with alpha_k > 0.3 for some k in the first half (Sun et al. 2026)
-massive |h| > 100 and at least 1000 medians (Sun et al. 2024)
+    alpha_k     weight that key k receives, per query that may look at it (Gu et al. 2024)
+    sink rate   share of heads with alpha_1 > 0.3, 1 the first token
+    sink ratio  share of heads with alpha_k > 0.3 for some k in the first half (Sun et al. 2026)
+    massive     |h| > 100 and at least 1000 medians (Sun et al. 2024)
 
-**Norms.** What a norm makes of a spike: sparse vectors that all point the same way. Study b.
-
-A spike token is h = s u + r: s along a fixed unit direction u of few channels, r normal noise of deviation 1 in all of
-n channels. RMSNorm divides by the length, so that
+**Norms (study b)** make sparse vectors that all point the same way of spikes. A spike token is h = s u + r: s along a
+fixed unit direction u of few channels, r normal noise of deviation 1 in all of n channels. RMSNorm divides by the
+length, so that
 
     cosine of two spike tokens   s1 s2 / sqrt((s1^2 + n) (s2^2 + n))
     deviation of other channels  sqrt(n / (s^2 + n)), and P(|x| < t) = erf(t / sqrt 2 / deviation) there, 0 in the channels of u
@@ -20,11 +19,9 @@ The cosine is 1 - n / s^2 for large s. It is over 0.99 from s = 10 sqrt(n) on, w
 of them at a width of 4096, where 1000 medians are the usual criterion of a massive activation. The criterion is one of
 that width.
 
-**The first position.** The first token sees itself alone: what attention does there, mechanism by mechanism. Study c.
-
-Under a causal mask row 1 of a map that sums to 1 is a single 1, so the output is W_O W_V x whatever queries and keys
-are: one fixed linear map. A spike that is made there depends on nothing but the token. Where a row may sum to less, or
-more, the weight is a function of the token, and the map is not fixed.
+**The first position (study c).** Under a causal mask row 1 of a map that sums to 1 is a single 1, so the output is W_O
+W_V x whatever queries and keys are: one fixed linear map. A spike that is made there depends on nothing but the token.
+Where a row may sum to less, or more, the weight is a function of the token, and the map is not fixed.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def measure_step(model: Any, ids: Tensor, stream: Stream, up: int) -> dict[str, 
 
 
 def measure_models(setting: Setting) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Every model at hand on two halves of the text, and what was left out, with the reason."""
+    """Every available model on two halves of the text, and what was left out, with the reason."""
 
     def halves(name: str, folder: Path) -> list[dict[str, Any]]:
         model = load_model(str(folder)).requires_grad_(False)

@@ -1,7 +1,5 @@
-"""What drives sinks and spikes in training (study e), where softmax has a sink (study f), and how a sink grows on text
-(study g).
-
-What drives spikes, and what drives sinks: head size, gates, norms, MLPs, weight decay. Study e.
+"""What drives sinks and spikes in training, head size, gates, norms, MLPs or weight decay (study e); the same where
+softmax has a sink (study f), and how a sink grows on text (study g).
 
 The paper trains models of 7 billion parameters, whose largest |h| is in the thousands. Here numbers are ratios and
 shares, and every verdict is of models of a few layers of width 256 alone. Spikes are judged by the models that all
@@ -13,11 +11,7 @@ No head of those models has a sink, so sinks are judged by other ones (`engine/s
 the recipe that grew the most. They are compared by the first token's share of rows. Where not one head of the plain
 model has a sink, nothing is said of sinks.
 
-**Where there is a sink.** What drives sinks and spikes where softmax has a sink: head size, norms, MLPs, weight decay.
-Study f; models of study e have none.
-
-**Growth.** How a sink grows on text: by which recipe, and what it is then. Study g; its arms are those of studies e
-here and d of qiu2025 too.
+The arms of study g are those of study e here and of study d of qiu2025 too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """What signs do to attention without training: to the logits of Gaussian queries and keys (study b), and in trained
 models made binary as they are (study c).
 
-**Gaussian heads.** What signs do to the logits of Gaussian queries and keys: the arcsine law, flatter rows, an order
-half kept. Study b.
+**Gaussian heads (study b).** The arcsine law, flatter rows, an order half kept.
 
-**Trained models.** Trained models whose attention is made binary as it is, with no fine-tuning: entropy, order of keys,
-gradients, loss. Study c.
-
-The paper fine-tunes for 300 epochs after the change; nothing here says that this is not needed. It says how much it has
-to repair.
+**Trained models (study c).** Entropy, order of keys, gradients, loss, with no fine-tuning. The paper fine-tunes for 300
+epochs after the change; nothing here says that this is not needed. It says how much it has to repair.
 """
 
 from __future__ import annotations

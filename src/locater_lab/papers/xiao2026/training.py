@@ -1,20 +1,18 @@
 """Binary attention in training: from the start, on text and images (study d), trained late and from the start on images
 and noise (study g), and what only large models and a kernel can measure (studies e and f).
 
-**From the start.** Binary attention trained from the start, which the paper does not do: it fine-tunes trained models,
-on images. Study d.
+**From the start (study d)** is what the paper does not do: it fine-tunes trained models, on images.
 
-**Images.** One-bit queries and keys on images, the paper's own ground: a classifier and a small diffusion transformer,
-trained with binary attention from the start, and with softmax, made binary late in training and trained on. Study g.
+**Images (study g)**, the paper's own ground: a classifier and a small diffusion transformer, trained with binary
+attention from the start, and with softmax, made binary late in training and trained on.
 
 The paper starts from models trained on ImageNet, and fine-tunes them for 300 epochs. Here a run of 1,500 steps on
 Fashion-MNIST changes its attention after 1,000 of them. Softmax and binary attention from the start have the same 1,500
 steps, so what is compared has seen the same images the same number of times.
 
-**Open.** What the paper says of accuracy and speed, which nothing here can measure: studies e and f.
-
-They stand among its claims so that the count of verdicts shows them as open. Accuracy is that of models trained on
-ImageNet and then fine-tuned for 300 epochs with binary attention; speed is that of a kernel for one-bit products.
+**Accuracy and speed (studies e and f)** stand among the claims so that the count of verdicts shows them as open.
+Accuracy is that of models trained on ImageNet and then fine-tuned for 300 epochs with binary attention; speed is that
+of a kernel for one-bit products.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Composing functions by hand (study c), and what of the separation theorem can be decided here (study e).
 
-**By hand.** Composition by hand: a recurrence that composes on the fly, the states that each order of the prompt needs,
-layers that hop. Study c.
+**By hand (study c).** A recurrence that composes on the fly, the states that each order of the prompt needs, layers
+that hop.
 
 The task of the theorem, simplified: compose L functions on m points, listed with the one applied last in front. A
 prompt lists f_L, ..., f_1 as tokens (l, x, f_l(x)), then asks i_L = f_L(... f_1(i_0)) for a start i_0. The published
@@ -12,12 +12,10 @@ The number of states that a prompt needs at a cut is counted, not argued: two be
 when some continuation has different answers, so the number of states is that of different rows of answers over all
 continuations.
 
-**The theorem.** The separation theorem: what of it can be decided here, and what cannot. Studies e.
-
-L functions in a chain: L + 1 layers of full attention compose them (claim c5, by construction); no stack of L - 1 full
-layers and 2^(3 L^2) linear ones does, where states are small against the prompt. The second half is about all stacks of
-that size, for prompts without end, and stays open here but for L = 1. There no layer is full, and linear layers on top
-of each other are one recurrence, whose states can be counted.
+**The theorem (study e).** L functions in a chain: L + 1 layers of full attention compose them (claim c5, by
+construction); no stack of L - 1 full layers and 2^(3 L^2) linear ones does, where states are small against the prompt.
+The second half is about all stacks of that size, for prompts without end, and stays open here but for L = 1. There no
+layer is full, and linear layers on top of each other are one recurrence, whose states can be counted.
 """
 
 from __future__ import annotations

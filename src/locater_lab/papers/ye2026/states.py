@@ -1,15 +1,13 @@
 """Linear attention and its state: as a recurrence (study a), and what a state of fixed size can store (study b).
 
-**Recurrences.** Linear attention as a recurrence: the state token by token, against the package's chunks and sums.
-Study a.
+**Recurrences**, token by token, against the package's chunks and sums:
 
     (a) S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t), o_t = S_t^T phi(q_t) / z_t.phi(q_t), phi = elu + 1
     (b) S_t = S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T, o_t = S_t q_t, |k_t| = 1
     (c) M <- a_t M, u = b_t (v_t - M^T k_t), M <- M + k_t u^T, o_t = M^T q_t / sqrt(d)
 The theorem is about all such recurrences: whatever came before a token is known to it through one state of fixed size.
 
-**Recall.** What a state of fixed size can store: pairs of keys and values written one after the other, then queried.
-Study b.
+**Recall.** Pairs of keys and values are written one after the other, then queried.
 """
 
 from __future__ import annotations

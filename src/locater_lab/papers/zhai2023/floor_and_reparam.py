@@ -1,7 +1,5 @@
 """The floor under the entropy of attention (study a), and the reparametrization that keeps it up (study b).
 
-**The floor.** The floor under the entropy of attention: study a.
-
 Theorem 3.1: for sigma = |W_Q W_K^T|, sigma_x = |X X^T| (spectral norms) and s = sigma sigma_x, every row of softmax(X
 W_Q W_K^T X^T) has
 
@@ -10,8 +8,7 @@ W_Q W_K^T X^T) has
 `entropy_floor(s, T)` is the right side, and also the least entropy of a row whose logits, less their mean, have the l2
 norm s.
 
-**The reparametrization.** The reparametrization itself: every map as its direction times a learned spectral norm. Study
-b.
+The reparametrization writes every map as its direction times a learned spectral norm.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from locater.commands.load import load_model
 from locater.errors import LocaterError
 from locater.inputs.text import Batch, batches, read_text
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.reproduction import Paper, Results, Setting, Study, rounded
+from locater_lab.engine.reproduction import Paper, Results, Setting, Study, round_numbers
 from locater_lab.engine.trained_models import model_folders
 from locater_lab.studies.surrogate.figures import BETWEEN, CLAIMS, Deciding, Entry, deciding
 from locater_lab.studies.surrogate.heads import record
@@ -79,7 +79,7 @@ def measure_models(setting: Setting) -> None:
     done = {line.get("model") for line in read_lines(setting.runs)}
     for name, folder in models_at_hand(setting.models).items():
         if name not in done:
-            line = rounded(line_of(name, folder, texts(setting)), 5)
+            line = round_numbers(line_of(name, folder, texts(setting)), 5)
             append_line(setting.runs, line)
             setting.tell(f"{name}: {len(line['heads']['entropy'])} heads")
 

@@ -19,7 +19,7 @@ import torch
 
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import Batch, read_text
-from locater_lab.engine.reproduction import rounded
+from locater_lab.engine.reproduction import round_numbers
 from locater_lab.engine.runs import machine
 from locater_lab.studies.surrogate.heads import record
 from locater_lab.train.data import open_data
@@ -85,7 +85,7 @@ def train_all(
                     broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
                     tell(broken[-1])
                     continue
-                append_line(out, rounded(line, 5))
+                append_line(out, round_numbers(line, 5))
                 trained = (
                     f"loss {line['report_loss']:.4f}, {line['seconds']:.0f} s"
                     if line["status"] == "done"
