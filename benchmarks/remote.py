@@ -116,7 +116,7 @@ def fused_requests() -> dict[str, dict[str, int]]:
     """Requests and bytes for the fused maps of a NeoX shape (24 layers, width 1024, 16 heads of 64, 16 bits), where the
     values of each head stand between ranges that are read: as they are planned, and with all gaps merged.
     """
-    from locater.sources.remote import ahead
+    from locater.sources.remote import prefetch
 
     file: Any = object()
     rows, layer = 64 * 1024 * 2, 12 * 1024 * 1024 * 2  # bytes of a head's queries, and of a layer
@@ -124,11 +124,11 @@ def fused_requests() -> dict[str, dict[str, int]]:
         [(file, n * layer + head * 3 * rows, n * layer + head * 3 * rows + 2 * rows) for head in range(16)]
         for n in range(24)
     ]
-    costs, share = {}, ahead.WASTE
-    for name, ahead.WASTE in (("planned", share), ("merged", 1.0)):
-        blocks = ahead.blocks_of(plan)
+    costs, share = {}, prefetch.WASTE
+    for name, prefetch.WASTE in (("planned", share), ("merged", 1.0)):
+        blocks = prefetch.byte_ranges(plan)
         costs[name] = {"requests": len(blocks), "bytes": sum(block.stop - block.start for block in blocks)}
-    ahead.WASTE = share
+    prefetch.WASTE = share
     return costs
 
 

@@ -16,7 +16,7 @@ import locater
 from locater.commands.load import load_model
 from locater.errors import LocaterError
 from locater.sources.adapter_folder import _Alphas
-from locater.sources.local_files import files_of
+from locater.sources.listing import files_of
 from locater.sources.sources import open_source
 from locater.sources.weights import ModuleWeights
 from tests.families.plain_models import MODELS

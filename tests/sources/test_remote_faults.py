@@ -20,9 +20,9 @@ import pytest
 
 import locater
 from locater.errors import LocaterError
-from locater.sources.remote import Traffic, http_client, retrying
+from locater.sources.remote import Traffic, http_client
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.ranged import read
+from locater.sources.remote.folders import read
 from tests import ROOT
 from tests.conftest import Result
 from tests.processes import hears_interrupts
@@ -41,7 +41,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(server: RangeServer, kept: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A URL, with short waits between tries."""
     shutil.copytree(kept, server.root / "x")
-    monkeypatch.setattr(retrying, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.01)
     return f"{server.url}/files/x"
 
 
@@ -162,7 +162,7 @@ def test_a_cut_body_is_resumed_where_it_ended(server: RangeServer, model: str, k
 def test_a_busy_server_is_asked_again_when_it_says(
     server: RangeServer, model: str, kept: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr(retrying, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.0)
     seen: dict[tuple[str, tuple[int, int]], list[float]] = {}
 
     def busy(request: Request) -> Fault | None:
@@ -241,7 +241,7 @@ def test_no_trusted_certificate(run: Run, tmp_path: Path) -> None:
 @pytest.fixture
 def hub_model(hub: RangeServer, kept: Path, monkeypatch: pytest.MonkeyPatch) -> RangeServer:
     shutil.copytree(kept, hub.root / "org" / "model" / "main")
-    monkeypatch.setattr(retrying, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.01)
     return hub
 
 
@@ -315,7 +315,8 @@ def test_a_busy_hub(run: Run, hub_model: RangeServer, kept: Path) -> None:
 
 
 def test_a_hub_that_stalls(run: Run, hub_model: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from locater.sources.remote import expand, hub
+    from locater.sources.listing import expand_remote as expand
+    from locater.sources.remote import hub
 
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
     hub_model.fault = lambda r: Fault(stall=1.0)

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater.sources.remote import Traffic, http_client, http_file, objects, retrying
+from locater.sources.remote import Traffic, http_client, http_file, objects
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.folders import ObjectFile
+from locater.sources.remote.folders import ObjectFile, read
 from locater.sources.remote.http_file import _redirected
-from locater.sources.remote.ranged import read
 from tests.conftest import Result
 from tests.range_server import Fault, RangeServer
 
@@ -80,7 +79,7 @@ def endless(start: bytes, piece: bytes) -> Iterator[bytes]:
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, so that what is waited for too long is seen."""
-    monkeypatch.setattr(retrying, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(http_client, "READ_SECONDS", 0.4)
     monkeypatch.setattr(http_client, "ANSWER_SECONDS", 0.6)
 

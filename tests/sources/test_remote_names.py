@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater.sources.remote import expand, identity
+from locater.sources.listing import expand_remote as expand
+from locater.sources.listing import remote_identity as identity
 from locater.sources.remote.address import remote_address
 from tests.range_server import RangeServer
 

@@ -23,10 +23,11 @@ from locater.commands.load import load_model
 from locater.errors import LocaterError
 from locater.families import llama
 from locater.families.registry import BY_TYPE
-from locater.sources.remote import Traffic, identity
+from locater.sources.listing import remote_identity as identity
+from locater.sources.remote import Traffic
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.ahead import blocks_of
 from locater.sources.remote.opening import FIRST
+from locater.sources.remote.prefetch import byte_ranges
 from locater.sources.sources import open_source
 from tests.range_server import RangeServer
 
@@ -80,13 +81,13 @@ def test_rows_are_those_of_the_local_checkpoint(server: RangeServer, kind: str) 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Ranges that were read without having been planned."""
-    from locater.sources.remote.session import Session
+    from locater.sources.remote.prefetch import Session
 
     unplanned: list[object] = []
     plain = Session.bytes
 
     def watched(self: Session, file: Any, start: int, stop: int) -> Any:
-        if self._ahead is None or not self._ahead._covering(file, start, stop):
+        if self._prefetcher is None or not self._prefetcher._covering(file, start, stop):
             unplanned.append((file.where, start, stop))
         return plain(self, file, start, stop)
 
@@ -221,7 +222,7 @@ def test_numbers_at_odd_places(server: RangeServer) -> None:
     with session() as opened:
         weights, _ = open_source(f"{server.url}/files/x.safetensors")
         file, start, _ = weights._entries["floats"]  # type: ignore[attr-defined]
-        opened.read_ahead([[(file, start, start + 160_003)]])
+        opened.prefetch([[(file, start, start + 160_003)]])
         got = weights.read("floats")
     assert got.data_ptr() % 4 == 0
     assert torch.equal(got, values)
@@ -416,7 +417,7 @@ def test_compare_and_layers(server: RangeServer, direct: list[object]) -> None:
 
 def test_reads_of_parts_and_of_more_than_a_block(server: RangeServer) -> None:
     """Whatever rows are asked for after a plan, they are the rows of the file."""
-    from locater.sources.remote import ahead, session
+    from locater.sources.remote import prefetch, session
 
     folder = saved(server.root / "x", "llama")
     stored = load_file(folder / "model.safetensors")
@@ -425,11 +426,11 @@ def test_reads_of_parts_and_of_more_than_a_block(server: RangeServer) -> None:
         weights, _ = open_source(f"{server.url}/files/x")
         file, start, entry = weights._entries[name]  # type: ignore[attr-defined]
         begin, end = (start + x for x in entry["data_offsets"])
-        old, ahead.PIECE = ahead.PIECE, 10_000
+        old, prefetch.PIECE = prefetch.PIECE, 10_000
         try:
-            opened.read_ahead([[(file, begin, end)]])
+            opened.prefetch([[(file, begin, end)]])
         finally:
-            ahead.PIECE = old
+            prefetch.PIECE = old
         for chosen in (None, [(0, 3)], [(100, 128), (5, 90)]):
             want = stored[name] if chosen is None else torch.cat([stored[name][a:b] for a, b in chosen])
             assert torch.equal(weights.read(name, chosen), want)
@@ -440,13 +441,13 @@ def test_any_order_of_reads_gives_the_bytes_of_the_file(
     server: RangeServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planned or not, in any order, by several threads, with a budget that is too small: a plan cannot change bytes."""
-    from locater.sources.remote import ahead, session
+    from locater.sources.remote import prefetch, session
     from locater.sources.remote.folders import folder_of
 
-    monkeypatch.setattr(ahead, "PIECE", 1000)
-    monkeypatch.setattr(ahead, "GAP", 300)
-    monkeypatch.setattr(ahead, "FREE_WASTE", 2000)
-    monkeypatch.setattr(ahead, "BUDGET", 5000)
+    monkeypatch.setattr(prefetch, "PIECE", 1000)
+    monkeypatch.setattr(prefetch, "GAP", 300)
+    monkeypatch.setattr(prefetch, "FREE_WASTE", 2000)
+    monkeypatch.setattr(prefetch, "BUDGET", 5000)
     draw = random.Random(seed)
     content = draw.randbytes(50_000)
     (server.root / "x").write_bytes(content)
@@ -462,7 +463,7 @@ def test_any_order_of_reads_gives_the_bytes_of_the_file(
     wanted = [(start, stop) for step in plan for _, start, stop in step] + [span() for _ in range(20)]
     with session() as opened, ThreadPoolExecutor(4) as pool:
         opened.files.append(file)
-        opened.read_ahead(plan)
+        opened.prefetch(plan)
         for start, stop in wanted[: len(wanted) // 2]:
             assert bytes(opened.bytes(file, start, stop)) == content[start:stop]
         draw.shuffle(wanted)
@@ -479,7 +480,7 @@ class File:
 def test_blocks_of_a_plan() -> None:
     file, other, mb = File(), File(), 1 << 20
     plan: Any = [[(file, 0, 10), (file, 20, 30)], [(file, 100 * mb, 140 * mb), (other, 0, 5)], [(file, 0, 10)]]
-    blocks = [(b.file is file, b.start, b.stop, b.first, b.last) for b in blocks_of(plan)]
+    blocks = [(b.file is file, b.start, b.stop, b.first, b.last) for b in byte_ranges(plan)]
     pieces = [(True, 100 * mb, 116 * mb, 1, 1), (True, 116 * mb, 132 * mb, 1, 1), (True, 132 * mb, 140 * mb, 1, 1)]
     assert sorted(blocks) == sorted([(True, 0, 30, 0, 2), *pieces, (False, 0, 5, 1, 1)]), (
         "read once, kept to the last use"
@@ -487,5 +488,5 @@ def test_blocks_of_a_plan() -> None:
     heads = [
         [(file, i * 3 * mb, i * 3 * mb + 2 * mb) for i in range(50)]
     ]  # two of three rows: fused queries, keys, values
-    apart: Any = blocks_of(heads)  # type: ignore[arg-type]
+    apart: Any = byte_ranges(heads)  # type: ignore[arg-type]
     assert sum(b.stop - b.start for b in apart) <= 1.1 * 100 * mb

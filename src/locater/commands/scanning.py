@@ -298,7 +298,7 @@ def scan(
         read = partial(read_source, weights, config, **names, example=example)
         choose = partial(_chosen, statistics, shard, where=weights.where, length=length, raw=raw)
         if remote.files:
-            remote.read_ahead(planned_reads(read, lambda layers: choose(layers)[1], raw))
+            remote.prefetch(planned_reads(read, lambda layers: choose(layers)[1], raw))
         reading = read()  # maps are still where they are stored
         layers = reading.layers
         inputs, numbered = choose(layers)

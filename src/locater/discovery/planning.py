@@ -15,8 +15,7 @@ import torch
 from locater.discovery.reading_models import Reading
 from locater.layers.effective import effective
 from locater.layers.layer import AttentionLayer
-from locater.sources.remote.ahead import Read
-from locater.sources.remote.session import Record, recorded
+from locater.sources.remote.prefetch import Read, Record, recorded
 
 Choice = Callable[[list[AttentionLayer]], Iterable[tuple[int, AttentionLayer]]]
 SMALL = 1 << 18  # bytes of a gain or a bias

@@ -218,7 +218,7 @@ def attention_layers(
         weights, config = open_source(source, download)
         names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads, "example": example}
         if remote.files:  # gains and biases; maps are read when a layer is used
-            remote.read_ahead(planned_reads(lambda: read_source(weights, config, **names), lambda layers: (), False))
+            remote.prefetch(planned_reads(lambda: read_source(weights, config, **names), lambda layers: (), False))
         return layers_of(weights, config, **names)
 
 

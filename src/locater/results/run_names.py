@@ -11,8 +11,7 @@ from pathlib import Path
 
 from locater.errors import LocaterError, printable
 from locater.files import regular_file
-from locater.sources.anywhere import expand, full_name
-from locater.sources.local_files import WEIGHTS
+from locater.sources.listing import WEIGHTS, expand, full_name
 
 STEP = re.compile(r"(?<![a-z])(?:global[-_]?)?(step|iteration|iter|checkpoint|ckpt)s?[-_=]?(\d{1,18})(?!\d)", re.I)
 JOINTS = "/@-_.= "  # between the name of a run and its step

@@ -123,7 +123,7 @@ def stored_map(module: nn.Module) -> Stored | None:
     plain = weight is None or (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
     if plain and "weight_packed" not in own_parameters(module) and getattr(weight, "quant_state", None) is None:
         return None
-    from locater.sources.live_quantised import live_map  # it reads through `weights`, which reads through this file
+    from locater.sources.quantised.view import live_map  # it reads through `weights`, which reads through this file
 
     return live_map(module)
 

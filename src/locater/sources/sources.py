@@ -25,13 +25,18 @@ from locater.sources.adapter_folder import (
 )
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
 from locater.sources.dcp_folder import DcpWeights, is_dcp
-from locater.sources.index import refuse_lost, refuse_missing_shards, refuse_one_of_many, shards_of
 from locater.sources.pickle_file import open_pickles
 from locater.sources.quantised import seen_through
 from locater.sources.remote.address import hub_address, remote_address
 from locater.sources.remote.hub import asked
 from locater.sources.remote.opening import open_remote
-from locater.sources.safetensors_file import SafetensorsWeights
+from locater.sources.safetensors_file import (
+    SafetensorsWeights,
+    refuse_lost,
+    refuse_missing_shards,
+    refuse_one_of_many,
+    shards_of,
+)
 from locater.sources.settings import checked_config
 from locater.sources.weights import ModuleWeights, Weights
 

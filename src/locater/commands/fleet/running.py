@@ -28,7 +28,7 @@ from locater.discovery import read_source
 from locater.errors import LocaterError
 from locater.report.sentences import counted
 from locater.results.run_names import Listed, Listing, listing
-from locater.sources.anywhere import identity, size_of
+from locater.sources.listing import identity, size_of
 from locater.sources.remote import session
 from locater.sources.remote.address import remote_address
 from locater.sources.sources import open_source

@@ -13,8 +13,8 @@ from locater.commands.scanning import scan
 from locater.errors import LocaterError, first_line, without_secrets
 from locater.files import read_json
 from locater.results.scan import Scan
-from locater.sources.anywhere import identity
-from locater.sources.digested import DigestedWeights, joined_digest
+from locater.sources.hashing import HashedWeights, combined_hash
+from locater.sources.listing import identity
 from locater.sources.sources import Wrapped
 from locater.sources.weights import Weights
 
@@ -76,14 +76,14 @@ def _scan_and_write(job: Job, store: Store) -> None:
         _join_pieces(job, store)
         return
     settings = job.settings
-    seen: list[DigestedWeights] = []
+    seen: list[HashedWeights] = []
 
-    def digested(weights: Weights) -> Weights:
-        seen.append(DigestedWeights(weights))
+    def hashing(weights: Weights) -> Weights:
+        seen.append(HashedWeights(weights))
         return seen[-1]
 
     result = scan(
-        Wrapped(job.source, digested),
+        Wrapped(job.source, hashing),
         length=settings.length,
         raw=settings.raw,
         eigenvalues=settings.eigenvalues,
@@ -93,7 +93,7 @@ def _scan_and_write(job: Job, store: Store) -> None:
     if identity(job.source) != job.identity:
         raise LocaterError(f"{job.source}: changed while the fleet ran: run the same command when nothing writes to it")
     if job.piece is None:
-        store.write_part(job.key, to_bytes(result, job, joined_digest(reads)))
+        store.write_part(job.key, to_bytes(result, job, combined_hash(reads)))
         return
     store.write_piece(job, {**result.to_dict(), "reads": reads})
     _join_pieces(job, store)
@@ -114,5 +114,5 @@ def _join_pieces(job: Job, store: Store) -> None:
             return
         raise
     whole = Scan.join(scans)
-    store.write_part(job.key, to_bytes(whole, job, joined_digest(*reads)))
+    store.write_part(job.key, to_bytes(whole, job, combined_hash(*reads)))
     store.forget_pieces(job.key, count)

@@ -1,5 +1,6 @@
 """A small HTTP client for byte ranges: connections are kept, bodies go straight into a buffer, `close` ends reads that
-wait, and a server that sends its answer too slowly is not waited for.
+wait, and a server that sends its answer too slowly is not waited for. A busy server is asked again, as often and after
+as long as it is polite to; what all of it costs is counted.
 
 The standard library is enough, so plain URLs need no extra package. Proxies are those of the environment.
 """
@@ -9,19 +10,24 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import math
+import random
 import socket
 import ssl
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from locater.sources.remote.retrying import Stopped
-from locater.sources.remote.traffic import Traffic
+from locater.errors import LocaterError
 from locater.version import __version__
 
 CONNECT_SECONDS = 10.0
@@ -242,3 +248,89 @@ def reason(error: BaseException, host: str) -> str:
         return f"{host} does not answer in time"
     words = f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__:.200}"
     return f"{host} cannot be reached ({words})"
+
+
+T = TypeVar("T")
+TRIES = 5
+TEMPORARY = (408, 429, 500, 502, 503, 504)  # answers after which the same request may succeed
+LONGEST_WAIT = 120.0  # seconds that are waited where a server asks for it
+FIRST_WAIT = 0.5  # seconds, doubled with every try, where it does not
+
+
+class Temporary(Exception):  # noqa: N818 - no error yet
+    """A failure after which the same request may succeed; `wait` is the time in seconds that the server asks for."""
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+class Stopped(Exception):  # noqa: N818
+    """The reader has been closed while it waited."""
+
+
+def retry_after(header: str | None) -> float | None:
+    """Seconds that a `Retry-After` header asks for: a number, or a date.
+
+    >>> retry_after("3"), retry_after(None), retry_after("soon")
+    (3.0, None, None)
+    """
+    if not header:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(header)
+            seconds = (date - datetime.now(UTC if date.tzinfo else None)).total_seconds()
+        except (TypeError, ValueError, OverflowError):
+            return None
+    return max(seconds, 0.0) if math.isfinite(seconds) else None
+
+
+def pause(where: str, failure: Temporary, tries: int, stop: Event | None = None) -> None:
+    """Wait before the next try, as long as the server asks; refused after `TRIES` of them, or for too long a wait."""
+    if tries >= TRIES:
+        raise LocaterError(f"{where}: {failure} ({TRIES} tries): try again later") from None
+    if failure.wait is not None and failure.wait > LONGEST_WAIT:
+        raise LocaterError(f"{where}: {failure} and asks to wait {failure.wait:,.0f} s: try again after that") from None
+    wait = failure.wait
+    if wait is None:
+        wait = FIRST_WAIT * 2 ** (tries - 1) * random.uniform(0.5, 1.0)  # apart from others that failed with us
+    if stop is None:
+        time.sleep(wait)
+    elif stop.wait(wait):
+        raise Stopped
+
+
+def tried(where: str, action: Callable[[], T]) -> T:
+    """The result of `action`, which is run again where it raises `Temporary`."""
+    tries = 0
+    while True:
+        try:
+            return action()
+        except Temporary as failure:
+            tries += 1
+            pause(where, failure, tries)
+
+
+@dataclass
+class Traffic:
+    """Bytes of files and requests for them so far; `planned` is how many bytes there will be, if known.
+
+    >>> traffic = Traffic()
+    >>> traffic.add(bytes=100, requests=1)
+    >>> traffic.bytes, traffic.requests, traffic.planned
+    (100, 1, 0)
+    """
+
+    bytes: int = 0
+    requests: int = 0
+    planned: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, bytes: int = 0, requests: int = 0, planned: int = 0) -> None:
+        with self._lock:
+            self.bytes += bytes
+            self.requests += requests
+            self.planned += planned

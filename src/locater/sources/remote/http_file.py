@@ -14,8 +14,16 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from locater.errors import LocaterError, first_line
 from locater.files import JSON_LIMIT
-from locater.sources.remote.http_client import HttpClient, TooSlow, Unreachable, reason
-from locater.sources.remote.retrying import TEMPORARY, Temporary, pause, retry_after
+from locater.sources.remote.http_client import (
+    TEMPORARY,
+    HttpClient,
+    Temporary,
+    TooSlow,
+    Unreachable,
+    pause,
+    reason,
+    retry_after,
+)
 
 T = TypeVar("T")
 REDIRECTS = 5

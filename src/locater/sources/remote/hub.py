@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 
 from locater.errors import LocaterError, first_line
 from locater.sources.remote.address import Address
+from locater.sources.remote.http_client import TEMPORARY, Temporary, retry_after, tried
 from locater.sources.remote.http_file import may_lead
-from locater.sources.remote.retrying import TEMPORARY, Temporary, retry_after, tried
 
 T = TypeVar("T")
 _NO_FILE = "no such file or folder, and "  # of a name that may be of a folder or of a model on the hub

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from locater.errors import LocaterError, first_line
 from locater.sources.remote.address import Address
-from locater.sources.remote.retrying import TRIES, Stopped
+from locater.sources.remote.http_client import TRIES, Stopped
 
 T = TypeVar("T")
 READ_SECONDS, WHOLE_SECONDS = 30.0, 600.0  # without a single byte; for all of an answer

@@ -18,13 +18,20 @@ from locater.errors import LocaterError
 from locater.files import CONFIG_LIMIT, read_json
 from locater.sources.adapter_folder import FILES, AdaptedWeights, OpenBase, checked_settings
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
-from locater.sources.index import refuse_lost, refuse_missing_shards, refuse_one_of_many, shards_of
 from locater.sources.remote.address import Address
-from locater.sources.remote.folders import HubFolder, folder_of
+from locater.sources.remote.folders import HubFolder, RangedFile, RemoteFolder, folder_of, has, read, remote_json
 from locater.sources.remote.hub import UnreachableError, asked
-from locater.sources.remote.ranged import RangedFile, RemoteFolder, has, read, remote_json
-from locater.sources.remote.session import current_session, recording
-from locater.sources.safetensors_file import HEADER_LIMIT, Entry, StoredTensors, parsed_header
+from locater.sources.remote.prefetch import current_session, recording
+from locater.sources.safetensors_file import (
+    HEADER_LIMIT,
+    Entry,
+    StoredTensors,
+    parsed_header,
+    refuse_lost,
+    refuse_missing_shards,
+    refuse_one_of_many,
+    shards_of,
+)
 from locater.sources.settings import checked_config
 from locater.sources.weights import Weights, joined
 

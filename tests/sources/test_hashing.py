@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from locater.sources.digested import DigestedWeights, joined_digest
+from locater.sources.hashing import HashedWeights, combined_hash
 from locater.sources.safetensors_file import SafetensorsWeights
 from locater.sources.weights import DictWeights
 
@@ -16,10 +16,10 @@ Q = torch.arange(12.0).reshape(4, 3)
 
 
 def digest(tensors: dict[str, torch.Tensor], *reads: tuple[str, list[tuple[int, int]] | None]) -> str:
-    weights = DigestedWeights(DictWeights(tensors, "here"))
+    weights = HashedWeights(DictWeights(tensors, "here"))
     for name, rows in reads:
         weights.read(name, rows)
-    return joined_digest(weights.reads)
+    return combined_hash(weights.reads)
 
 
 def test_order_and_repetition_do_not_count() -> None:
@@ -47,19 +47,19 @@ def test_names_and_rows_count() -> None:
 def test_strides_do_not_count_and_numbers_pass_unchanged() -> None:
     turned = Q.mT.contiguous().mT
     assert digest({"q": turned}, ("q", None)) == digest({"q": Q}, ("q", None))
-    assert torch.equal(DigestedWeights(DictWeights({"q": turned}, "here")).read("q"), Q)
+    assert torch.equal(HashedWeights(DictWeights({"q": turned}, "here")).read("q"), Q)
 
 
 def test_what_a_file_has_beside_the_interface_is_passed_on(tmp_path: Path) -> None:
     save_file({"q": Q.bfloat16()}, tmp_path / "a.safetensors")
-    weights = DigestedWeights(SafetensorsWeights([tmp_path / "a.safetensors"], "a"))
+    weights = HashedWeights(SafetensorsWeights([tmp_path / "a.safetensors"], "a"))
     weights.read("q", [(1, 3)])
     assert weights.bytes_read == 12
     assert getattr(weights, "no such thing", None) is None
 
 
 def test_a_plan_of_reads_leaves_no_digest() -> None:
-    weights = DigestedWeights(DictWeights({}, "here"))
+    weights = HashedWeights(DictWeights({}, "here"))
     weights._weights.read = lambda name, rows=None: torch.empty(2, device="meta")  # type: ignore[method-assign]
     weights.read("q")
     assert not weights.reads

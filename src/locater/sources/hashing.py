@@ -13,13 +13,13 @@ from torch import Tensor
 from locater.sources.weights import Rows, Weights
 
 
-class DigestedWeights:
+class HashedWeights:
     """Weights that remember a digest of everything that is read from them.
 
     >>> from locater.sources.weights import DictWeights
-    >>> a, b = (DigestedWeights(DictWeights({"q": torch.ones(2, 2), "k": torch.zeros(2)}, "here")) for _ in range(2))
+    >>> a, b = (HashedWeights(DictWeights({"q": torch.ones(2, 2), "k": torch.zeros(2)}, "here")) for _ in range(2))
     >>> _ = a.read("q"), a.read("k"), b.read("k"), b.read("q"), b.read("q")
-    >>> joined_digest(a.reads) == joined_digest(b.reads)
+    >>> combined_hash(a.reads) == combined_hash(b.reads)
     True
     """
 
@@ -51,10 +51,10 @@ class DigestedWeights:
         return getattr(self._weights, name)
 
 
-def joined_digest(*reads: Mapping[str, str]) -> str:
+def combined_hash(*reads: Mapping[str, str]) -> str:
     """Equal for equal names, rows and bytes, in whatever order, in however many parts and however often they were read.
 
-    >>> joined_digest({"q ": "1", "k ": "2"}) == joined_digest({"k ": "2"}, {"q ": "1", "k ": "2"})
+    >>> combined_hash({"q ": "1", "k ": "2"}) == combined_hash({"k ": "2"}, {"q ": "1", "k ": "2"})
     True
     """
     whole = {place: value for part in reads for place, value in part.items()}

@@ -1,20 +1,29 @@
-"""Ranges fetched ahead of the reader: neighbours merged, large ones split, by threads and within a budget of bytes.
+"""The remote files of one piece of work: byte ranges that are prefetched, their traffic, and the end of all of it.
 
 A plan is a list of steps, each with the ranges that are read in it; the steps of a scan are the gains and biases of all
-layers, then one layer after the other. Blocks are fetched in that order, and let go when a later step begins. What is
-read and not planned is fetched when it is read, so a wrong plan costs time and never a number.
+layers, then one layer after the other. Neighbours are merged and large ranges split; they are fetched in that order by
+threads, within a budget of bytes, and let go when a later step begins. What is read and not planned is fetched when it
+is read, so a wrong plan costs time and never a number.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
-from locater.sources.remote.ranged import RangedFile
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.sources.remote.folders import RangedFile, read
+from locater.sources.remote.http_client import Traffic
 
 Read = tuple[RangedFile, int, int]  # file, first byte, byte after the last
 Plan = Sequence[Sequence[Read]]
@@ -27,7 +36,7 @@ PIECE = 16 << 20  # bytes of one request
 
 
 @dataclass
-class Memory:
+class ByteBuffer:
     """Where neighbouring requests put their bytes, so that a range of several of them is not copied."""
 
     start: int
@@ -41,7 +50,7 @@ class Memory:
 
 
 @dataclass
-class Block:
+class ByteRange:
     """Bytes of one request, from the step that reads them first to the one that reads them last."""
 
     file: RangedFile
@@ -49,33 +58,33 @@ class Block:
     stop: int
     first: int
     last: int
-    memory: Memory | None = field(default=None, repr=False)
+    memory: ByteBuffer | None = field(default=None, repr=False)
     came: Future[int] | None = field(default=None, repr=False)  # how many bytes
     released: bool = False
 
 
-def blocks_of(plan: Plan) -> list[Block]:
+def byte_ranges(plan: Plan) -> list[ByteRange]:
     """The requests of a plan, in the order of its steps. No byte is in two of them."""
-    groups: dict[tuple[int, int], list[Block]] = {}
-    spans: dict[tuple[int, int, int], Block] = {}
+    groups: dict[tuple[int, int], list[ByteRange]] = {}
+    spans: dict[tuple[int, int, int], ByteRange] = {}
     for step, reads in enumerate(plan):
         for file, start, stop in reads:
             key = (id(file), start, stop)
             if key not in spans:
-                spans[key] = Block(file, start, stop, step, step)
+                spans[key] = ByteRange(file, start, stop, step, step)
                 groups.setdefault((step, id(file)), []).append(spans[key])
             spans[key].last = step
     touching = [_united(group, 0) for group in groups.values()]
     needed = sum(block.stop - block.start for group in touching for block in group)
     gap = _widest_gap(touching, max(int(WASTE * needed), FREE_WASTE))
-    blocks: list[Block] = []
+    blocks: list[ByteRange] = []
     for (_, file_id), group in groups.items():
         before = sorted((block for block in blocks if id(block.file) == file_id), key=lambda block: block.start)
         blocks += _united([rest for block in group for rest in _without(block, before)], gap, before)
     return [piece for block in blocks for piece in _pieces(block)]
 
 
-def _without(block: Block, before: Sequence[Block]) -> list[Block]:
+def _without(block: ByteRange, before: Sequence[ByteRange]) -> list[ByteRange]:
     """What of a block no earlier one has; those that have a part of it are kept as long as it."""
     rest, start = [], block.start
     for other in before:
@@ -83,27 +92,27 @@ def _without(block: Block, before: Sequence[Block]) -> list[Block]:
             continue
         other.last = max(other.last, block.last)
         if other.start > start:
-            rest.append(Block(block.file, start, other.start, block.first, block.last))
+            rest.append(ByteRange(block.file, start, other.start, block.first, block.last))
         start = other.stop
     if start < block.stop:
-        rest.append(Block(block.file, start, block.stop, block.first, block.last))
+        rest.append(ByteRange(block.file, start, block.stop, block.first, block.last))
     return rest
 
 
-def _united(blocks: Sequence[Block], gap: int, between: Sequence[Block] = ()) -> list[Block]:
+def _united(blocks: Sequence[ByteRange], gap: int, between: Sequence[ByteRange] = ()) -> list[ByteRange]:
     """Blocks of one file and step with those at most `gap` bytes apart made one, unless one of `between` is there."""
-    united: list[Block] = []
+    united: list[ByteRange] = []
     for block in sorted(blocks, key=lambda block: (block.start, block.stop)):
         last = united[-1] if united else None
         near = last is not None and block.start - last.stop <= gap
         if last is not None and near and not any(last.stop <= x.start < block.start for x in between):
             last.stop, last.last = max(last.stop, block.stop), max(last.last, block.last)
         else:
-            united.append(Block(block.file, block.start, block.stop, block.first, block.last))
+            united.append(ByteRange(block.file, block.start, block.stop, block.first, block.last))
     return united
 
 
-def _widest_gap(groups: Iterable[Sequence[Block]], waste: int) -> int:
+def _widest_gap(groups: Iterable[Sequence[ByteRange]], waste: int) -> int:
     """The width up to which all gaps together are no more than `waste` bytes; at most `GAP`."""
     gaps = sorted(
         later.start - earlier.stop
@@ -120,18 +129,18 @@ def _widest_gap(groups: Iterable[Sequence[Block]], waste: int) -> int:
     return widest
 
 
-def _pieces(block: Block) -> list[Block]:
-    starts, memory = range(block.start, block.stop, PIECE), Memory(block.start, block.stop)
-    return [Block(block.file, at, min(at + PIECE, block.stop), block.first, block.last, memory) for at in starts]
+def _pieces(block: ByteRange) -> list[ByteRange]:
+    starts, memory = range(block.start, block.stop, PIECE), ByteBuffer(block.start, block.stop)
+    return [ByteRange(block.file, at, min(at + PIECE, block.stop), block.first, block.last, memory) for at in starts]
 
 
-class Ahead:
+class Prefetcher:
     """Fetches the blocks of a plan in threads, and hands out their bytes."""
 
     def __init__(self, plan: Plan) -> None:
-        self._blocks = blocks_of(plan)
+        self._blocks = byte_ranges(plan)
         self.planned = sum(block.stop - block.start for block in self._blocks)
-        self._by_file: dict[int, list[Block]] = {}
+        self._by_file: dict[int, list[ByteRange]] = {}
         for block in self._blocks:
             self._by_file.setdefault(id(block.file), []).append(block)
         for blocks in self._by_file.values():
@@ -170,11 +179,11 @@ class Ahead:
         """Fetch no more. Reads that are under way end when their files are closed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _covering(self, file: RangedFile, start: int, stop: int) -> list[Block]:
+    def _covering(self, file: RangedFile, start: int, stop: int) -> list[ByteRange]:
         """The blocks that hold a range without a hole; none where a part is missing."""
         blocks = self._by_file.get(id(file), [])
         at = bisect.bisect_right(blocks, start, key=lambda block: block.start) - 1
-        covering: list[Block] = []
+        covering: list[ByteRange] = []
         while 0 <= at < len(blocks) and start < stop:
             block = blocks[at]
             if block.released or not block.start <= start < block.stop:
@@ -183,7 +192,7 @@ class Ahead:
             start, at = block.stop, at + 1
         return covering if start >= stop else []
 
-    def _begin(self, step: int, but: Sequence[Block]) -> None:
+    def _begin(self, step: int, but: Sequence[ByteRange]) -> None:
         """Let go of what no step from this one on reads, `but` for blocks that are being read."""
         if step <= self._step:
             return
@@ -205,7 +214,7 @@ class Ahead:
             if not block.released:
                 self._submitted(block)
 
-    def _submitted(self, block: Block) -> Future[int]:
+    def _submitted(self, block: ByteRange) -> Future[int]:
         if block.came is None:
             self._held += block.stop - block.start
             part = self._memory(block).part(block.start, block.stop)
@@ -213,6 +222,118 @@ class Ahead:
         return block.came
 
     @staticmethod
-    def _memory(block: Block) -> Memory:
+    def _memory(block: ByteRange) -> ByteBuffer:
         assert block.memory is not None, "it has been let go"
         return block.memory
+
+
+_CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
+_RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+@dataclass
+class Record:
+    """Ranges that were asked for. Tensors of up to `small` bytes are zeros, larger ones have a shape and no data."""
+
+    small: int
+    reads: list[Read] = field(default_factory=list)
+
+    def tensor(self, file: RangedFile, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        self.reads.append((file, start, stop))
+        return self.stand_in(stop - start, dtype)
+
+    def stand_in(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size // dtype.itemsize, dtype=dtype, device="cpu" if size <= self.small else "meta")
+
+    def taken(self) -> list[Read]:
+        """What was asked for since the last call."""
+        taken, self.reads = self.reads, []
+        return taken
+
+
+class Session:
+    """Remote files that were opened together."""
+
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self.traffic = traffic or Traffic()
+        self.files: list[RangedFile] = []
+        self._prefetcher: Prefetcher | None = None
+
+    def prefetch(self, plan: Plan) -> None:
+        """Begin to fetch what a plan says."""
+        self._prefetcher = Prefetcher(plan)
+        self.traffic.add(planned=self.traffic.bytes + self._prefetcher.planned)  # headers have come already
+
+    def bytes(self, file: RangedFile, start: int, stop: int) -> bytearray | memoryview:
+        """A range of a file: one that was fetched ahead, or else one that is read now."""
+        data: bytearray | memoryview | None = None
+        if self._prefetcher is not None:
+            data = self._prefetcher.take(file, start, stop)
+        if data is None:
+            data = read(file, start, stop)
+        if len(data) != stop - start:
+            raise LocaterError(f"{file.where}: ends before its data does: the file is truncated")
+        return data
+
+    def in_threads(self, function: Any, files: Sequence[RangedFile]) -> list[Any]:
+        """`function` of each file, in threads. The first failure ends the others."""
+        self.files += files
+        pool = ThreadPoolExecutor(min(THREADS, len(files)) or 1, "locater-headers")
+        try:
+            return list(pool.map(function, files))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """End all reads, and the threads that wait for them."""
+        self.stop_prefetching()
+        for file in self.files:
+            file.close()
+
+    def stop_prefetching(self) -> None:
+        """From now on, ranges are read when they are asked for."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+
+@contextlib.contextmanager
+def session(traffic: Traffic | None = None, keep_open: bool = False) -> Iterator[Session]:
+    """Remote sources that are opened inside are closed at its end, however it ends. With `keep_open` they stay open
+    unless it ends with an error, and only reading ahead ends.
+    """
+    opened = Session(traffic)
+    token = _CURRENT.set(opened)
+    try:
+        yield opened
+    except BaseException:
+        keep_open = False
+        raise
+    finally:
+        _CURRENT.reset(token)
+        opened.stop_prefetching()
+        if not keep_open:
+            opened.close()
+
+
+def current_session() -> Session:
+    """The session around this call; one of its own for a source that is opened outside of any."""
+    return _CURRENT.get() or Session()
+
+
+@contextlib.contextmanager
+def recorded(small: int = 0) -> Iterator[Record]:
+    """Inside, reads of remote files fetch nothing: they are listed, and give tensors that stand in for real ones."""
+    record = Record(small)
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
+def recording() -> Record | None:
+    return _RECORD.get()
