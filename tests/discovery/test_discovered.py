@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 import locater
 from locater.discovery.errors import UnreadableError
-from locater.discovery.passes import Copy, Pass
-from locater.discovery.reading import read_layout
-from locater.discovery.searching import verified
+from locater.discovery.layout_of_call import read_layout
+from locater.discovery.redrawn_copy import Copy, Pass
+from locater.discovery.verified_search import verified
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, effective
 from locater.layers.layout import AttentionLayout

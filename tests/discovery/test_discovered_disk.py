@@ -18,14 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import locater
-from locater.discovery import disk as discovered_disk
-from locater.discovery import disk as small_models
-from locater.discovery import reading_models
+from locater.discovery import from_config_json as discovered_disk
+from locater.discovery import from_config_json as small_models
 from locater.discovery.carried_layouts import DIFFERENT, UNCLEAR, Searched, carried
 from locater.discovery.layer_kinds import Kinds
-from locater.discovery.reading_models import layers_of
-from locater.discovery.searching import search
+from locater.discovery.record_or_discovery import layers_of
 from locater.discovery.small_config import CUTS, changed_settings, small_config
+from locater.discovery.verified_search import search
 from locater.errors import LocaterError
 from locater.sources.sources import open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights

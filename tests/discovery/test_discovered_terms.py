@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.discovery.passes import Copy
-from locater.discovery.reading import read_layout
-from locater.discovery.searching import verified
+from locater.discovery.layout_of_call import read_layout
+from locater.discovery.redrawn_copy import Copy
+from locater.discovery.verified_search import verified
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.layout import AttentionLayout, TableLayout

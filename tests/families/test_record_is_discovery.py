@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.discovery import reading_models
 from locater.errors import LocaterError
 from locater.families.registry import BUILT_IN
 from locater.layers import AttentionLayer

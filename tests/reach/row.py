@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import locater
 from locater.calls.coverage import attention_like
 from locater.calls.recognise import NO_SOFTMAX
-from locater.discovery.searching import Discovered, discover
+from locater.discovery.verified_search import Discovered, discover
 from locater.errors import LocaterError, first_line
 from locater.families.registry import BUILT_IN
 from locater.layers.layer import AttentionLayer

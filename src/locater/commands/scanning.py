@@ -20,7 +20,7 @@ from locater.calls.coverage import folded_paths, unread
 from locater.commands.head_rows import ScanOptions, rows_of
 from locater.commands.layer_moments import NumberedLayer, Work, layer_moments
 from locater.discovery import read_source
-from locater.discovery.disk import searched_once
+from locater.discovery.from_config_json import searched_once
 from locater.discovery.planning import planned_reads
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer

@@ -13,12 +13,12 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from locater.discovery.calls import fused_arguments
+from locater.discovery.attention_site import Place
 from locater.discovery.errors import UnreadableError
-from locater.discovery.norms import plain
-from locater.discovery.place import Place
+from locater.discovery.norm_fit import plain
 from locater.discovery.tape import Node, Tape
-from locater.discovery.tape.walking import linear_map
+from locater.discovery.tape.linear_maps import linear_map
+from locater.discovery.taped_calls import fused_arguments
 from locater.layers.layout import TableLayout
 
 CLOSE = 1e-8  # of the largest number

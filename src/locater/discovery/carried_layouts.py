@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from locater.calls.coverage import attention_like
 from locater.discovery.layer_kinds import Kinds, Stack
-from locater.discovery.searching import Refusal
-from locater.discovery.tree import alike, tensor_names, with_names
+from locater.discovery.layout_json import alike, tensor_names, with_names
+from locater.discovery.verified_search import Refusal
 from locater.layers.layout import AttentionLayout
 from locater.sources.weights import ModuleWeights
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from locater.discovery.attention_site import Place, with_products
 from locater.discovery.biases import content_tables_of, sink_of, table_of
-from locater.discovery.calls import MASKED
 from locater.discovery.errors import UnreadableError
-from locater.discovery.norms import apart
-from locater.discovery.place import Place, with_products
+from locater.discovery.norm_fit import apart
 from locater.discovery.tape import Tape
+from locater.discovery.taped_calls import MASKED
 from locater.layers.layout import LogitsLayout
 
 CLOSE = 1e-9

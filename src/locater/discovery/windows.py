@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import nn
 
+from locater.discovery.attention_site import captured_logits, place_of
 from locater.discovery.errors import UnreadableError
 from locater.discovery.masks import read_mask
-from locater.discovery.norms import plain
-from locater.discovery.passes import Copy, Pass
-from locater.discovery.place import captured_logits, place_of
-from locater.discovery.plain_settings import Setting, settings_of
+from locater.discovery.module_settings import Setting, settings_of
+from locater.discovery.norm_fit import plain
+from locater.discovery.redrawn_copy import Copy, Pass
 from locater.errors import LocaterError
 from locater.layers.layout import AttentionLayout, LogitsLayout
 

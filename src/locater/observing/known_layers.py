@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from locater.discovery import attention_layers
-from locater.discovery.reading_models import reader_for
+from locater.discovery.record_or_discovery import reader_for
 from locater.families.record import Family
 from locater.families.registry import BY_TYPE, family_of
 from locater.sources.live_tensors import is_a

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.discovery.example_settings import BATCH, TOKENS
-from locater.discovery.searching import Discovered, discovered_in
+from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError
 from locater.layers.layer import AttentionLayer
 from locater.observing.site import Site

@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from locater.calls.coverage import CROSS, attention_like, folded_paths, unread
-from locater.discovery.disk import discovered_on_disk, searched_once
-from locater.discovery.searching import Discovered, discovered_in
+from locater.discovery.from_config_json import discovered_on_disk, searched_once
+from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError, first_line
 from locater.families import timm, torch_mha
 from locater.families.record import Reader

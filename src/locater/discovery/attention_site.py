@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from locater.discovery.calls import Call, fused_arguments
 from locater.discovery.errors import UnreadableError
-from locater.discovery.norms import fitted, may_be_norm
-from locater.discovery.probing import Passage, as_rows, token_rows
+from locater.discovery.norm_fit import fitted, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
-from locater.discovery.tape.walking import LinearMap, linear_map, moved_from, upstream
+from locater.discovery.tape.linear_maps import LinearMap, linear_map, moved_from, upstream
+from locater.discovery.taped_calls import Call, fused_arguments
+from locater.discovery.wiring import Passage, as_rows, token_rows
 from locater.layers.map_layouts import NormLayout
 
 # Sequences and heads of one attention call, however its axes are ordered: told by the tokens that meet.

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.discovery.calls import Call, mixed_values
+from locater.discovery.attention_site import Latent, Place, Side, captured_logits, place_of, side
 from locater.discovery.errors import UnreadableError
 from locater.discovery.logits import read_logits
 from locater.discovery.masks import read_mask
-from locater.discovery.norms import fitted, plain
-from locater.discovery.outputs import Output, output_of
-from locater.discovery.place import Latent, Place, Side, captured_logits, place_of, side
-from locater.discovery.probing import Passage, Wiring, token_rows, wired
+from locater.discovery.norm_fit import fitted, plain
+from locater.discovery.output_map import Output, output_of
+from locater.discovery.rotary_fit import Reading, Turning, frequencies, reading
 from locater.discovery.tape import Node, Tape
-from locater.discovery.tape.walking import LinearMap
-from locater.discovery.turning import Reading, Turning, frequencies, reading
+from locater.discovery.tape.linear_maps import LinearMap
+from locater.discovery.taped_calls import Call, mixed_values
+from locater.discovery.wiring import Passage, Wiring, token_rows, wired
 from locater.layers.gate import FUNCTIONS
 from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from locater.calls.functions import KEEPING, MULTIPLIES
+from locater.discovery.attention_site import Place, nearest_map
 from locater.discovery.errors import UnreadableError
-from locater.discovery.norms import fitted, may_be_norm
-from locater.discovery.place import Place, nearest_map
+from locater.discovery.norm_fit import fitted, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
-from locater.discovery.tape.walking import LinearMap, linear_map, with_bias
+from locater.discovery.tape.linear_maps import LinearMap, linear_map, with_bias
 from locater.layers.gate import FUNCTIONS
 from locater.layers.map_layouts import NormLayout
 

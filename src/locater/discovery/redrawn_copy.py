@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from locater.calls.direct import at_each_place
 from locater.calls.functions import FUSED
-from locater.discovery.calls import Call, attention_calls
 from locater.discovery.example_inputs import example_inputs
-from locater.discovery.memory import changed, facts_of
+from locater.discovery.search_cache import changed, facts_of
 from locater.discovery.tape import Tape
+from locater.discovery.taped_calls import Call, attention_calls
 from locater.errors import LocaterError, first_line
 from locater.sources.live_tensors import copy_in_use, is_a
 from locater.torch_private import (

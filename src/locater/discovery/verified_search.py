@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from locater.brief import brief
 from locater.calls.coverage import attention_like, folded_paths, unread
 from locater.calls.recognise import NO_SOFTMAX
-from locater.discovery.calls import Call, mixed_values
+from locater.discovery.attention_site import Place, captured_logits, place_of, side
 from locater.discovery.errors import UnreadableError
 from locater.discovery.example_inputs import CONTENT, left_out
+from locater.discovery.layout_json import alike, tensor_names
+from locater.discovery.layout_of_call import read_layout
 from locater.discovery.logits import centred
 from locater.discovery.masks import Visible, read_mask, visible_in
-from locater.discovery.memory import Memory, facts_of, signature
-from locater.discovery.norms import apart, plain
-from locater.discovery.outputs import output_of
-from locater.discovery.passes import Copy, NoInputsError, Pass, process_state_kept
-from locater.discovery.place import Place, captured_logits, place_of, side
-from locater.discovery.reading import read_layout
-from locater.discovery.tree import alike, tensor_names
+from locater.discovery.norm_fit import apart, plain
+from locater.discovery.output_map import output_of
+from locater.discovery.redrawn_copy import Copy, NoInputsError, Pass, process_state_kept
+from locater.discovery.search_cache import Memory, facts_of, signature
+from locater.discovery.taped_calls import Call, mixed_values
 from locater.discovery.windows import window_settings, with_windows
 from locater.errors import LocaterError, first_line
 from locater.layers.layer import AttentionLayer

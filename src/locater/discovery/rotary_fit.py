@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from locater.discovery.errors import UnreadableError
-from locater.discovery.probing import CLOSE, Wiring
+from locater.discovery.wiring import CLOSE, Wiring
 
 
 @dataclass(frozen=True)

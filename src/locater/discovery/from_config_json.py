@@ -31,9 +31,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from locater.calls.coverage import attention_like
 from locater.discovery.carried_layouts import UNLIKE, Searched, carried, unlike
 from locater.discovery.layer_kinds import Kinds
-from locater.discovery.searching import Discovered, Refusal, search
+from locater.discovery.layout_json import from_json, tensor_names, to_json
 from locater.discovery.small_config import CUTS, DEPTH, PICTURE_SETTINGS, Cut, changed_settings, small_config
-from locater.discovery.tree import from_json, tensor_names, to_json
+from locater.discovery.verified_search import Discovered, Refusal, search
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
 from locater.layers.layout import AttentionLayout
