@@ -66,7 +66,7 @@ def read_twice(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Bot
     model = model_of(case)
     source, options = _saved(case, model, folder)
     record, record_scan = locater.attention_layers(source, **options), locater.scan(source, **options)
-    monkeypatch.setattr(reading_models, "reader_for", _no_record)
+    monkeypatch.setattr(record_or_discovery, "reader_for", _no_record)
     monkeypatch.setenv("LOCATER_CACHE", str(folder / "cache"))
     example = _example(case) if source is model else None
     found = locater.attention_layers(source, example=example)

@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from locater.discovery.errors import UnreadableError
-from locater.discovery.norm_fit import fitted, may_be_norm
+from locater.discovery.norm_fit import fit_norm, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
 from locater.discovery.tape.linear_maps import LinearMap, linear_map, moved_from, upstream
-from locater.discovery.taped_calls import Call, fused_arguments
-from locater.discovery.wiring import Passage, as_rows, token_rows
+from locater.discovery.taped_calls import TapedCall, fused_arguments
+from locater.discovery.wiring import TapePath, as_rows, token_rows
 from locater.layers.map_layouts import NormLayout
 
-# Sequences and heads of one attention call, however its axes are ordered: told by the tokens that meet.
+# Which leading index of an attention call is which sequence and head, however its axes are ordered: told by the
+# tokens that meet.
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Places of the B sequences and H heads of a call on the leading axes of its products, flattened; and tokens."""
+class HeadGrid:
+    """Where the B sequences and H heads of a call are on the leading axes of its products, and which tokens meet."""
 
     order: Tensor  # (B, H): on the leading axes of the products
     query_order: Tensor  # (B, H): on those of the queries, which products may repeat
@@ -33,7 +34,7 @@ class Grid:
     keys: Tensor  # (B, S): row of the key map
     lead: tuple[int, ...]  # the leading axes of the products
 
-    def products(self, x: Tensor) -> Tensor:
+    def products_by_head(self, x: Tensor) -> Tensor:
         """(B, H, T, S) of products or logits."""
         shape = (self.queries.shape[1], self.keys.shape[1])
         if x.shape[-2:] != shape or x[..., 0, 0].numel() != self.order.numel():
@@ -42,13 +43,13 @@ class Grid:
             )
         return x.reshape(-1, *shape)[self.order]
 
-    def raw(self, x: Tensor, lead: Sequence[int] | None = None) -> Tensor:
+    def in_model_order(self, x: Tensor, lead: Sequence[int] | None = None) -> Tensor:
         """The reverse: (B, H, T, S) on the axes that the model has, or on other leading ones in the same order."""
         flat = torch.empty_like(x.flatten(0, 1))
         flat[self.order.flatten()] = x.flatten(0, 1)
         return flat.view(*(self.lead if lead is None else lead), *x.shape[-2:])
 
-    def others(self, rows: Tensor, lead: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def value_places(self, rows: Tensor, lead: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(order (B, H) on the axes `lead`, tokens (B, S)) of values with the tokens `rows`."""
         if math.prod(lead) == math.prod(self.lead):  # one axis for batch and heads, or two
             order = self.order
@@ -60,7 +61,7 @@ class Grid:
         return order, tokens[:, 0]
 
 
-def grid_of(query_rows: Tensor, key_rows: Tensor, query_lead: Sequence[int], key_lead: Sequence[int]) -> Grid:
+def head_grid(query_rows: Tensor, key_rows: Tensor, query_lead: Sequence[int], key_lead: Sequence[int]) -> HeadGrid:
     """From the token of each row, (M, T) and (N, S), and the leading axes of queries and keys."""
     axes = max(len(query_lead), len(key_lead))
     query_lead, key_lead = _padded(query_lead, axes), _padded(key_lead, axes)
@@ -73,7 +74,7 @@ def grid_of(query_rows: Tensor, key_rows: Tensor, query_lead: Sequence[int], key
     first = torch.full((len(counts),), len(label)).scatter_reduce(0, label, torch.arange(len(label)), "amin")
     order = first[label].argsort(stable=True).view(len(counts), -1)
     queries, keys = query_rows[of_query[order[:, 0]]], key_rows[of_key[order[:, 0]]]
-    return Grid(order, of_query[order], of_key[order], queries, keys, tuple(lead))
+    return HeadGrid(order, of_query[order], of_key[order], queries, keys, tuple(lead))
 
 
 def _padded(lead: Sequence[int], axes: int) -> list[int]:
@@ -103,25 +104,25 @@ LOWERED, UNMASKED = -90.0, -50.0  # a weight of e^-90 is none
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentMap:
     """The map in front of another map, inside one attention, and the norm between the two."""
 
     map: LinearMap
-    passage: Passage  # from this map to what the other one reads
+    passage: TapePath  # from this map to what the other one reads
     norm: NormLayout
 
 
 @dataclass(frozen=True)
-class Side:
+class Projection:
     """Queries, keys or values, back to their maps and to the stream that these read."""
 
     node: Node
     maps: list[LinearMap]
-    latents: list[Latent | None]  # in front of each map
+    latents: list[LatentMap | None]  # in front of each map
     norms: list[Node]  # between the maps and `node`, the earliest first
     front: NormLayout  # the norm in front of the maps
     stream: Tensor  # (N, d), for each row of the maps: what that norm read; what the map reads, where none is in front
-    passage: Passage  # from the maps to `node`, without its norms
+    passage: TapePath  # from the maps to `node`, without its norms
     rows: Tensor  # (M, T): row of the maps of each row of `node`
 
     @property
@@ -130,32 +131,32 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Place:
+class AttentionSite:
     """The parts of one attention call on a tape."""
 
-    call: Call
-    query: Side
-    key: Side
-    grid: Grid
+    call: TapedCall
+    query: Projection
+    key: Projection
+    grid: HeadGrid
     queries: Tensor  # (B, H, T, h)
     keys: Tensor  # (B, H, S, h)
     x: Tensor  # (B, T, d): the stream that queries read
     memory: Tensor | None  # (B, S, d): the stream that keys read, where it is another one
 
 
-def place_of(tape: Tape, call: Call) -> Place:
+def site_of(tape: Tape, call: TapedCall) -> AttentionSite:
     """Walk back from queries and keys to their maps and streams."""
-    query = side(tape, call.query, "queries", call.path, call.query_transposed)
-    key = side(tape, call.key, "keys", call.path, call.key_transposed)
-    grid = grid_of(query.rows, key.rows, query.lead, key.lead)
+    query = projection_of(tape, call.query, "queries", call.path, call.query_transposed)
+    key = projection_of(tape, call.key, "keys", call.path, call.key_transposed)
+    grid = head_grid(query.rows, key.rows, query.lead, key.lead)
     queries = as_rows(query.node.value, call.query_transposed)[grid.query_order]
     keys = as_rows(key.node.value, call.key_transposed)[grid.key_order]
     x, memory = query.stream[grid.queries], key.stream[grid.keys]
     same = x.shape == memory.shape and torch.equal(x, memory)
-    return Place(call, query, key, grid, queries, keys, x, None if same else memory)
+    return AttentionSite(call, query, key, grid, queries, keys, x, None if same else memory)
 
 
-def side(tape: Tape, node: Node, what: str, path: str, transposed: bool = False) -> Side:
+def projection_of(tape: Tape, node: Node, what: str, path: str, transposed: bool = False) -> Projection:
     """Walk back from queries, keys or values to their maps and the one stream of these."""
     if not node.moving:
         raise UnreadableError(f"its {what} are learned, not computed from tokens")
@@ -167,14 +168,14 @@ def side(tape: Tape, node: Node, what: str, path: str, transposed: bool = False)
     maps = sorted(before.maps, key=lambda linear: linear.node.order)
     made = {linear.node for linear in maps}
     norms = [(norm, tape.made[norm].source) for norm in reversed(before.norms) if norm not in made]
-    passage = Passage(
+    passage = TapePath(
         node,
         tuple(linear.node for linear in maps),
         tuple(len(linear.weight) for linear in maps),
         tuple(norms),
         transposed,
     )
-    latents, streams, fronts = zip(*(_source(tape, linear, path) for linear in maps), strict=True)
+    latents, streams, fronts = zip(*(_source_of_map(tape, linear, path) for linear in maps), strict=True)
     if not all(bool(stream.isfinite().all()) for stream in streams):
         raise UnreadableError(f"what its {what} are computed from has infinite numbers or none (NaN)")
     if any(
@@ -183,7 +184,7 @@ def side(tape: Tape, node: Node, what: str, path: str, transposed: bool = False)
         names = ", ".join(tape.parameter(linear.constant) or "?" for linear in maps[:3])
         raise UnreadableError(f"its {what} are made of {len(maps)} maps that read different streams ({names})")
     rows = token_rows(passage)
-    return Side(node, maps, list(latents), [norm for norm, _ in norms], fronts[0], streams[0], passage, rows)
+    return Projection(node, maps, list(latents), [norm for norm, _ in norms], fronts[0], streams[0], passage, rows)
 
 
 def nearest_map(tape: Tape, node: Node, what: str, path: str) -> tuple[LinearMap, NormLayout, Tensor]:
@@ -191,24 +192,24 @@ def nearest_map(tape: Tape, node: Node, what: str, path: str) -> tuple[LinearMap
     before = upstream(tape, node, lambda n: may_be_norm(tape, n))
     if len(before.maps) != 1 or before.loose:
         raise UnreadableError(f"its {what} is not computed from one map")
-    latent, stream, front = _source(tape, before.maps[0], path)
+    latent, stream, front = _source_of_map(tape, before.maps[0], path)
     if latent is not None:
         raise UnreadableError(f"its {what} is computed from two maps")
     return before.maps[0], front, stream
 
 
-def _source(tape: Tape, linear: LinearMap, path: str) -> tuple[Latent | None, Tensor, NormLayout]:
+def _source_of_map(tape: Tape, linear: LinearMap, path: str) -> tuple[LatentMap | None, Tensor, NormLayout]:
     """(the latent that a map reads, the stream behind that, the norm of this stream)."""
     latent = _latent(tape, linear, path)
     if latent is None:
-        front, stream = _front(tape, linear)
+        front, stream = _front_norm(tape, linear)
         return None, stream.reshape(-1, stream.shape[-1]), front
     rows = token_rows(latent.passage).flatten()
-    front, stream = _front(tape, latent.map)
+    front, stream = _front_norm(tape, latent.map)
     return latent, stream.reshape(-1, stream.shape[-1])[rows], front
 
 
-def _latent(tape: Tape, linear: LinearMap, path: str) -> Latent | None:
+def _latent(tape: Tape, linear: LinearMap, path: str) -> LatentMap | None:
     """The map inside the attention module `path` whose result a map reads, through a norm or directly."""
     if not path:
         return None
@@ -226,17 +227,17 @@ def _latent(tape: Tape, linear: LinearMap, path: str) -> Latent | None:
         low = moved_from(made.source, is_map)
         if low is None:
             return None
-        layout = fitted(made, made.source.value, start.value, start)
+        layout = fit_norm(made, made.source.value, start.value, start)
         if layout is None:
             raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
         norm, norms, start = layout, ((start, made.source),), low
     down = linear_map(tape, start)
     assert down is not None
-    passage = Passage(linear.source, (down.node,), (len(down.weight),), norms)
-    return Latent(down, passage, norm)
+    passage = TapePath(linear.source, (down.node,), (len(down.weight),), norms)
+    return LatentMap(down, passage, norm)
 
 
-def _front(tape: Tape, linear: LinearMap) -> tuple[NormLayout, Tensor]:
+def _front_norm(tape: Tape, linear: LinearMap) -> tuple[NormLayout, Tensor]:
     """(the norm in front of a map, the stream that it reads). Between the two, tokens may be moved, or multiplied by a
     mask that hides none of them. What is no norm, a sum with positions for example, or follows no known formula, is
     left to the stream.
@@ -245,26 +246,26 @@ def _front(tape: Tape, linear: LinearMap) -> tuple[NormLayout, Tensor]:
     if norm is not None:
         made = tape.made[norm]
         stream = replay(linear.source, {norm: made.source.value})
-        layout = fitted(made, stream, linear.source.value, norm)
+        layout = fit_norm(made, stream, linear.source.value, norm)
         if layout is not None:
             return layout, stream
     return NormLayout(), linear.source.value
 
 
-def captured_logits(place: Place) -> tuple[Tensor, Tensor, Tensor]:
+def call_logits(site: AttentionSite) -> tuple[Tensor, Tensor, Tensor]:
     """(products, logits, constant part of the logits), all (B, H, T, S), of a call as it ran. Masked entries have a
     constant part below MASKED.
     """
-    call, grid, products = place.call, place.grid, place.queries @ place.keys.mT
+    call, grid, products = site.call, site.grid, site.queries @ site.keys.mT
     if call.product is None:
-        logits, constant = (_fused_logits(call, grid.raw(x)) for x in (products, torch.zeros_like(products)))
+        logits, constant = (_fused_logits(call, grid.in_model_order(x)) for x in (products, torch.zeros_like(products)))
     else:
         assert call.logits is not None
         logits, constant = call.logits.value, with_products(call, 0.0)
-    return products, grid.products(logits), _hidden(grid.products(constant))
+    return products, grid.products_by_head(logits), _with_hidden_keys(grid.products_by_head(constant))
 
 
-def _hidden(constant: Tensor) -> Tensor:
+def _with_hidden_keys(constant: Tensor) -> Tensor:
     """Constant parts with -inf in place of numbers of LOWERED or less, if none is between these and UNMASKED: Swin
     hides keys of other windows with -100. Biases that grow with distance have numbers in between.
     """
@@ -273,7 +274,7 @@ def _hidden(constant: Tensor) -> Tensor:
     return constant if between.any() else constant.masked_fill(low, -torch.inf)
 
 
-def with_products(call: Call, factor: float) -> Tensor:
+def with_products(call: TapedCall, factor: float) -> Tensor:
     """Logits of a call that is not fused, if all products of its queries and keys were multiplied by `factor`."""
     assert call.logits is not None
     assert call.product is not None
@@ -282,7 +283,7 @@ def with_products(call: Call, factor: float) -> Tensor:
     return replay(call.logits, {start: factor * start.value})
 
 
-def _fused_logits(call: Call, products: Tensor) -> Tensor:
+def _fused_logits(call: TapedCall, products: Tensor) -> Tensor:
     arguments = fused_arguments(call.event)
     scale = arguments.get("scale")
     logits = products * (call.query.value.shape[-1] ** -0.5 if scale is None else scale)

@@ -2,7 +2,7 @@
 
 The class that config.json names is built twice: in full without weights (meta device), for the names and shapes of all
 tensors, and small with random weights (`small_config`), to be discovered and verified. The layouts are carried over to
-all layers (`carried_layouts`), and tensors are read from disk by their names there (`checkpoints.renamed`).
+all layers (`carried_layouts`), and tensors are read from disk by their names there (`sources.renamed`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from locater.calls.coverage import attention_like
-from locater.discovery.carried_layouts import UNLIKE, Searched, carried, unlike
+from locater.discovery.carried_layouts import UNLIKE, SearchResult, carry_layouts, unlike_modules
 from locater.discovery.layer_kinds import Kinds
 from locater.discovery.layout_json import from_json, tensor_names, to_json
 from locater.discovery.small_config import CUTS, DEPTH, PICTURE_SETTINGS, Cut, changed_settings, small_config
@@ -52,7 +52,7 @@ DEEPEST_EVER = 1_000  # layers of a model, beside one for each tensor of its che
 DEEPEST = 24  # layers of a stack of a small model
 
 
-def described(weights: Weights, config: Config) -> tuple[type, Any]:
+def class_and_settings(weights: Weights, config: Config) -> tuple[type, Any]:
     """The class of transformers that a configuration names, and the configuration as its object. Code that comes with a
     checkpoint is never run.
     """
@@ -97,7 +97,7 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
-def built(kind: type, settings: Any, device: str, where: str, most: int | None = None) -> nn.Module:
+def build_model(kind: type, settings: Any, device: str, where: str, most: int | None = None) -> nn.Module:
     """A model of this configuration, without data on the device "meta", and of at most so many tensors."""
     try:
         with contextlib.ExitStack() as stack:
@@ -163,38 +163,38 @@ def search_small(
     whole: ModuleWeights,
     example: Mapping[str, Any] | None,
     stored: int,
-) -> Searched:
+) -> SearchResult:
     """Search a small model and carry what is found over to the full one: the smallest model that has all kinds of
     attention of the full one, fits into memory and runs; where none has all kinds, the one that lacks least.
 
     `stored` is how many numbers the checkpoint holds: a small model that has many more is not run.
     """
-    results: list[Searched] = []
+    results: list[SearchResult] = []
     reasons: list[str] = []
     rest: list[Candidate] = []
     for candidate in _candidates(weights, kind, settings, whole):
         if candidate.missing:
             rest.append(candidate)
         else:
-            results += _attempt(weights, kind, candidate, whole, example, reasons, stored)
-            if results and not _lost(results[-1]):
+            results += _search_candidate(weights, kind, candidate, whole, example, reasons, stored)
+            if results and not _count_lost(results[-1]):
                 return results[-1]
     for candidate in sorted(rest, key=lambda candidate: len(candidate.missing))[: 0 if results else None]:
-        results += _attempt(weights, kind, candidate, whole, example, reasons, stored)
+        results += _search_candidate(weights, kind, candidate, whole, example, reasons, stored)
         if results:
             break
     if not results:
         reason = reasons[0] if reasons else "no small model of its class can be built"
         raise LocaterError(f"{weights.where}: {reason}")
-    return min(results, key=_lost)
+    return min(results, key=_count_lost)
 
 
-def _lost(searched: Searched) -> int:
+def _count_lost(searched: SearchResult) -> int:
     """How many layers were found and could not be carried over."""
     return sum(refusal.reason in (UNLIKE, SMALL_PICTURE) for refusal in searched.refused)
 
 
-def _attempt(
+def _search_candidate(
     weights: Weights,
     kind: type,
     candidate: Candidate,
@@ -202,7 +202,7 @@ def _attempt(
     example: Mapping[str, Any] | None,
     reasons: list[str],
     stored: int,
-) -> list[Searched]:
+) -> list[SearchResult]:
     """What a search finds, carried over; nothing where the model does not run, with the reason in `reasons`."""
     needed, allowed = candidate.parameters * BYTES, _memory() // 2
     if needed > allowed:
@@ -215,21 +215,21 @@ def _attempt(
         )
         return []
     try:
-        small = ModuleWeights(built(kind, candidate.settings, "cpu", weights.where))
-        searched = Searched(*search(small.module, small, example))
+        small = ModuleWeights(build_model(kind, candidate.settings, "cpu", weights.where))
+        searched = SearchResult(*search(small.module, small, example))
     except LocaterError as error:
         reasons.append(str(error).removeprefix(f"{weights.where}: "))
         return []
-    result = carried(searched, candidate.kinds, small, whole)
-    return [_without_places(result) if candidate.kinds.changed & PICTURE_SETTINGS else result]
+    result = carry_layouts(searched, candidate.kinds, small, whole)
+    return [_without_position_tables(result) if candidate.kinds.changed & PICTURE_SETTINGS else result]
 
 
-def _without_places(searched: Searched) -> Searched:
+def _without_position_tables(searched: SearchResult) -> SearchResult:
     """Without layers whose numbers are those of the places of one picture: a small picture has others."""
     placed = [layout for layout in searched.layouts if layout.angles or layout.logits.table or layout.logits.content]
     layouts = [layout for layout in searched.layouts if layout not in placed]
     refused = [*searched.refused, *(Refusal(layout.name, SMALL_PICTURE) for layout in placed)]
-    return Searched(layouts, refused, searched.unreached)
+    return SearchResult(layouts, refused, searched.unreached)
 
 
 def _candidates(weights: Weights, kind: type, settings: Any, whole: ModuleWeights) -> Iterator[Candidate]:
@@ -243,11 +243,11 @@ def _candidates(weights: Weights, kind: type, settings: Any, whole: ModuleWeight
                 break
             known.add(repr(small.to_dict()))
             try:
-                model = ModuleWeights(built(kind, small, "meta", weights.where))
+                model = ModuleWeights(build_model(kind, small, "meta", weights.where))
             except LocaterError:
                 break
             kinds = Kinds(model.modules(), whole.modules(), changed_settings(settings, small))
-            missing = unlike(kinds, model, whole)
+            missing = unlike_modules(kinds, model, whole)
             yield Candidate(small, kinds, missing, _numbers(model.module))
             cut = _deeper(cut, kinds, missing)
 
@@ -303,10 +303,10 @@ CODE = ("families", "layers", "discovery", "sources")  # rooms whose code decide
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedLayouts:
     """Layouts by names of the model, and where its tensors are in the checkpoint."""
 
-    searched: Searched
+    searched: SearchResult
     origins: dict[str, Origin]
 
 
@@ -339,13 +339,13 @@ def cache_file(weights: Weights, config: Mapping[str, Any]) -> Path | None:
     return folder / f"discovered-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def kept(path: Path | None) -> Kept | None:
+def read_cached(path: Path | None) -> CachedLayouts | None:
     """What a file holds; None where there is none, or none that can be read."""
     if path is None:
         return None
     try:
         document = read_json(path)
-        searched = Searched(
+        searched = SearchResult(
             [_layout(layout) for layout in document["layouts"]],
             [Refusal(str(name), str(reason)) for name, reason in document["refused"]],
             [str(name) for name in document["unreached"]],
@@ -353,10 +353,10 @@ def kept(path: Path | None) -> Kept | None:
         origins = {name: Origin(tuple(names), from_json(rows)) for name, (names, rows) in document["origins"].items()}
     except (LocaterError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
-    return Kept(searched, origins)
+    return CachedLayouts(searched, origins)
 
 
-def keep(path: Path | None, content: Kept) -> None:
+def write_cached(path: Path | None, content: CachedLayouts) -> None:
     """Write a file. A folder that cannot be written to is no error: the next call discovers again."""
     if path is None:
         return
@@ -381,7 +381,7 @@ def _layout(document: Any) -> AttentionLayout:
     return layout
 
 
-_SEARCHED: ContextVar[dict[int, Kept | LocaterError] | None] = ContextVar("searched", default=None)
+_SEARCHED: ContextVar[dict[int, CachedLayouts | LocaterError] | None] = ContextVar("searched", default=None)
 MOST_TENSORS = 5_000  # of a model, beside four for each that its checkpoint holds
 NO_PLACE = "the model that config.json describes has no place for it"
 
@@ -389,10 +389,10 @@ NO_PLACE = "the model that config.json describes has no place for it"
 def discovered_on_disk(weights: Weights, config: Config, example: Mapping[str, Any] | None = None) -> Discovered:
     """Attention layers of a checkpoint, found in a small model of its class. `example` as for `discover`."""
     path = None if example is not None else cache_file(weights, config)
-    content = kept(path)
+    content = read_cached(path)
     if content is None:
-        content = _searched_once(weights, config, example)
-        keep(path, content)
+        content = _search_or_recall(weights, config, example)
+        write_cached(path, content)
     renamed = RenamedWeights(weights, content.origins)
     searched = content.searched
     formats = quantised_modules(renamed)
@@ -402,7 +402,7 @@ def discovered_on_disk(weights: Weights, config: Config, example: Mapping[str, A
 
 
 @contextlib.contextmanager
-def searched_once() -> Iterator[None]:
+def search_once() -> Iterator[None]:
     """Inside, a checkpoint that is read twice (once to plan its reads) is searched once."""
     token = _SEARCHED.set({})
     try:
@@ -411,14 +411,14 @@ def searched_once() -> Iterator[None]:
         _SEARCHED.reset(token)
 
 
-def _searched_once(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> Kept:
-    """What a search finds, or how it failed, as it was found before inside `searched_once`."""
+def _search_or_recall(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> CachedLayouts:
+    """What a search finds, or how it failed, as it was found before inside `search_once`."""
     known = _SEARCHED.get()
-    results: dict[int, Kept | LocaterError] = {} if known is None else known
+    results: dict[int, CachedLayouts | LocaterError] = {} if known is None else known
     if id(weights) not in results:
         try:
-            with _quiet():
-                results[id(weights)] = _searched(weights, config, example)
+            with _without_warnings():
+                results[id(weights)] = _search_checkpoint(weights, config, example)
         except LocaterError as error:
             results[id(weights)] = error
     result = results[id(weights)]
@@ -427,11 +427,11 @@ def _searched_once(weights: Weights, config: Config, example: Mapping[str, Any] 
     return result
 
 
-def _searched(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> Kept:
+def _search_checkpoint(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> CachedLayouts:
     """What a search finds, for the whole checkpoint, and where each of its tensors is on disk."""
-    kind, settings = described(weights, config)
+    kind, settings = class_and_settings(weights, config)
     most = MOST_TENSORS + 4 * len(weights.names())
-    full = built(kind, settings, "meta", weights.where, most)
+    full = build_model(kind, settings, "meta", weights.where, most)
     origins, whole = origins_of(weights, full), ModuleWeights(full)
     _refuse_other_attention(weights, origins, whole)
     searched = search_small(weights, kind, settings, whole, example, _numbers_stored(weights, origins, full))
@@ -440,7 +440,7 @@ def _searched(weights: Weights, config: Config, example: Mapping[str, Any] | Non
     known = set(whole.names())
     names = dict.fromkeys(name for layout in searched.layouts for name in tensor_names(layout, known))
     stored = {name: _stored(weights, origins, name, whole.shape(name)) for name in names}
-    return Kept(Searched(searched.layouts, refused, searched.unreached), stored)
+    return CachedLayouts(SearchResult(searched.layouts, refused, searched.unreached), stored)
 
 
 def _refuse_other_attention(weights: Weights, origins: Origins, whole: ModuleWeights) -> None:
@@ -481,7 +481,7 @@ def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _without_warnings() -> Iterator[None]:
     """No warnings of transformers: it warns of settings of models that nobody runs."""
     try:
         from transformers.utils import logging

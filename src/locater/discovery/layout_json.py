@@ -1,4 +1,4 @@
-"""Layouts as trees: their tensors renamed, compared, written as JSON and read back."""
+"""Layouts written as JSON and read back; their tensors listed and renamed; two layouts compared."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ T = TypeVar("T")
 CLOSE = 1e-9  # of a number: two layers of one kind were measured on different inputs
 
 
-def with_names(tree: T, tensors: Collection[str], rename: Callable[[str], str]) -> T:
+def rename_tensors(tree: T, tensors: Collection[str], rename: Callable[[str], str]) -> T:
     """The same layout with every name of a tensor changed."""
     if isinstance(tree, str):
         return rename(tree) if tree in tensors else tree  # type: ignore[return-value]
     if isinstance(tree, tuple):
-        return tuple(with_names(x, tensors, rename) for x in tree) if _may_hold_names(tree) else tree  # type: ignore[return-value]
+        return tuple(rename_tensors(x, tensors, rename) for x in tree) if _may_hold_names(tree) else tree  # type: ignore[return-value]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        values = {f.name: with_names(getattr(tree, f.name), tensors, rename) for f in dataclasses.fields(tree)}
+        values = {f.name: rename_tensors(getattr(tree, f.name), tensors, rename) for f in dataclasses.fields(tree)}
         return dataclasses.replace(tree, **values)
     return tree
 
@@ -29,18 +29,18 @@ def with_names(tree: T, tensors: Collection[str], rename: Callable[[str], str]) 
 def tensor_names(tree: Any, tensors: Collection[str]) -> list[str]:
     """Names of the tensors of a layout, in the order of its fields, each as often as it is there."""
     names: list[str] = []
-    with_names(tree, tensors, lambda name: names.append(name) or name)  # type: ignore[func-returns-value]
+    rename_tensors(tree, tensors, lambda name: names.append(name) or name)  # type: ignore[func-returns-value]
     return names
 
 
-def alike(one: Any, other: Any) -> bool:
+def nearly_equal(one: Any, other: Any) -> bool:
     """Whether two layouts are the same, numbers within 1e-9."""
     if isinstance(one, float) and isinstance(other, float):
         return one == other or math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
     if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(alike(a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(nearly_equal(a, b) for a, b in zip(one, other, strict=True))
     if dataclasses.is_dataclass(one) and type(one) is type(other):
-        return all(alike(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
+        return all(nearly_equal(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
     return type(one) is type(other) and one == other
 
 

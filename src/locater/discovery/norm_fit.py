@@ -1,4 +1,4 @@
-"""Which norm a module of an unknown model is: fitted to one input and output of it."""
+"""Which norm a module of an unknown model is: fit_norm to one input and output of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def may_be_norm(tape: Tape, node: Node) -> bool:
     return named and not any(p.squeeze().ndim > 1 for p in made.module.parameters())
 
 
-def fitted(made: Made, x: Tensor, y: Tensor, node: Node) -> NormLayout | None:
+def fit_norm(made: Made, x: Tensor, y: Tensor, node: Node) -> NormLayout | None:
     """The norm with norm(x) = y, from the tensors of its module; None where no formula fits, also to inputs that are
     much smaller or larger. `node` is what the module returned.
     """
@@ -38,19 +38,19 @@ def fitted(made: Made, x: Tensor, y: Tensor, node: Node) -> NormLayout | None:
     for kind, eps, offset in product(kinds, _eps(made.module), offsets):
         factor = None if gain is None else getattr(made.module, gain) + offset
         shift = None if bias is None else getattr(made.module, bias)
-        error = apart(Norm(kind, factor, shift, eps)(x), y)
+        error = relative_difference(Norm(kind, factor, shift, eps)(x), y)
         if error < best * (0.5 if layout else 1):
             best = error
             layout = NormLayout(kind, _path(made, gain), offset, _path(made, bias), eps)
             norm = Norm(kind, factor, shift, eps)
     for size in SIZES if layout is not None else ():
         given = size * made.source.value
-        if apart(norm(given), replay(node, {made.source: given})) > 10 * CLOSE:
+        if relative_difference(norm(given), replay(node, {made.source: given})) > 10 * CLOSE:
             return None
     return layout
 
 
-def apart(ours: Tensor, theirs: Tensor, where: Tensor | None = None) -> float:
+def relative_difference(ours: Tensor, theirs: Tensor, where: Tensor | None = None) -> float:
     """Largest difference, in standard deviations of `theirs`; infinite where shapes differ."""
     if ours.shape != theirs.shape or not theirs.numel():
         return float("inf")
@@ -67,7 +67,7 @@ def _tensor(module: nn.Module, names: tuple[str, ...]) -> str | None:
 
 
 def _path(made: Made, name: str | None) -> str | None:
-    return None if name is None else plain(f"{made.path}.{name}" if made.path else name)
+    return None if name is None else unwrapped_path(f"{made.path}.{name}" if made.path else name)
 
 
 def _eps(module: nn.Module) -> list[float]:
@@ -75,6 +75,6 @@ def _eps(module: nn.Module) -> list[float]:
     return list(dict.fromkeys([*own, *USUAL_EPS]))
 
 
-def plain(path: str) -> str:
+def unwrapped_path(path: str) -> str:
     """A path of a module or a tensor without the names of wrappers."""
     return WRAPPERS.sub("", f"{path}.").removesuffix(".")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from locater.calls.functions import KEEPING, MULTIPLIES
-from locater.discovery.attention_site import Place, nearest_map
+from locater.discovery.attention_site import AttentionSite, nearest_map
 from locater.discovery.errors import UnreadableError
-from locater.discovery.norm_fit import fitted, may_be_norm
+from locater.discovery.norm_fit import fit_norm, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
 from locater.discovery.tape.linear_maps import LinearMap, linear_map, with_bias
 from locater.layers.gate import FUNCTIONS
@@ -20,7 +20,7 @@ from locater.layers.map_layouts import NormLayout
 
 
 @dataclass(frozen=True)
-class GateRows:
+class GateMap:
     """The map of a gate: the row of each channel of each head."""
 
     map: LinearMap
@@ -29,7 +29,7 @@ class GateRows:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputMap:
     """The output map of a call and what it returned."""
 
     map: LinearMap
@@ -38,7 +38,7 @@ class Output:
     tokens: Tensor  # (n,): number of the token, over B sequences of T, of each of these rows
     norm: NormLayout | None = None  # of the mixed values
     norm_apart: bool = False  # of each head, and not of all channels together
-    gate: GateRows | None = None
+    gate: GateMap | None = None
 
     @property
     def value(self) -> Tensor:
@@ -51,7 +51,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _OutputPath:
     """From mixed values to the map that reads them."""
 
     map: LinearMap
@@ -60,9 +60,9 @@ class _Way:
     gated: list[Node]  # the products
 
 
-def output_of(tape: Tape, mixed: Node, place: Place) -> Output:
+def output_map_of(tape: Tape, mixed: Node, site: AttentionSite) -> OutputMap:
     """The one map that reads the mixed values of a call."""
-    way, grid = _way(tape, mixed), place.grid
+    way, grid = _path_to_output(tape, mixed), site.grid
     lead, (length, size) = mixed.value.shape[:-2], mixed.value.shape[-2:]
     batch, heads = grid.order.shape
     if lead.numel() != len(grid.order.flatten()) or length != grid.queries.shape[1]:
@@ -71,7 +71,7 @@ def output_of(tape: Tape, mixed: Node, place: Place) -> Output:
     shape = (batch, heads, length, size)
 
     def read(code: Tensor) -> Tensor:  # what arrives at the output map, where a norm passes what it reads
-        given = {mixed: grid.raw(code.expand(shape).to(mixed.value), lead)}
+        given = {mixed: grid.in_model_order(code.expand(shape).to(mixed.value), lead)}
         for norm in way.norms:
             given[norm] = replay(tape.made[norm].source, given)
         return replay(way.map.source, given).reshape(-1, width)
@@ -85,7 +85,7 @@ def output_of(tape: Tape, mixed: Node, place: Place) -> Output:
         raise UnreadableError("its output map reads other numbers beside its mixed values")
     factors = factors[rows]
     tokens, columns = (read(code)[rows] / factors - 1 for code in (token, channel))
-    tokens, columns = _whole(tokens), _whole(columns)
+    tokens, columns = _round_codes(tokens), _round_codes(columns)
     if width != heads * size or (columns != columns[:1]).any() or (tokens != tokens[:, :1]).any():
         raise UnreadableError("its output map reads other numbers than its mixed values")
     in_order = torch.arange(width)
@@ -94,20 +94,20 @@ def output_of(tape: Tape, mixed: Node, place: Place) -> Output:
     order = columns[0].argsort()
     if len(way.norms) > 1 or len(way.gates) > 1:
         raise UnreadableError("more than a norm and a gate is between its mixed values and its output map")
-    norm, apart = _norm(tape, way, order, size)
-    gate = _gate(tape, way, place, factors[:, order], tokens[:, 0])
+    norm, each_head = _norm(tape, way, order, size)
+    gate = _gate(tape, way, site, factors[:, order], tokens[:, 0])
     columns_read = None if torch.equal(order, in_order) else tuple(order.tolist())
-    return Output(way.map, columns_read, rows, tokens[:, 0], norm, apart, gate)
+    return OutputMap(way.map, columns_read, rows, tokens[:, 0], norm, each_head, gate)
 
 
-def _whole(codes: Tensor) -> Tensor:
+def _round_codes(codes: Tensor) -> Tensor:
     rounded = codes.round()
     if (codes - rounded).abs().max() > 1e-3:
         raise UnreadableError("its output map reads other numbers than its mixed values")
     return rounded.long()
 
 
-def _way(tape: Tape, mixed: Node) -> _Way:
+def _path_to_output(tape: Tape, mixed: Node) -> _OutputPath:
     """Forward from the mixed values, through calls that move numbers, norms and gates, to the one map."""
     maps: list[LinearMap] = []
     norms: list[Node] = []
@@ -140,29 +140,29 @@ def _way(tape: Tape, mixed: Node) -> _Way:
         raise UnreadableError(f"between its mixed values and an output map is {', '.join(sorted(others)[:3])}")
     if len(maps) != 1:
         raise UnreadableError(f"its mixed values are read by {len(maps)} maps")
-    return _Way(maps[0], norms, gates, gated)
+    return _OutputPath(maps[0], norms, gates, gated)
 
 
-def _norm(tape: Tape, way: _Way, order: Tensor, size: int) -> tuple[NormLayout | None, bool]:
+def _norm(tape: Tape, way: _OutputPath, order: Tensor, size: int) -> tuple[NormLayout | None, bool]:
     """(the norm of the mixed values, its channels in the order of heads; whether it acts on each head of `size`)."""
     if not way.norms:
         return None, False
     node = way.norms[0]
     made = tape.made[node]
-    layout, width = fitted(made, made.source.value, node.value, node), node.value.shape[-1]
+    layout, width = fit_norm(made, made.source.value, node.value, node), node.value.shape[-1]
     if layout is None:
         raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
     if way.gated and way.gated[0].order < node.order:
         raise UnreadableError(f"a gate is in front of the norm {made.path} of its mixed values")
-    plain = torch.equal(order, torch.arange(len(order)))
-    if width == size and width != len(order) and plain:
+    in_order = torch.equal(order, torch.arange(len(order)))
+    if width == size and width != len(order) and in_order:
         return layout, True
     if width != len(order) or not _reads_in_order(way, node):
         raise UnreadableError(f"the norm {made.path} of its mixed values reads them in another order")
-    return (layout if plain else layout.picked(order.tolist())), False
+    return (layout if in_order else layout.picked(order.tolist())), False
 
 
-def _reads_in_order(way: _Way, norm: Node) -> bool:
+def _reads_in_order(way: _OutputPath, norm: Node) -> bool:
     """Whether the output map reads the channels of a norm in the norm's order."""
     codes = torch.arange(norm.value.shape[-1]).to(norm.value) + 1
     read, ones = (
@@ -171,25 +171,25 @@ def _reads_in_order(way: _Way, norm: Node) -> bool:
     return read.shape[-1] == len(codes) and bool(((read / ones - codes).abs() < 1e-3).all())
 
 
-def _gate(tape: Tape, way: _Way, place: Place, factors: Tensor, tokens: Tensor) -> GateRows | None:
+def _gate(tape: Tape, way: _OutputPath, site: AttentionSite, factors: Tensor, tokens: Tensor) -> GateMap | None:
     """The gate that gives these factors (n, H v)."""
     if not way.gates:
         if (factors != 1).any():
             raise UnreadableError("its mixed values are multiplied by something")
         return None
-    part = _gate_map(tape, way.gates[0], place)
-    given = part.node.value.reshape(-1, len(part.weight))[place.grid.queries.flatten()[tokens]]  # (n, C)
+    part = _gate_map(tape, way.gates[0], site)
+    given = part.node.value.reshape(-1, len(part.weight))[site.grid.queries.flatten()[tokens]]  # (n, C)
     for name, function in FUNCTIONS.items():
         values = function(given)
         nearest = (values[:1].mT - factors[:1]).abs().argmin(0)
         if (values[:, nearest] - factors).abs().max() <= 1e-9 * factors.abs().max():
-            return GateRows(part, tuple(nearest.tolist()), name)
+            return GateMap(part, tuple(nearest.tolist()), name)
     raise UnreadableError("the gate of its mixed values follows no known formula")
 
 
-def _gate_map(tape: Tape, gate: Node, place: Place) -> LinearMap:
+def _gate_map(tape: Tape, gate: Node, site: AttentionSite) -> LinearMap:
     """The one map that a gate is computed from; it reads what the queries read."""
-    linear, front, stream = nearest_map(tape, gate, "gate", place.call.path)
-    if front != place.query.front or not torch.equal(stream, place.query.stream):
+    linear, front, stream = nearest_map(tape, gate, "gate", site.call.path)
+    if front != site.query.front or not torch.equal(stream, site.query.stream):
         raise UnreadableError("the gate of its mixed values reads another stream than its queries")
     return linear

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from locater.calls.coverage import CROSS, attention_like, folded_paths, unread
-from locater.discovery.from_config_json import discovered_on_disk, searched_once
+from locater.discovery.from_config_json import discovered_on_disk, search_once
 from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError, first_line
 from locater.families import timm, torch_mha
@@ -214,7 +214,7 @@ def attention_layers(
     """
     from locater.discovery.planning import planned_reads  # it reads layers, too
 
-    with session(keep_open=True) as remote, searched_once():
+    with session(keep_open=True) as remote, search_once():
         weights, config = open_source(source, download)
         names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads, "example": example}
         if remote.files:  # gains and biases; maps are read when a layer is used

@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from locater.calls.direct import at_each_place
 from locater.calls.functions import FUSED
 from locater.discovery.example_inputs import example_inputs
-from locater.discovery.search_cache import changed, facts_of
+from locater.discovery.search_cache import changed_facts, facts_of
 from locater.discovery.tape import Tape
-from locater.discovery.taped_calls import Call, attention_calls
+from locater.discovery.taped_calls import TapedCall, attention_calls
 from locater.errors import LocaterError, first_line
 from locater.sources.live_tensors import copy_in_use, is_a
 from locater.torch_private import (
@@ -71,7 +71,7 @@ def is_thin(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim == 2 and x.stride(1) == 1 and 0 < x.stride(0) < x.shape[1]
 
 
-def tables_of_sines(model: nn.Module) -> set[int]:
+def sine_tables(model: nn.Module) -> set[int]:
     """Identities of parameters that are fixed tables of sines: positions that no training changes. Others in their
     place would turn channels otherwise than by angles.
     """
@@ -87,7 +87,7 @@ def redraw(model: nn.Module, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    fixed = tables_of_sines(model)
+    fixed = sine_tables(model)
     for name, p in model.named_parameters():
         if not p.is_floating_point() or not p.numel() or id(p) in fixed:
             continue
@@ -197,7 +197,7 @@ def _parameters(model: nn.Module, dtype: torch.dtype) -> Memo:
     number until they are drawn.
     """
     memo: Memo = {}
-    fixed = tables_of_sines(model)
+    fixed = sine_tables(model)
     for p in model.parameters():
         if not p.is_floating_point() or id(p) in fixed:
             numbers = p.detach().cpu().clone()
@@ -232,7 +232,7 @@ def _own_tensors(part: nn.Module) -> Memo:
     return {id(x): x.detach().to("cpu", copy=True) for x in kept}
 
 
-class Around(nn.Module):
+class PassThrough(nn.Module):
     """In place of a wrapper of a whole model: only passes calls on."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -248,7 +248,7 @@ def _put_stand_in(part: Any, memo: Memo) -> None:
     if is_compiled_wrapper(part):
         memo[id(part)] = copy.deepcopy(unwrap_compiled(part), memo)
     elif is_a(part, "torch.nn.parallel.distributed", "DistributedDataParallel"):
-        memo[id(part)] = type(type(part).__name__, (Around,), {})(copy.deepcopy(part.module, memo))
+        memo[id(part)] = type(type(part).__name__, (PassThrough,), {})(copy.deepcopy(part.module, memo))
     elif is_a(part, "torch.distributed.fsdp", "FSDPModule"):  # a class made of this one and of the model's own
         kind = next(base for base in type(part).__bases__ if issubclass(base, nn.Module))
         memo[id(part)] = whole = kind.__new__(kind)
@@ -275,7 +275,7 @@ HOME = "torch.nn.attention.flex_attention"
 
 
 @contextlib.contextmanager
-def flex_attention_written_out() -> Iterator[None]:
+def write_out_flex_attention() -> Iterator[None]:
     """Inside, calls of FlexAttention are fused attention with their block mask written out: the same numbers. Block
     masks are made unrecorded.
 
@@ -284,7 +284,10 @@ def flex_attention_written_out() -> Iterator[None]:
     home: Any = sys.modules.get(HOME)
     replaced: list[tuple[Any, str, Any, Any]] = []
     if home is not None:
-        ours = {"flex_attention": _written_out, "create_block_mask": partial(_unrecorded, home.create_block_mask)}
+        ours = {
+            "flex_attention": _flex_written_out,
+            "create_block_mask": partial(_call_unrecorded, home.create_block_mask),
+        }
         modules: list[tuple[str, Any]] = [
             (n, m) for n, m in list(sys.modules.items()) if not n.startswith("transformers.")
         ]
@@ -304,13 +307,13 @@ def flex_attention_written_out() -> Iterator[None]:
                 setattr(module, name, original)
 
 
-def _unrecorded(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_unrecorded(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What a mask is made of is no part of what the model computes."""
     with without_function_modes():
         return function(*args, **kwargs)
 
 
-def _written_out(
+def _flex_written_out(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -332,7 +335,7 @@ def _written_out(
     mask = None
     if block_mask is not None:
         B, H, T, S = *query.shape[:3], key.shape[2]
-        mask = _unrecorded(at_each_place, block_mask.mask_mod, B, H, T, S, query.device)
+        mask = _call_unrecorded(at_each_place, block_mask.mask_mod, B, H, T, S, query.device)
     return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -341,11 +344,11 @@ class NoInputsError(LocaterError):
 
 
 @dataclass(frozen=True)
-class Pass:
+class TapedPass:
     """One forward pass on tape, its attention calls, and the parameters that it ran with."""
 
     tape: Tape
-    calls: list[Call]
+    calls: list[TapedCall]
     model: nn.Module
     draws: bool = False  # whether the pass drew random numbers
 
@@ -358,46 +361,46 @@ class Pass:
         return max((call.length for call in self.calls), default=0)
 
 
-class Copy:
+class RedrawnCopy:
     """A copy of a model that runs on tape. The model itself and the random state stay as they are."""
 
     def __init__(self, model: nn.Module, example: Mapping[str, Any] | None) -> None:
         self.where = type(model).__name__
         self.guessed = example is None
-        with process_state_kept():
-            self.inputs = _arguments(model, _guessed(model, self.where) if example is None else example)
+        with preserve_process_state():
+            self.inputs = _arguments(model, _guess_inputs(model, self.where) if example is None else example)
             self.model = light_copy(model, self.where, torch.float64)
         self._facts = facts_of(self.model)
 
     @property
     def volatile(self) -> frozenset[str]:
         """Names of facts about the model that its passes have changed."""
-        return changed(self._facts, facts_of(self.model))
+        return changed_facts(self._facts, facts_of(self.model))
 
-    def run(self, seed: int | None) -> Pass:
+    def run(self, seed: int | None) -> TapedPass:
         """One pass with every parameter drawn anew; with None, as they are. Passes before it keep their activations,
         not their parameters. A pass in which the model puts other modules in place of its own is run again: BigBird
         changes to full attention when it meets short inputs.
         """
-        with process_state_kept(), torch.no_grad():
+        with preserve_process_state(), torch.no_grad():
             before = set(self.model.modules())
             run = _run(self.model, self.inputs, seed, self.where)
             return run if before == set(self.model.modules()) else _run(self.model, self.inputs, seed, self.where)
 
-    def run_without(self, name: str) -> Pass | None:
+    def run_without(self, name: str) -> TapedPass | None:
         """A pass without one of the inputs; None where the model does not run so."""
         inputs = {other: x for other, x in self.inputs.items() if other != name}
-        with process_state_kept(), torch.no_grad(), contextlib.suppress(LocaterError):
+        with preserve_process_state(), torch.no_grad(), contextlib.suppress(LocaterError):
             return _run(self.model, inputs, 1, self.where)
         return None
 
-    def run_other(self, model: nn.Module) -> Pass:
+    def run_other(self, model: nn.Module) -> TapedPass:
         """A pass of another model that takes these inputs."""
-        with process_state_kept(), torch.no_grad():
+        with preserve_process_state(), torch.no_grad():
             return _run(light_copy(model, self.where, torch.float64), self.inputs, 1, self.where)
 
 
-def _guessed(model: nn.Module, where: str) -> dict[str, Tensor]:
+def _guess_inputs(model: nn.Module, where: str) -> dict[str, Tensor]:
     """Inputs that a copy in float32 runs on: without a tape, not every model runs in float64."""
     trial = light_copy(model, where, torch.float32)
     redraw(trial, 0)
@@ -414,7 +417,7 @@ def _on_cpu() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def process_state_kept() -> Iterator[None]:
+def preserve_process_state() -> Iterator[None]:
     """Afterwards the random states and the default dtype of this process are as before. Devices are left alone: nothing
     runs on them.
     """
@@ -423,7 +426,7 @@ def process_state_kept() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
-        with torch.inference_mode(False), _on_cpu(), flex_attention_written_out():
+        with torch.inference_mode(False), _on_cpu(), write_out_flex_attention():
             yield
     finally:
         torch.default_generator.set_state(before)
@@ -432,12 +435,12 @@ def process_state_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str) -> Pass:
+def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str) -> TapedPass:
     if seed is not None:
         redraw(model, seed)
     before = list(parameter_versions(model))
     try:
-        tape, draws = _taped(model, inputs)
+        tape, draws = _record_pass(model, inputs)
     except Exception as error:
         if isinstance(error, LocaterError):  # of the pass itself, whatever its inputs are
             raise LocaterError(f"{where}: {error}") from error
@@ -457,21 +460,21 @@ def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str)
             f"{where}: its forward pass changes its own parameter {written}: it has no weights to verify"
         )
     holding = {path for path, module in model.named_modules() if any(True for _ in module.parameters())}
-    return Pass(tape, list(attention_calls(tape, holding)), model, draws)
+    return TapedPass(tape, list(attention_calls(tape, holding)), model, draws)
 
 
-def _taped(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tape, bool]:
+def _record_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tape, bool]:
     """(a pass on tape, whether it drew random numbers), in float64 as far as the model lets it: some compare dtypes,
     some mask in the default one: the least float64 is -inf in float32, and 0 times that is NaN.
     """
     unclear: tuple[Tape, bool] | None = None
     for precise, default in ((True, torch.get_default_dtype()), (True, torch.float64)):
         with contextlib.suppress(Exception):
-            taped = _once(model, inputs, precise, default)
+            taped = _record_once(model, inputs, precise, default)
             if not _has_nan(taped[0]):
                 return taped
             unclear = unclear or taped
-    return unclear or _once(model, inputs, False, torch.get_default_dtype())
+    return unclear or _record_once(model, inputs, False, torch.get_default_dtype())
 
 
 def _has_nan(tape: Tape) -> bool:
@@ -479,7 +482,7 @@ def _has_nan(tape: Tape) -> bool:
     return any(bool(node.value.isnan().any()) for node in tape.nodes if node.name in (FUSED, "softmax"))
 
 
-def _once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torch.dtype) -> tuple[Tape, bool]:
+def _record_once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torch.dtype) -> tuple[Tape, bool]:
     start = torch.default_generator.manual_seed(0).get_state()
     tape, before = Tape(model, inputs, precise), torch.get_default_dtype()
     torch.set_default_dtype(default)

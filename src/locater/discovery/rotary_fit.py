@@ -1,4 +1,6 @@
-"""How the channels of queries and keys turn with position: pairs, angles and frequencies, from their wiring."""
+"""Rotary positions of queries and keys: which channels rotate in pairs, by which angles and frequencies. Read from the
+wiring of a projection.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from locater.discovery.wiring import CLOSE, Wiring
 
 
 @dataclass(frozen=True)
-class Turning:
-    """Pairs of channels that turn together: (first, second) of each pair, and angles (T, pairs)."""
+class Rotation:
+    """Pairs of channels that rotate together: (first, second) of each pair, and angles (T, pairs)."""
 
     first: list[int]
     second: list[int]
@@ -22,18 +24,18 @@ class Turning:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Heads as rows of a map: factor times the row, then turned."""
+class HeadRows:
+    """Heads as rows of a map: factor times the row, then rotated."""
 
     rows: Tensor  # (U, h): channel of the cuts
     factor: float
     factors: Tensor | None  # (U, h): of each channel, where they are not all `factor`
-    turn: Turning | None
+    turn: Rotation | None
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two channels that turn together."""
+    """Two channels that rotate together."""
 
     channels: tuple[int, int]
     rows: tuple[Tensor, Tensor]  # (U,) each: the channels of the cuts that these are at angle 0
@@ -41,7 +43,7 @@ class _Pair:
     sin: Tensor
 
 
-def reading(wiring: Wiring) -> Reading:
+def head_rows(wiring: Wiring) -> HeadRows:
     """Rows, factors and rotation of a wiring."""
     mixed = (wiring.sources[..., 1] >= 0).any(0)  # (h,)
     still = (~mixed).nonzero().flatten()
@@ -50,7 +52,7 @@ def reading(wiring: Wiring) -> Reading:
         raise UnreadableError("factors of its queries, keys or values change with position")
     rows = wiring.sources[..., 0].clone()
     if not mixed.any():
-        return _plain(rows, factors[0, 0])
+        return _unrotated_rows(rows, factors[0, 0])
     pairs = _pairs(wiring, mixed.nonzero().flatten().tolist())
     cos = torch.stack([pair.cos for pair in pairs], -1)  # (B, T, U, pairs)
     sin = torch.stack([pair.sin for pair in pairs], -1)
@@ -76,26 +78,29 @@ def reading(wiring: Wiring) -> Reading:
         first.append(a)
         second.append(b)
         straight.append(angle)
-    factor = size if not still.numel() else _one(factors)
-    return Reading(
-        rows, _rounded(factor), None, Turning(first, second, torch.stack(straight, -1), _rounded(size / factor))
+    factor = size if not still.numel() else _single_factor(factors)
+    return HeadRows(
+        rows,
+        _snap_to_one(factor),
+        None,
+        Rotation(first, second, torch.stack(straight, -1), _snap_to_one(size / factor)),
     )
 
 
-def _plain(rows: Tensor, factors: Tensor) -> Reading:
-    factor = _rounded(float(factors.median()))
+def _unrotated_rows(rows: Tensor, factors: Tensor) -> HeadRows:
+    factor = _snap_to_one(float(factors.median()))
     alike = (factors - factor).abs().max() <= CLOSE * abs(factor)
-    return Reading(rows, factor, None, None) if alike else Reading(rows, 1.0, factors, None)
+    return HeadRows(rows, factor, None, None) if alike else HeadRows(rows, 1.0, factors, None)
 
 
-def _one(factors: Tensor) -> float:
+def _single_factor(factors: Tensor) -> float:
     factor = float(factors.median())
     if (factors - factor).abs().max() > CLOSE * abs(factor):
         raise UnreadableError("channels of its queries, keys or values have factors of their own")
     return factor
 
 
-def _rounded(factor: float) -> float:
+def _snap_to_one(factor: float) -> float:
     return 1.0 if abs(factor - 1) < CLOSE else factor  # angles in float32 have rounded cosines
 
 
@@ -131,7 +136,7 @@ def _rotation(wiring: Wiring, a: int, b: int) -> _Pair:
     raise UnreadableError("with position, its channels mix otherwise than by rotation")
 
 
-def frequencies(turn: Turning, known: list[Tensor]) -> tuple[list[float], int] | None:
+def frequencies(turn: Rotation, known: list[Tensor]) -> tuple[list[float], int] | None:
     """(radians per position of each pair, the first position); None where angles are not position times frequency.
 
     Numbers of the model's own tables (`known`) are taken where they fit: they are exact, and angles read from cosines
@@ -148,14 +153,14 @@ def frequencies(turn: Turning, known: list[Tensor]) -> tuple[list[float], int] |
         rough = ((relative + 2 * torch.pi * turns)[-1]) / steps[-1]
     if (torch.exp(1j * (relative - rough * steps)) - 1).abs().max() > 1e-5:
         return None
-    exact = torch.tensor(_snapped(rough, known), dtype=torch.float64)
+    exact = torch.tensor(_snap_to_tables(rough, known), dtype=torch.float64)
     for first in (0, 1, 2, *range(3, 64)):
         if (torch.exp(1j * (turn.angles - exact * (steps + first))) - 1).abs().max() < 1e-5:
             return exact.tolist(), first
     return None
 
 
-def _snapped(steps: Tensor, known: list[Tensor]) -> list[float]:
+def _snap_to_tables(steps: Tensor, known: list[Tensor]) -> list[float]:
     """The numbers of the smallest table that holds all of `steps`, up to rounding; `steps` where no table does."""
     for table in sorted(known, key=Tensor.numel):
         values = table.flatten().double()

@@ -43,12 +43,12 @@ def facts_of(model: nn.Module) -> Facts:
     return facts
 
 
-def changed(before: Facts, after: Facts) -> frozenset[str]:
+def changed_facts(before: Facts, after: Facts) -> frozenset[str]:
     """Names of the facts that differ."""
     return frozenset(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def signature(example: Mapping[str, Any] | None) -> str | None:
+def example_signature(example: Mapping[str, Any] | None) -> str | None:
     """Names, shapes and numbers of an example; None where none is given."""
     if example is None:
         return None
@@ -57,7 +57,7 @@ def signature(example: Mapping[str, Any] | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class Entry(Generic[Result]):
+class CachedSearch(Generic[Result]):
     """One search: its result, or why the inputs for it could not be guessed."""
 
     facts: Facts
@@ -65,14 +65,14 @@ class Entry(Generic[Result]):
     result: Result | LocaterError
 
     def holds(self, facts: Facts) -> bool:
-        return not changed(self.facts, facts) - self.volatile
+        return not changed_facts(self.facts, facts) - self.volatile
 
 
-class Memory(Generic[Result]):
+class SearchCache(Generic[Result]):
     """Searches by model and signature of the example. Models are not kept alive."""
 
     def __init__(self) -> None:
-        self._entries: WeakKeyDictionary[nn.Module, dict[str | None, Entry[Result]]] = WeakKeyDictionary()
+        self._entries: WeakKeyDictionary[nn.Module, dict[str | None, CachedSearch[Result]]] = WeakKeyDictionary()
 
     def get(self, model: nn.Module, key: str | None, facts: Facts) -> Result | LocaterError | None:
         entry = self._entries.get(model, {}).get(key)
@@ -95,7 +95,7 @@ class Memory(Generic[Result]):
     ) -> None:
         entries = self._entries.setdefault(model, {})
         entries.pop(key, None)
-        entries[key] = Entry(facts, frozenset(volatile), result)
+        entries[key] = CachedSearch(facts, frozenset(volatile), result)
 
 
 def _numbers(x: Tensor) -> tuple[Any, ...]:

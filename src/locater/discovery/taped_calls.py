@@ -18,12 +18,12 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.tape import Node, Tape, replay
 
 PRODUCTS = frozenset({"matmul", "baddbmm"})  # others are written down as these
-TURNING = frozenset("transpose permute movedim mT T t mH H adjoint".split())
+TRANSPOSING = frozenset("transpose permute movedim mT T t mH H adjoint".split())
 MASKED = -1e4  # a logit below this is masked
 
 
 @dataclass(frozen=True)
-class Call:
+class TapedCall:
     """One attention. `product` and `logits` are None for a fused call, which keeps them to itself."""
 
     path: str  # of the innermost module around it that has parameters
@@ -42,7 +42,7 @@ class Call:
         return self.query.value.shape[-1 if self.query_transposed else -2]
 
 
-def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[Call]:
+def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[TapedCall]:
     """The attention calls of a tape, in order."""
     products: dict[
         Node, tuple[Node, bool]
@@ -51,7 +51,7 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[Call]:
         path = next((path for path in reversed(node.modules) if path in with_parameters), "")
         if node.name == FUSED and node.part is None:
             arguments = fused_arguments(node)
-            yield Call(path, arguments["query"], arguments["key"], False, node)
+            yield TapedCall(path, arguments["query"], arguments["key"], False, node)
         elif node.name == "softmax":
             if node.inputs and node.inputs[0] in products and _over_last_axis(node):
                 call = _of_softmax(tape, path, node, *products[node.inputs[0]])
@@ -63,18 +63,18 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[Call]:
             before = [products[x] for x in node.inputs if x in products and continues(node.name, x.value, node.value)]
             if before:  # the first is that of contents, where distances have products of their own
                 product, turned = min(before, key=lambda known: known[0].order)
-                products[node] = product, turned or node.name in TURNING
+                products[node] = product, turned or node.name in TRANSPOSING
 
 
-def _of_softmax(tape: Tape, path: str, node: Node, product: Node, turned: bool) -> Call | None:
+def _of_softmax(tape: Tape, path: str, node: Node, product: Node, turned: bool) -> TapedCall | None:
     """The call of a softmax; None where its weights sum to 1 over something else than keys."""
     logits, sink = _without_sink(_before_shift(_before_casts(_before_moves(node.inputs[0]))), product)
     left, right = product.inputs[-2:]
     if not turned or 1 in product.value.shape[-2:] or _varies(logits, product, -1):
-        return Call(path, left, right, True, node, product, logits, sink)
+        return TapedCall(path, left, right, True, node, product, logits, sink)
     if not _varies(logits, product, -2) or any(_is_transpose(after, node) for after in tape.consumers(node)):
         return None  # over heads; or over queries, and put back
-    return Call(path, right, left, False, node, product, logits, sink, True)  # (k @ q.mT).mT
+    return TapedCall(path, right, left, False, node, product, logits, sink, True)  # (k @ q.mT).mT
 
 
 def _over_last_axis(softmax: Node) -> bool:
@@ -99,7 +99,7 @@ def _before_moves(logits: Node) -> Node:
     """The same logits as they were before their axes were moved there and back."""
     node = same = logits
     for _ in range(4):
-        if node.name not in TURNING or len(node.inputs) != 1:
+        if node.name not in TRANSPOSING or len(node.inputs) != 1:
             break
         node = node.inputs[0]
         same = node if node.value.shape == logits.value.shape and torch.equal(node.value, logits.value) else same
@@ -142,7 +142,7 @@ def fused_arguments(node: Node) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedValues:
     """Weights times values of a call, and the values."""
 
     result: Node  # (..., T, h)
@@ -150,23 +150,23 @@ class Mixed:
     values_transposed: bool = False  # the last axis of their node is that of tokens
 
 
-def mixed_values(tape: Tape, call: Call) -> Mixed:
+def mixed_values(tape: Tape, call: TapedCall) -> MixedValues:
     """What the weights of a call multiply, and the result."""
     if call.product is None:
-        return Mixed(call.event, fused_arguments(call.event)["value"])
+        return MixedValues(call.event, fused_arguments(call.event)["value"])
     todo, seen = [call.event], {call.event}
-    found: list[Mixed] = []
+    found: list[MixedValues] = []
     while todo:
         weights = todo.pop()
         for after in tape.consumers(weights):
             if after.name in PRODUCTS and len(after.inputs) > 1 and all(x.moving for x in after.inputs[-2:]):
                 values = after.inputs[-1]
                 if values is not weights:
-                    found.append(Mixed(after, values))
+                    found.append(MixedValues(after, values))
                     continue
                 turned = next((x for x in tape.consumers(after) if _is_transpose(x, after)), None)
                 if turned is not None:  # (v.mT @ P.mT).mT
-                    found.append(Mixed(turned, after.inputs[-2], True))
+                    found.append(MixedValues(turned, after.inputs[-2], True))
             elif after.name in KEEPING and after not in seen:
                 seen.add(after)
                 todo.append(after)
@@ -178,4 +178,4 @@ def mixed_values(tape: Tape, call: Call) -> Mixed:
 
 def _is_transpose(node: Node, other: Node) -> bool:
     turned = other.value.mT
-    return node.name in TURNING and node.value.shape == turned.shape and torch.equal(node.value, turned)
+    return node.name in TRANSPOSING and node.value.shape == turned.shape and torch.equal(node.value, turned)

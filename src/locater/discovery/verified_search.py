@@ -1,7 +1,7 @@
 """`discover`: the attention layers of a model without a record, found in a forward pass and verified in another.
 
 A copy of the model runs twice in float64, each time with all its parameters redrawn. From the first pass follows a
-layout (`layout`): names of tensors, rows, norms, frequencies. On the second pass the layers of that layout
+layout (`layout_of_call`): names of tensors, rows, norms, frequencies. On the second pass the layers of that layout
 must give the logits and the output that the copy computed, every number within 1e-6 of their standard deviation. What
 does not is refused, with the reason.
 """
@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from locater.brief import brief
 from locater.calls.coverage import attention_like, folded_paths, unread
 from locater.calls.recognise import NO_SOFTMAX
-from locater.discovery.attention_site import Place, captured_logits, place_of, side
+from locater.discovery.attention_site import AttentionSite, call_logits, projection_of, site_of
 from locater.discovery.errors import UnreadableError
 from locater.discovery.example_inputs import CONTENT, left_out
-from locater.discovery.layout_json import alike, tensor_names
+from locater.discovery.layout_json import nearly_equal, tensor_names
 from locater.discovery.layout_of_call import read_layout
 from locater.discovery.logits import centred
-from locater.discovery.masks import Visible, read_mask, visible_in
-from locater.discovery.norm_fit import apart, plain
-from locater.discovery.output_map import output_of
-from locater.discovery.redrawn_copy import Copy, NoInputsError, Pass, process_state_kept
-from locater.discovery.search_cache import Memory, facts_of, signature
-from locater.discovery.taped_calls import Call, mixed_values
+from locater.discovery.masks import VisibleKeys, read_mask, visible_keys
+from locater.discovery.norm_fit import relative_difference, unwrapped_path
+from locater.discovery.output_map import output_map_of
+from locater.discovery.redrawn_copy import NoInputsError, RedrawnCopy, TapedPass, preserve_process_state
+from locater.discovery.search_cache import SearchCache, example_signature, facts_of
+from locater.discovery.taped_calls import TapedCall, mixed_values
 from locater.discovery.windows import window_settings, with_windows
 from locater.errors import LocaterError, first_line
 from locater.layers.layer import AttentionLayer
@@ -45,78 +45,85 @@ from locater.sources.weights import ModuleWeights
 TOLERANCE = 1e-6  # of the standard deviation of what the model computed
 
 
-def verified(layout: AttentionLayout, run: Pass, call: Call) -> AttentionLayout:
+def verify_layout(layout: AttentionLayout, run: TapedPass, call: TapedCall) -> AttentionLayout:
     """`layout` as far as it holds on another pass; refused where not even its queries and keys do."""
-    place = place_of(run.tape, call)
+    site = site_of(run.tape, call)
     weights = ModuleWeights(run.model)
-    difference = _products_apart(layout, weights, place)
+    difference = _products_apart(layout, weights, site)
     if not difference < TOLERANCE:
         raise UnreadableError(f"its queries and keys differ by {difference:.0e} of their spread with other weights")
     if layout.unknown_scale is not None:
         return _maps_only(layout, layout.unknown_scale)
-    _, logits, constant = captured_logits(place)
-    view = visible_in(constant)
+    _, logits, constant = call_logits(site)
+    view = visible_keys(constant)
     layout = _with_mask_of(layout, constant)
     layer = layout.build(weights)
     if layout.unknown_logits is None:
-        difference = _logits_apart(layout, layer, place, logits, view.seen)
+        difference = _logits_apart(layout, layer, site, logits, view.seen)
         if not difference < TOLERANCE:
             why = f"its logits differ by {difference:.0e} of their spread with other weights"
             layout = replace(layout, unknown_logits=why)
     if layout.unknown_logits is not None:
         layout = _without_output(layout, layout.unknown_logits)
-        difference = _scale_apart(layout, place, logits - constant, view.seen)
+        difference = _scale_apart(layout, site, logits - constant, view.seen)
         if not difference < TOLERANCE:
             return _maps_only(layout, f"its scale differs by {difference:.0e} with other weights")
         return layout
-    return _with_verified_output(layout, layer, run, call, place, view)
+    return _with_verified_output(layout, layer, run, call, site, view)
 
 
 def _with_verified_output(
-    layout: AttentionLayout, layer: AttentionLayer, run: Pass, call: Call, place: Place, view: Visible
+    layout: AttentionLayout,
+    layer: AttentionLayer,
+    run: TapedPass,
+    call: TapedCall,
+    site: AttentionSite,
+    view: VisibleKeys,
 ) -> AttentionLayout:
     if layout.unknown_output is not None:
         return _without_output(layout, layout.unknown_output)
     try:
         mixed = mixed_values(run.tape, call)
-        out = output_of(run.tape, mixed.result, place)
+        out = output_map_of(run.tape, mixed.result, site)
         stream = None
         if layout.value_stream_norm is not None:
-            part = side(run.tape, mixed.values, "values", call.path, mixed.values_transposed)
-            stream = part.stream[place.grid.others(part.rows, part.lead)[1]]
+            part = projection_of(run.tape, mixed.values, "values", call.path, mixed.values_transposed)
+            stream = part.stream[site.grid.value_places(part.rows, part.lead)[1]]
     except UnreadableError as error:
         return _without_output(layout, str(error))
     mask = None if layout.unknown_mask is None else view.seen
-    ours = layer.output(place.x, place.memory, stream, padding=view.padding, mask=mask)
+    ours = layer.output(site.x, site.memory, stream, padding=view.padding, mask=mask)
     counted = out.rows_of(view.rows[..., None])[:, 0]  # queries that are no padding
-    difference = apart(out.rows_of(ours)[counted], out.value[counted])
+    difference = relative_difference(out.rows_of(ours)[counted], out.value[counted])
     if not difference < TOLERANCE:
         return _without_output(layout, f"its output differs by {difference:.0e} of its spread with other weights")
     return layout
 
 
-def _products_apart(layout: AttentionLayout, weights: ModuleWeights, place: Place) -> float:
+def _products_apart(layout: AttentionLayout, weights: ModuleWeights, site: AttentionSite) -> float:
     """Products of queries and keys, before scale, bias and cap; the scale is that of the queries and keys alone."""
-    plain = replace(layout, logits=LogitsLayout(layout.product_scale), unknown_logits=None, unknown_scale=None)
-    return apart(plain.build(weights).logits(place.x, place.memory), place.queries @ place.keys.mT)
+    unscaled = replace(layout, logits=LogitsLayout(layout.product_scale), unknown_logits=None, unknown_scale=None)
+    return relative_difference(unscaled.build(weights).logits(site.x, site.memory), site.queries @ site.keys.mT)
 
 
-def _logits_apart(layout: AttentionLayout, layer: AttentionLayer, place: Place, logits: Tensor, seen: Tensor) -> float:
-    ours = layer.logits(place.x, place.memory)
+def _logits_apart(
+    layout: AttentionLayout, layer: AttentionLayer, site: AttentionSite, logits: Tensor, seen: Tensor
+) -> float:
+    ours = layer.logits(site.x, site.memory)
     shift_free = layout.logits.sinks is None  # a sink sees what is added to a whole row
     if shift_free and (layout.logits.alibi is not None or layout.logits.shifted):
         ours, logits = centred(ours, seen), centred(logits, seen)
-    return apart(ours, logits, seen)
+    return relative_difference(ours, logits, seen)
 
 
-def _scale_apart(layout: AttentionLayout, place: Place, varying: Tensor, seen: Tensor) -> float:
+def _scale_apart(layout: AttentionLayout, site: AttentionSite, varying: Tensor, seen: Tensor) -> float:
     """The part of the logits that varies with products, against the scale times products."""
     if layout.logits.softcap is not None:
         return float("inf")
-    ours = layout.logits.scale / layout.product_scale * (place.queries @ place.keys.mT)
+    ours = layout.logits.scale / layout.product_scale * (site.queries @ site.keys.mT)
     if layout.logits.shifted:
         ours, varying = centred(ours, seen), centred(varying, seen)
-    return apart(ours, varying, seen)
+    return relative_difference(ours, varying, seen)
 
 
 def _with_mask_of(layout: AttentionLayout, constant: Tensor) -> AttentionLayout:
@@ -213,21 +220,21 @@ def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Disc
 
 def discovered_in(weights: ModuleWeights, example: Mapping[str, Any] | None = None) -> Discovered:
     """The same for an opened model: layers read their tensors from `weights`."""
-    layouts, refused, unreached = _remembered(weights, example)
+    layouts, refused, unreached = _cached_search(weights, example)
     layers = [layout.build(weights, index) for index, layout in enumerate(layouts)]
     return Discovered(layers, list(refused), list(unreached))
 
 
 # layouts, refusals, modules that look like attention and did not run
 Search = tuple[list[AttentionLayout], list[Refusal], list[str]]
-_MEMORY: Memory[Search] = Memory()
+_MEMORY: SearchCache[Search] = SearchCache()
 
 
-def _remembered(weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
+def _cached_search(weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
     """A search, or one from before that still holds. Where no example is given and none can be guessed, an earlier one
     of the user's serves.
     """
-    model, key, facts = weights.module, signature(example), facts_of(weights.module)
+    model, key, facts = weights.module, example_signature(example), facts_of(weights.module)
     result = _MEMORY.get(model, key, facts)
     if result is None:
         result, volatile = _search_or_failure(model, weights, example)
@@ -248,33 +255,33 @@ def _search_or_failure(
     traceback, which would keep the model alive.
     """
     try:
-        copied = Copy(model, example)
+        copied = RedrawnCopy(model, example)
     except NoInputsError as error:
         return NoInputsError(str(error)), frozenset()
     try:
-        with process_state_kept():
-            return _searched(copied, weights), copied.volatile
+        with preserve_process_state():
+            return _search_copy(copied, weights), copied.volatile
     except LocaterError as error:
         return LocaterError(str(error)), copied.volatile
 
 
 def search(model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
     """(layouts, refusals, modules that look like attention and did not run)."""
-    copied = Copy(model, example)
-    with process_state_kept():
-        return _searched(copied, weights)
+    copied = RedrawnCopy(model, example)
+    with preserve_process_state():
+        return _search_copy(copied, weights)
 
 
-@process_state_kept()
+@preserve_process_state()
 @torch.no_grad()
-def _searched(copied: Copy, weights: ModuleWeights) -> Search:
+def _search_copy(copied: RedrawnCopy, weights: ModuleWeights) -> Search:
     first = copied.run(0)
-    readings = [_attempt(partial(read_layout, first.tape, call)) for call in first.calls]
-    names = [plain(call.path) for call in first.calls]
-    ran = {plain(path) for path in first.tape.called}
+    readings = [_layout_or_reason(partial(read_layout, first.tape, call)) for call in first.calls]
+    names = [unwrapped_path(call.path) for call in first.calls]
+    ran = {unwrapped_path(path) for path in first.tape.called}
     length = first.length
     second = copied.run(1)
-    again = [plain(call.path) for call in second.calls]
+    again = [unwrapped_path(call.path) for call in second.calls]
     if names != again:
         one = next((one or other for one, other in zip_longest(names, again) if one != other), "")
         raise LocaterError(f"{weights.where}: it runs other attention when its parameters are redrawn, first in {one}")
@@ -282,7 +289,7 @@ def _searched(copied: Copy, weights: ModuleWeights) -> Search:
     refused: list[Refusal] = []
     for number, (reading, name, call) in enumerate(zip(readings, names, second.calls, strict=True)):
         if isinstance(reading, AttentionLayout):
-            reading = _attempt(partial(verified, reading, second, call))
+            reading = _layout_or_reason(partial(verify_layout, reading, second, call))
         if isinstance(reading, str):
             refused.append(Refusal(name, reading))
         else:
@@ -292,14 +299,14 @@ def _searched(copied: Copy, weights: ModuleWeights) -> Search:
         layouts = _with_other_inputs(copied, layouts)
     if first.draws:
         refused = [replace(refusal, reason=f"{refusal.reason}{DRAWS}") for refusal in refused]
-        layouts = {number: _with_draws(layout) for number, layout in layouts.items()}
-    silent = [*unread(weights, names), *_inside(weights, names, layouts.values(), ran)]
+        layouts = {number: _noting_random_draws(layout) for number, layout in layouts.items()}
+    silent = [*unread(weights, names), *_unread_inside(weights, names, layouts.values(), ran)]
     refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
     unreached = [path for path in silent if path not in ran]
     return _each_once(layouts.values()), refused, unreached
 
 
-def _with_other_inputs(copied: Copy, layouts: dict[int, AttentionLayout]) -> dict[int, AttentionLayout]:
+def _with_other_inputs(copied: RedrawnCopy, layouts: dict[int, AttentionLayout]) -> dict[int, AttentionLayout]:
     """The layouts, with a line where the guessed inputs decide which norm is in front: each is left out once, and what
     the model takes beside them is named.
     """
@@ -312,7 +319,9 @@ def _with_other_inputs(copied: Copy, layouts: dict[int, AttentionLayout]) -> dic
             continue
         calls: dict[str, list[AttentionLayout | str]] = {}
         for call in other.calls:
-            calls.setdefault(plain(call.path), []).append(_attempt(partial(read_layout, other.tape, call)))
+            calls.setdefault(unwrapped_path(call.path), []).append(
+                _layout_or_reason(partial(read_layout, other.tape, call))
+            )
         for layout in layouts.values():
             read = [found for found in calls.get(layout.name, []) if isinstance(found, AttentionLayout)]
             if read and all(_front_of(found) != _front_of(layout) for found in read):
@@ -331,13 +340,13 @@ def _front_of(layout: AttentionLayout) -> tuple[object, ...]:
     return layout.kind, layout.norm, layout.memory_norm
 
 
-def _with_draws(layout: AttentionLayout) -> AttentionLayout:
+def _noting_random_draws(layout: AttentionLayout) -> AttentionLayout:
     """A layout of a pass that drew random numbers: what is not known of it may be for that."""
     logits, output = (why and f"{why}{DRAWS}" for why in (layout.unknown_logits, layout.unknown_output))
     return replace(layout, unknown_logits=logits, unknown_output=output)
 
 
-def _inside(
+def _unread_inside(
     weights: ModuleWeights, names: Sequence[str], layouts: Iterable[AttentionLayout], ran: set[str]
 ) -> list[str]:
     """Modules that look like attention inside modules that attend themselves, and of which these read no tensor. One
@@ -362,7 +371,7 @@ def _each_once(layouts: Iterable[AttentionLayout]) -> list[AttentionLayout]:
     for layout in layouts:
         same = [n for n, x in enumerate(layers) if x.name == layout.name]
         bare = replace(layout, angles=())
-        known = next((n for n in same if alike(replace(layers[n], angles=()), bare)), None)
+        known = next((n for n in same if nearly_equal(replace(layers[n], angles=()), bare)), None)
         if known is None:
             layers.append(layout)
         elif len(layout.angles) > len(layers[known].angles):
@@ -370,7 +379,7 @@ def _each_once(layouts: Iterable[AttentionLayout]) -> list[AttentionLayout]:
     return layers
 
 
-def _attempt(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:
+def _layout_or_reason(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:
     """A layout, or the reason why there is none."""
     try:
         return read()

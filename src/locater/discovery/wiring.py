@@ -20,7 +20,7 @@ NO_MAP = "channels of its queries, keys or values come from no map"
 
 
 @dataclass(frozen=True)
-class Passage:
+class TapePath:
     """The calls from some places of a tape (`cuts`) to a later one, as a function of the numbers at the cuts. Norms on
     the way are left out: what they read passes as it is.
     """
@@ -71,7 +71,7 @@ def as_rows(x: Tensor, transposed: bool = False) -> Tensor:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def token_rows(passage: Passage) -> Tensor:
+def token_rows(passage: TapePath) -> Tensor:
     """(M, T): the row of the cuts, their tokens flattened, that each row of the target comes from."""
     count = passage.tokens
     if any(cut.value.numel() != count * width for cut, width in zip(passage.cuts, passage.widths, strict=True)):
@@ -104,7 +104,7 @@ class Wiring:
     shift: Tensor  # (B, T, U, h): what is added apart from the cuts
 
 
-def wired(passage: Passage, order: Tensor, rows: Tensor) -> Wiring:
+def wiring_of(passage: TapePath, order: Tensor, rows: Tensor) -> Wiring:
     """The wiring of a passage. `order` (B, H) has the leading index in the target of each sequence and head, `rows`
     (B, T) the tokens of each sequence.
     """
@@ -113,7 +113,7 @@ def wired(passage: Passage, order: Tensor, rows: Tensor) -> Wiring:
     noise = torch.randn(passage.channels, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     heads = _first_equal_heads(passage.probe(noise)[order])
     order = order[:, sorted(set(heads))]
-    wiring = _single(passage, order) or _double(passage, order, rows)
+    wiring = _one_source(passage, order) or _two_sources(passage, order, rows)
     sources, coefficients = wiring
     shift = passage.probe(torch.zeros(passage.channels))[order]
     for size in (SMALL, LARGE):
@@ -148,7 +148,7 @@ def _first_equal_heads(x: Tensor) -> list[int]:
     return heads
 
 
-def _single(passage: Passage, order: Tensor) -> tuple[Tensor, Tensor] | None:
+def _one_source(passage: TapePath, order: Tensor) -> tuple[Tensor, Tensor] | None:
     """(sources, coefficients) where each channel has one source; None where that is not so."""
     channels = passage.channels
     ramp = torch.arange(channels).double() + 1
@@ -169,7 +169,7 @@ def _single(passage: Passage, order: Tensor) -> tuple[Tensor, Tensor] | None:
     return sources, torch.stack([ones, torch.zeros_like(ones)], -1)
 
 
-def _double(passage: Passage, order: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _two_sources(passage: TapePath, order: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """(sources, coefficients) of channels with up to two sources, by derivatives."""
     with torch.enable_grad():
         generator = torch.Generator().manual_seed(3)
@@ -187,7 +187,7 @@ def _double(passage: Passage, order: Tensor, rows: Tensor) -> tuple[Tensor, Tens
     return sources, coefficients  # (U, h, 2), (B, T, U, h, 2)
 
 
-def _slopes(y: Tensor, starts: list[Tensor], passage: Passage, rows: Tensor) -> Tensor:
+def _slopes(y: Tensor, starts: list[Tensor], passage: TapePath, rows: Tensor) -> Tensor:
     """(B, T, C): derivatives of the sum of `y` by the channels of each token."""
     slopes = torch.autograd.grad(y.sum(), starts, retain_graph=True, allow_unused=True)
     parts = [
