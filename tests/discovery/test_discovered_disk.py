@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import locater
 from locater.discovery import from_config_json as discovered_disk
 from locater.discovery import from_config_json as small_models
+from locater.discovery import record_or_discovery
 from locater.discovery.carried_layouts import DIFFERENT, UNCLEAR, SearchResult, carry_layouts
 from locater.discovery.layer_kinds import Kinds
 from locater.discovery.record_or_discovery import layers_of
@@ -332,7 +333,7 @@ def test_what_was_discovered_is_kept(gemma: Path, tmp_path: Path, monkeypatch: p
     (path,) = folder.iterdir()  # one file, and no leftover of writing it
     path.write_text(path.read_text()[:-40])  # broken: ignored, and made again
     discovered_from(gemma)
-    monkeypatch.setattr(discovered_disk, "_searched", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(discovered_disk, "_search_checkpoint", lambda *_: pytest.fail("searched again"))
     after = discovered_from(gemma)
     for one, other in zip(before.layers, after.layers, strict=True):
         assert not differences(one, other)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import locater
+from locater.discovery import record_or_discovery
 from locater.errors import LocaterError
 from locater.families.registry import BUILT_IN
 from locater.layers import AttentionLayer
