@@ -27,9 +27,9 @@ from locater.inputs.images import image_batches
 from locater.layers import AttentionLayer, Norm
 from locater.layers.normed import NormedProjection
 from locater.numerics import spearman
-from locater.observing.circuits import circuit_scores
-from locater.observing.collecting import collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import collected
+from locater.observing.forward_pass import run
+from locater.observing.head_roles import circuit_scores
 from locater.predict.prediction import logit_bound
 from locater.results.probe import (
     BOUND,

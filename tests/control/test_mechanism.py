@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError
-from locater.calls.changes import AttentionChange, AttentionRequest, put, take
+from locater.calls.interceptors import AttentionChange, AttentionRequest, put, take
 from locater.control import Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.discovery import attention_layers
 from locater.observing import observe

@@ -11,7 +11,7 @@ from torch import Tensor
 from locater import LocaterError
 from locater.control import rows
 from locater.kernels import Terms, attention_statistics, row_statistics
-from locater.observing import site as tally
+from locater.observing import observed_layer as tally
 from locater_lab.mechanisms import modules
 
 B, H, T, S, D = 2, 4, 3, 5, 8

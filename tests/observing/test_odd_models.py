@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import locater
+from locater.calls.attention_interface import eager_function
 from locater.calls.call import Call, from_interface
-from locater.calls.interface import eager_function
 from locater.errors import LocaterError
 from locater.kernels import Terms
-from locater.observing import site as tallying
+from locater.observing import observed_layer as tallying
 from locater.runs.record_sinks import JsonlSink, read_run
 
 transformers = pytest.importorskip("transformers")

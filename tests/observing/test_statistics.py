@@ -20,8 +20,8 @@ import locater
 from locater import LocaterError, Statistics, statistics
 from locater.discovery import attention_layers
 from locater.inputs.text import batches
-from locater.observing.collecting import SAMPLE, collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import SAMPLE, collected
+from locater.observing.forward_pass import run
 from locater.predict.input_statistics import Input
 from tests.families import CASES
 from tests.parity import Case, model_of, record

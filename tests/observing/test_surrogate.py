@@ -21,8 +21,8 @@ from locater.discovery import attention_layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm, Tokens, effective
 from locater.numerics import spearman
-from locater.observing.collecting import collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import collected
+from locater.observing.forward_pass import run
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict

@@ -24,7 +24,7 @@ from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
 from locater.observing import observe
-from locater.observing import site as tally
+from locater.observing import observed_layer as tally
 from locater.runs import Monitor, head_table
 from locater.runs.record_sinks import read_run
 from locater.runs.run_monitor import controls_that_fit, warning_line

@@ -22,12 +22,12 @@ from locater.findings import flags_of
 from locater.inputs.text import Batch, Text
 from locater.layers import AttentionLayer
 from locater.numerics import finite_or_none, spearman, upcast
-from locater.observing.circuits import Circuit, circuit_scores, period_of
-from locater.observing.collecting import Progress, collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import Progress, collected
+from locater.observing.forward_pass import run
+from locater.observing.head_roles import Circuit, circuit_scores, period_of
 from locater.observing.observation import observe
-from locater.observing.rows import SeenHead
-from locater.observing.stream import SeenLayer
+from locater.observing.residual_stream import SeenLayer
+from locater.observing.seen_heads import SeenHead
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import logit_bound, predict
 from locater.report.probe import stream_after

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from locater.brief import brief
-from locater.calls import interface
-from locater.calls.changes import AttentionChange, changes, numbered, put, take
+from locater.calls import attention_interface
+from locater.calls.interceptors import AttentionChange, changes, numbered, put, take
 from locater.calls.patching import CONTROL, instead, through
 from locater.control.base import Control, Layers, device_of, layers_numbered
 from locater.discovery import attention_layers
@@ -129,7 +129,7 @@ class ForwardChange(AttentionChange):
 def _in_a_copy(kind: type[ForwardChange], attributes: dict[str, Any]) -> ForwardChange:
     change = kind.__new__(kind)
     vars(change).update(attributes)
-    interface.keep(numbered(change))
+    attention_interface.keep(numbered(change))
     return change
 
 
@@ -197,7 +197,7 @@ class ForwardControl(Control, Generic[Change]):
 
     def _attach(self, model: nn.Module) -> None:
         new = self._check(model)
-        interface.install()
+        attention_interface.install()
         self._changes = new
         for module, change in new:
             change.control = repr(self)
@@ -210,7 +210,7 @@ class ForwardControl(Control, Generic[Change]):
             take(module, change)
         for undo in self._undo:
             undo()
-        interface.remove(change for _, change in self._changes)
+        attention_interface.remove(change for _, change in self._changes)
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         """A control that is copied together with its model, as an attribute of it, controls the copy."""
@@ -218,7 +218,7 @@ class ForwardControl(Control, Generic[Change]):
         if self.model is not None:
             self._changes = [(module, change) for module, change in self._changes if change is not None]
             if self._changes:
-                interface.install()
+                attention_interface.install()
             else:  # this kind of change is not carried
                 self.model = None
 

@@ -22,7 +22,7 @@ from locater.discovery.stacked_maps import Recorder
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.numerics import upcast
-from locater.observing.stream import streams
+from locater.observing.residual_stream import streams
 from locater.sources.live_tensors import LiveTensor, is_a, stored_map
 from locater.sources.sources import config_of
 from locater.torch_private import own_parameters

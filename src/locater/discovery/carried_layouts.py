@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from locater.calls.coverage import attention_like
+from locater.calls.attention_like import attention_like
 from locater.discovery.layer_kinds import Kinds, Stack
 from locater.discovery.layout_json import nearly_equal, rename_tensors, tensor_names
 from locater.discovery.verified_search import Refusal

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from locater.calls.coverage import attention_like
+from locater.calls.attention_like import attention_like
 from locater.discovery.carried_layouts import UNLIKE, SearchResult, carry_layouts, unlike_modules
 from locater.discovery.layer_kinds import Kinds
 from locater.discovery.layout_json import from_json, tensor_names, to_json

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from locater.calls.functions import KEEPING, MULTIPLIES
+from locater.calls.function_table import KEEPING, MULTIPLIES
 from locater.discovery.attention_site import AttentionSite, nearest_map
 from locater.discovery.errors import UnreadableError
 from locater.discovery.norm_fit import fit_norm, may_be_norm

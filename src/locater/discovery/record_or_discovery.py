@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from locater.calls.coverage import CROSS, attention_like, folded_paths, unread
+from locater.calls.attention_like import CROSS, attention_like, folded_paths, unread
 from locater.discovery.from_config_json import discovered_on_disk, search_once
 from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError, first_line

@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from locater.calls.direct import at_each_place
-from locater.calls.functions import FUSED
+from locater.calls.function_table import FUSED
+from locater.calls.torch_calls import at_each_place
 from locater.discovery.example_inputs import example_inputs
 from locater.discovery.search_cache import changed_facts, facts_of
 from locater.discovery.tape import Tape

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from locater.calls.functions import CASTS, FUSED, JOINS, KEEPING, LARGEST
+from locater.calls.function_table import CASTS, FUSED, JOINS, KEEPING, LARGEST
 from locater.calls.recognise import continues, softmax_axis
 from locater.discovery.errors import UnreadableError
 from locater.discovery.tape import Node, Tape, replay

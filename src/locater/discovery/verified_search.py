@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.brief import brief
-from locater.calls.coverage import attention_like, folded_paths, unread
+from locater.calls.attention_like import attention_like, folded_paths, unread
 from locater.calls.recognise import NO_SOFTMAX
 from locater.discovery.attention_site import AttentionSite, call_logits, projection_of, site_of
 from locater.discovery.errors import UnreadableError

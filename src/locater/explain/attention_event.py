@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from locater.calls.call import Call
 from locater.layers import AttentionLayer
 from locater.numerics import upcast
-from locater.observing.inputs import Read
-from locater.observing.map_of_heads import attention_maps, without_autocast
-from locater.observing.stream import time_first
+from locater.observing.attention_maps import attention_maps, without_autocast
+from locater.observing.forward_pass import Read
+from locater.observing.residual_stream import time_first
 
 # Values of attention that announces none: computed again from the input of its module, and checked by its output.
 

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.changes import AttentionChange, AttentionRequest, put, take
+from locater.calls.interceptors import AttentionChange, AttentionRequest, put, take
 from locater.calls.listeners import Switch
 from locater.calls.patching import instead
 from locater.discovery import attention_layers
@@ -30,9 +30,9 @@ from locater.families.record import Block, BlockModules, Part
 from locater.families.registry import block_of, family_of
 from locater.families.taps import is_tapped
 from locater.layers import AttentionLayer
-from locater.observing.inputs import IDS, as_keywords, attention_input, check_tokens, run_checked
+from locater.observing.attention_maps import attention_maps, without_autocast
+from locater.observing.forward_pass import IDS, as_keywords, attention_input, check_tokens, run_checked
 from locater.observing.listen import heard
-from locater.observing.map_of_heads import attention_maps, without_autocast
 from locater.sources.sources import config_of
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import unwrap_compiled

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from locater.calls.attention_interface import reaches
 from locater.calls.call import Call
-from locater.calls.interface import reaches
 from locater.calls.patching import Passage, Undo, along, name_of
 from locater.errors import LocaterError
 from locater.families.record import Family

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from locater.calls import interface
+from locater.calls import attention_interface
 from locater.calls.listeners import Listener, enter, leave
 from locater.calls.patching import instead, through
 from locater.errors import LocaterError
@@ -16,7 +16,7 @@ from locater.families.record import Family
 from locater.families.registry import family_of
 from locater.families.taps import put_tap, refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
-from locater.observing.known_layers import parts_of
+from locater.observing.layers_by_record import parts_of
 from locater.torch_private import is_compiled_in_place, own_children
 
 
@@ -36,8 +36,8 @@ def heard(
             "from a whole model: load its checkpoint in one process"
         )
     with ExitStack() as stack:
-        interface.install()
-        stack.callback(interface.remove)
+        attention_interface.install()
+        stack.callback(attention_interface.remove)
         for site in sites:
             refuse_unobservable(site.module, family, site.name)
             enter(site)

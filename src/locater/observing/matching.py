@@ -23,7 +23,7 @@ from locater.calls.listeners import Switch, enter, leave
 from locater.errors import LocaterError
 from locater.kernels import Terms, row_statistics
 from locater.observing.accumulators import wide
-from locater.observing.inputs import run
+from locater.observing.forward_pass import run
 from locater.observing.observation import observe
 
 Parents = tuple[int, ...]

@@ -16,23 +16,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.coverage import folded_paths
+from locater.calls.attention_like import folded_paths
 from locater.calls.listeners import Switch, is_here, run_pass
 from locater.calls.patching import instead
 from locater.errors import LocaterError
 from locater.families.taps import refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulators import StatisticsOptions, owners
-from locater.observing.by_calls import CalledLayers
-from locater.observing.choosing import Choice, chosen, chosen_heads
-from locater.observing.counted_rows import forget_masks
-from locater.observing.known_layers import KnownLayers, known_layers
+from locater.observing.attention_maps import pattern_sites
+from locater.observing.layer_choice import Choice, chosen, chosen_heads
+from locater.observing.layers_by_calls import CalledLayers
+from locater.observing.layers_by_record import KnownLayers, known_layers
 from locater.observing.listen import heard
-from locater.observing.map_of_heads import pattern_sites
-from locater.observing.ranks import combine, refuse_split_tokens
-from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
-from locater.observing.site import Site, clear
-from locater.observing.stream import Padding, SeenLayer, listen, streams
+from locater.observing.observed_layer import Site, clear
+from locater.observing.reduce_ranks import combine, refuse_split_tokens
+from locater.observing.residual_stream import Padding, SeenLayer, listen, streams
+from locater.observing.row_masks import forget_masks
+from locater.observing.seen_heads import SeenHead, accumulators, fetched, rows_of, totals
 from locater.torch_private import COMPILED_CALL, attention_implementation, is_compiled_in_place, unwrap_compiled
 
 if TYPE_CHECKING:

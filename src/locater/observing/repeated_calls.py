@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from locater.calls.call import Call
-from locater.calls.direct_calls import Heard
+from locater.calls.function_listener import Heard
 from locater.calls.head_axes import BASE, Memory, Step, bases, labels_of
 from locater.errors import LocaterError
 

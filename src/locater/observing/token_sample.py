@@ -23,8 +23,8 @@ from locater.calls.listeners import Switch, is_on, run_pass
 from locater.calls.patching import instead
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
-from locater.observing.inputs import attention_input
-from locater.observing.stream import Padding
+from locater.observing.forward_pass import attention_input
+from locater.observing.residual_stream import Padding
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import in_backward_pass
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from locater.calls.changes import CHANGES, changes
+from locater.calls.interceptors import CHANGES, changes
 from locater.discovery import attention_layers
 from locater.discovery.stacked_maps import FoldedStacks, Spectra, recorded_stacks, spectra_of, warn_unrecorded
 from locater.errors import LocaterError
@@ -20,9 +20,9 @@ from locater.findings import key_variance
 from locater.layers import AttentionLayer, effective
 from locater.layers.effective import Effective
 from locater.numerics import finite_or_none
-from locater.observing.known_layers import parts_of
-from locater.observing.rows import numbers_of, totals
-from locater.observing.site import Site
+from locater.observing.layers_by_record import parts_of
+from locater.observing.observed_layer import Site
+from locater.observing.seen_heads import numbers_of, totals
 from locater.runs.first_batch import DiscoveredLayers
 from locater.sources.live_tensors import next_training_pass
 from locater.sources.weights import ModuleWeights

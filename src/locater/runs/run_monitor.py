@@ -24,11 +24,11 @@ from locater.discovery.stacked_maps import Spectra
 from locater.errors import LocaterError, first_line
 from locater.findings import FLAGS, Condition, Remedy, parse_conditions, reasons, remedy_for
 from locater.observing.accumulators import StatisticsOptions
-from locater.observing.choosing import Choice
+from locater.observing.layer_choice import Choice
 from locater.observing.observation import Observation
-from locater.observing.ranks import ranks_agree
-from locater.observing.rows import accumulators, fetched
-from locater.observing.site import Site
+from locater.observing.observed_layer import Site
+from locater.observing.reduce_ranks import ranks_agree
+from locater.observing.seen_heads import accumulators, fetched
 from locater.options import parse_call
 from locater.runs.first_batch import discover_layers
 from locater.runs.head_table import (

@@ -24,7 +24,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
-from locater.observing.inputs import Read, on_input, run
+from locater.observing.forward_pass import Read, on_input, run
 from locater_lab.engine.reproduction import Setting
 
 # The sentence encoder all-MiniLM-L6-v2, known by the hash of its files wherever they come from.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from locater.calls.attention_interface import _listener
 from locater.calls.call import OtherAttention
-from locater.calls.interface import _listener
 from locater.errors import LocaterError
 from locater_lab.mechanisms.fusion import Fusion, layer_fusion
 from locater_lab.mechanisms.registry import mechanism, other_attention

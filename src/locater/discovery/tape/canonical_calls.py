@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.calls.functions import JOINS, MOVES, PARTING, SOFTMAXES, writes_in_place
+from locater.calls.function_table import JOINS, MOVES, PARTING, SOFTMAXES, writes_in_place
 from locater.calls.recognise import Made, Product, contraction, in_order, outer_sum, softmax_axis, softmax_written_out
 from locater.torch_private import tree_flatten, tree_map
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.calls.functions import ADDS, KEEPING
+from locater.calls.function_table import ADDS, KEEPING
 from locater.discovery.tape.recording import Node, Tape
 
 

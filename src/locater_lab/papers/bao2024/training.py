@@ -30,7 +30,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import effective
 from locater.numerics import one_thread
-from locater.observing.inputs import quiet
+from locater.observing.forward_pass import quiet
 from locater.observing.observation import observe
 from locater_lab.engine.arms import Line, difference, ends_table, study_of_runs
 from locater_lab.engine.claims import Claim, by_seed, verdict_of

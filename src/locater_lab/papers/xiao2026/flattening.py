@@ -25,7 +25,7 @@ from locater.control import Controls, Temperature
 from locater.control.base import Layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
-from locater.observing.inputs import run
+from locater.observing.forward_pass import run
 from locater.theory import second_order_entropy
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
 from locater_lab.engine.compute import normal

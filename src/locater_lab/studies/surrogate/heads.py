@@ -15,9 +15,9 @@ from locater.discovery import attention_layers
 from locater.inputs.text import Batch
 from locater.kernels import attention_statistics
 from locater.layers import AttentionLayer, Norm, effective
-from locater.observing.circuits import circuit_scores
-from locater.observing.collecting import collected
-from locater.observing.inputs import IDS, Read, on_input, run
+from locater.observing.collect_statistics import collected
+from locater.observing.forward_pass import IDS, Read, on_input, run
+from locater.observing.head_roles import circuit_scores
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import on_tokens, predict

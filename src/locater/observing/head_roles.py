@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.observing.inputs import run
+from locater.observing.forward_pass import run
 from locater.observing.matching import match_scores
 from locater.observing.observation import observe
 

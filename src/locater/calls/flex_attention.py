@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from locater.calls.direct import from_flex
-from locater.calls.direct_calls import DirectCalls, Heard
+from locater.calls.function_listener import DirectCalls, Heard
 from locater.calls.patching import Undo
+from locater.calls.torch_calls import from_flex
 from locater.torch_private import current_function_mode, without_current_function_mode
 
 HOME = "torch.nn.attention.flex_attention"

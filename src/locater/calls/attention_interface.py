@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.call import Call, from_interface
-from locater.calls.changes import CHANGES, AttentionRequest, changed
+from locater.calls.interceptors import CHANGES, AttentionRequest, changed
 from locater.calls.listeners import KEY, Listener, described, listening
 from locater.kernels.fused import attend_with_numbers, is_fused
 from locater.torch_private import attention_tables

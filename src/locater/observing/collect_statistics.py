@@ -13,8 +13,8 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.inputs.text import Batch, Text, TextWindow, batches
 from locater.measures import ChannelMoments, normality_distance, top_directions
-from locater.observing.inputs import Read, on_input, run
-from locater.observing.stream import Padding
+from locater.observing.forward_pass import Read, on_input, run
+from locater.observing.residual_stream import Padding
 from locater.predict.input_statistics import Input, Statistics
 from locater.sources.weights import ModuleWeights
 

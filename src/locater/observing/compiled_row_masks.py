@@ -16,7 +16,7 @@ from torch import Tensor
 from locater.calls.call import Call
 from locater.calls.listeners import report_missed
 from locater.kernels import Terms, has_spans, mask_spans
-from locater.observing.counted_rows import CountedRows, place
+from locater.observing.row_masks import CountedRows, place
 from locater.torch_private import disable_dynamo
 
 

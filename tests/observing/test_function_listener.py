@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from locater.calls.direct import from_flex
-from locater.calls.direct_calls import DirectCalls
+from locater.calls.function_listener import DirectCalls
+from locater.calls.torch_calls import from_flex
 from locater.errors import LocaterError
 from locater.observing import SeenHead, observe
 

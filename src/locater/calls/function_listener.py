@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.call import Call
-from locater.calls.direct import from_fused, from_multi_head, from_softmax
-from locater.calls.functions import FUSED, JOINS, MULTI_HEAD, MULTIPLIES, PRODUCTS, name_of
+from locater.calls.function_table import FUSED, JOINS, MULTI_HEAD, MULTIPLIES, PRODUCTS, name_of
 from locater.calls.head_axes import (
     HeadAxes,
     Origins,
@@ -33,6 +32,7 @@ from locater.calls.head_axes import (
     signature,
 )
 from locater.calls.recognise import PLAIN, LogitsOfPass, Product, contraction, in_order, outer_sum, softmax_axis
+from locater.calls.torch_calls import from_fused, from_multi_head, from_softmax
 from locater.errors import LocaterError
 from locater.torch_private import base_of_view, write_count
 

@@ -28,8 +28,8 @@ from locater.observing.accumulators import (
     tallied,
     wide,
 )
-from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled, spans
-from locater.observing.placement import Placement, placed_rows, traced_placement
+from locater.observing.compiled_row_masks import Placement, placed_rows, traced_placement
+from locater.observing.row_masks import CountedRows, counted_rows, next_sample, of_heads, sampled, spans
 from locater.torch_private import (
     add_to_each,
     disable_dynamo,
@@ -42,7 +42,7 @@ from locater.torch_private import (
 
 if TYPE_CHECKING:
     from locater.layers import AttentionLayer
-    from locater.observing.known_layers import KnownLayer
+    from locater.observing.layers_by_record import KnownLayer
 
 
 # Reduce one call of an attention layer to a few sums per head, and add them up.

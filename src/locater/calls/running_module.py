@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.calls.attention_like import CROSS, HEADS
 from locater.calls.call import Call
-from locater.calls.coverage import CROSS, HEADS
-from locater.calls.direct import HIDDEN
-from locater.calls.direct_calls import Heard
+from locater.calls.function_listener import Heard
+from locater.calls.torch_calls import HIDDEN
 
 Place = tuple[tuple[CodeType, int], ...]  # functions and lines, from the call up to the module's forward
 OTHER_TOKENS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context")

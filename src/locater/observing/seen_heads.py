@@ -15,7 +15,7 @@ from locater.findings import FLAGS
 from locater.measures import Ranks, ranks_of_gram
 from locater.numerics import finite_or_none
 from locater.observing.accumulators import AT, wide
-from locater.observing.site import Site
+from locater.observing.observed_layer import Site
 from locater.torch_private import flatten_together
 
 

@@ -19,23 +19,23 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from locater.calls import interface
+from locater.calls import attention_interface
+from locater.calls.attention_like import attention_like, folded_paths
 from locater.calls.call import Call
-from locater.calls.coverage import attention_like, folded_paths
-from locater.calls.direct_calls import Caller, DirectCalls, Heard, Saved
-from locater.calls.flex_calls import flex_calls
-from locater.calls.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
+from locater.calls.flex_attention import flex_calls
+from locater.calls.function_listener import Caller, DirectCalls, Heard, Saved
 from locater.calls.listeners import Switch, begins_pass, is_measured, is_on, run_pass
 from locater.calls.patching import Undo, instead
 from locater.calls.recognise import NO_SOFTMAX
+from locater.calls.running_module import Frame, Place, heads_of, is_local, kind_of, without_padding
 from locater.errors import LocaterError, first_line
 from locater.families.taps import is_tapped, refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulators import StatisticsOptions
-from locater.observing.choosing import Choice, ChoiceError, chosen_heads
+from locater.observing.layer_choice import Choice, ChoiceError, chosen_heads
 from locater.observing.listen import compiled_parts
+from locater.observing.observed_layer import Site, clear
 from locater.observing.repeated_calls import Layer, layers_of
-from locater.observing.site import Site, clear
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import (
     attention_implementation,
@@ -93,7 +93,7 @@ def place_in_code() -> Place | None:
     frame, place = sys._getframe(1), []
     while frame is not None and frame.f_code is not running.__code__:
         module = str(frame.f_globals.get("__name__", ""))
-        if frame.f_code.co_name == "attend" and module == interface.__name__:
+        if frame.f_code.co_name == "attend" and module == attention_interface.__name__:
             return None
         if module.partition(".")[0] not in ("locater", "torch"):
             place.append((frame.f_code, frame.f_lineno))

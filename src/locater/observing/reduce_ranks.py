@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.observing.site import Site
-from locater.observing.stream import Stream
+from locater.observing.observed_layer import Site
+from locater.observing.residual_stream import Stream
 from locater.torch_private import splits_sequences
 
 

@@ -21,10 +21,10 @@ from locater.calls.listeners import Switch
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.numerics import upcast
-from locater.observing.choosing import Choice, chosen, chosen_heads
-from locater.observing.counted_rows import of_heads
-from locater.observing.inputs import as_keywords, check_model, run_checked
+from locater.observing.forward_pass import as_keywords, check_model, run_checked
+from locater.observing.layer_choice import Choice, chosen, chosen_heads
 from locater.observing.listen import heard
+from locater.observing.row_masks import of_heads
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import disable_dynamo, in_backward_pass, unwrap_compiled
 

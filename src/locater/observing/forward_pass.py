@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import Batch
-from locater.observing.stream import time_first
+from locater.observing.residual_stream import time_first
 
 IDS = ("input_ids", "inputs", "ids")  # names of token ids among the inputs of models
 MEMORY = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
