@@ -14,9 +14,8 @@ from locater import LocaterError
 from locater.calls.call import Call
 from locater.calls.listeners import Switch
 from locater.kernels import Terms
-from locater.observing import compiled_row_masks, observe
-from locater.observing import observed_layer as tally
-from locater.observing.accumulators import StatisticsOptions
+from locater.observing import accumulate, compiled_row_masks, observe
+from locater.observing.accumulate import StatisticsOptions
 from locater.observing.compiled_row_masks import Placement, traced_placement
 from tests.kernels.test_statistics import NAMES, inputs, masks
 from tests.observing.test_cost import Kernel, Operations, accumulators
@@ -58,7 +57,7 @@ def test_numbers_are_those_of_calls_outside_of_graphs(name: str, T: int, S: int)
             ]
             into = [accumulators(4 if heads is None else 2) for _ in range(2)]
             for sums, known in zip(into, (None, Placement(*found) if found else None), strict=True):
-                tally.add_call(call, sums, StatisticsOptions(rest=True), own, heads, placement=known)
+                accumulate.add_call(call, sums, StatisticsOptions(rest=True), own, heads, placement=known)
             for a, b in zip(*into, strict=True):
                 assert (a is None and b is None) or torch.equal(a, b)
 
@@ -86,7 +85,7 @@ def test_a_call_with_a_placement_looks_at_no_mask(kernels: list[Kernel], monkeyp
     call, into = Call(q, q, Terms(mask=CAUSAL), torch.zeros(2, 6, 4, 16)), accumulators(4)
     known = Placement(*traced_placement(call, True, None, True, 0))
     with Operations() as seen:
-        tally.add_call(call, into, StatisticsOptions(), True, None, placement=known)
+        accumulate.add_call(call, into, StatisticsOptions(), True, None, placement=known)
     assert [kernel.launches for kernel in (*kernels, sinks)] == [2, 1, 1]
     assert set(seen.names) <= {
         "aten.empty.memory_format",

@@ -18,8 +18,7 @@ import locater
 from locater.calls.call import Call
 from locater.families.registry import BY_TYPE
 from locater.kernels import Terms, dispatch
-from locater.observing import layers_by_record, observation, observe, row_masks
-from locater.observing import observed_layer as tally
+from locater.observing import accumulate, layers_by_record, observation, observe, row_masks
 from locater.observing.row_masks import next_sample
 from tests.kernels.test_head_sums import judge, summed
 from tests.kernels.test_statistics import inputs, masks
@@ -69,9 +68,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     return stand_ins
 
 
-def accumulators(heads: int) -> tally.Accumulators:
-    return tally.Accumulators(
-        torch.zeros(heads, len(tally.COLUMNS), dtype=torch.float64),
+def accumulators(heads: int) -> accumulate.Accumulators:
+    return accumulate.Accumulators(
+        torch.zeros(heads, len(accumulate.COLUMNS), dtype=torch.float64),
         torch.full((heads, 1), -torch.inf),
         torch.zeros(heads, 0, 2, dtype=torch.float64),
         None,
@@ -83,11 +82,11 @@ def accumulators(heads: int) -> tally.Accumulators:
 def test_two_launches_for_a_layer(rows: int, terms: Terms, kernels: list[Kernel]) -> None:
     q, k = inputs(T=50, S=50)
     call, into = Call(q, k, terms, torch.zeros(2, 50, 4, 16)), accumulators(4)
-    options = tally.StatisticsOptions(rows)
+    options = accumulate.StatisticsOptions(rows)
     next_sample(50, 5, CPU)
     for launches in (1, 2):  # the second goes straight to the compiled kernel
         with Operations() as seen:
-            tally.add_call(call, into, options, own=True, heads=None)
+            accumulate.add_call(call, into, options, own=True, heads=None)
         assert [kernel.launches for kernel in kernels] == [launches, launches]
         assert len(seen.names) <= 1, seen.names  # memory for the numbers of the rows
 
@@ -98,7 +97,7 @@ def test_sums_of_a_sample_are_those_of_its_rows(name: str) -> None:
     terms = masks(2, 4, 50, 50, "cpu")[name]
     into = accumulators(4)
     row_masks._samples.cache_clear()
-    tally.add_call(Call(q, k, Terms(**terms)), into, tally.StatisticsOptions(7), own=True, heads=None)
+    accumulate.add_call(Call(q, k, Terms(**terms)), into, accumulate.StatisticsOptions(7), own=True, heads=None)
     row_masks._samples.cache_clear()
     want, top = summed(q, k, terms, next_sample(50, 7, CPU))
     judge(into.sums, into.maxima, want, top)
@@ -185,7 +184,7 @@ def test_a_remembered_model_can_be_freed() -> None:
     model = llama()
     observe(model)
     layer = weakref.ref(model.model.layers[0].self_attn)
-    assert model in layers_by_record._remembered
+    assert model in layers_by_record._cached_forms
     del model
     gc.collect()
     assert layer() is None
@@ -207,13 +206,13 @@ def test_a_new_family_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether anything was heard is known without its numbers."""
     model, fetches = llama(), []
-    fetched = observation.fetched
+    fetched = observation.fetch_numbers
 
     def fetch(tensors: list[Tensor]) -> Any:
         fetches.append(len(tensors))
         return fetched(tensors)
 
-    monkeypatch.setattr(observation, "fetched", fetch)
+    monkeypatch.setattr(observation, "fetch_numbers", fetch)
     with torch.no_grad(), observe(model):
         model(**BATCH, use_cache=False)
     assert not fetches
@@ -225,13 +224,13 @@ def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.Mon
 def test_masks_are_looked_at_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a pass have the same mask, also where each has its own view of it."""
     model, looks = llama(), []
-    placed = row_masks.place
+    placed = row_masks.place_queries
 
     def look(*args: Any) -> Any:
         looks.append(args)
         return placed(*args)
 
-    monkeypatch.setattr(row_masks, "place", look)
+    monkeypatch.setattr(row_masks, "place_queries", look)
     with torch.no_grad(), observe(model) as seen:
         for passes in (1, 2):
             model(**BATCH, use_cache=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from locater.calls.function_listener import DirectCalls
+from locater.calls.function_listener import FunctionListener
 from locater.calls.torch_calls import from_flex
 from locater.errors import LocaterError
 from locater.observing import SeenHead, observe
@@ -226,7 +226,7 @@ def test_an_error_while_listening_does_not_end_the_run(monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("of the listener")
 
-    monkeypatch.setattr(DirectCalls, "_softmax", fail)
+    monkeypatch.setattr(FunctionListener, "_softmax", fail)
     model, x = Attention(by_module), torch.randn(BATCH, TOKENS, WIDTH)
     plain = model(x)
     with pytest.raises(LocaterError, match="not measured: the model itself: of the listener"), observe(model):

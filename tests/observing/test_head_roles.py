@@ -11,8 +11,7 @@ from torch import Tensor
 
 from locater import LocaterError
 from locater.calls.listeners import KEY
-from locater.observing.head_roles import circuit_scores
-from locater.observing.matching import match_scores, matches
+from locater.observing.head_roles import circuit_scores, match_scores, matches
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Attention, Transformer
 

@@ -19,16 +19,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call, from_interface
-from locater.calls.interceptors import CHANGES, AttentionRequest, changed
-from locater.calls.listeners import KEY, Listener, described, listening
+from locater.calls.call import Call, call_of_interface
+from locater.calls.interceptors import INTERCEPTORS, AttentionRequest, intercept_request
+from locater.calls.listeners import KEY, Listener, active_listeners, describe_call
 from locater.kernels.fused import attend_with_numbers, is_fused
 from locater.torch_private import attention_tables
 
 # The output of a model's attention and its statistics from one kernel, in place of the model's own attention.
 
 
-def in_one_pass(
+def attend_with_statistics(
     site: Listener, module: nn.Module, name: str, tensors: tuple[Tensor, Tensor, Tensor], mask: Any, kw: dict[str, Any]
 ) -> tuple[Tensor, Call] | None:
     """Output (B, T, H, V) and the call with its statistics; None where the model's own attention has to run."""
@@ -39,7 +39,7 @@ def in_one_pass(
         return None
     if not query.ndim == key.ndim == value.ndim == 4:
         return None
-    call = described((site,), from_interface, module, name, query, key, mask, kw, query)
+    call = describe_call((site,), call_of_interface, module, name, query, key, mask, kw, query)
     if call is None or call.cut is not None or call.key.shape != key.shape or call.query.shape != query.shape:
         return None
     if not is_fused(query, key, value, call.terms):
@@ -53,7 +53,7 @@ def in_one_pass(
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []
 _users = 0
 _copied: set[int] = set()  # ids of changes that came with a copy of a model, until the copy is collected
-_named: dict[type[nn.Module], Callable[..., Any] | None] = {}
+_eager_functions: dict[type[nn.Module], Callable[..., Any] | None] = {}
 # models may be observed in several threads; a copy may be collected while its own thread has the lock
 _lock = threading.RLock()
 
@@ -64,33 +64,33 @@ def install() -> None:
     with _lock:
         _users += 1  # first: a copy that is collected meanwhile must not undo what is done here
         try:
-            _replace()
+            _install_replacements()
         except BaseException:
             _users -= 1
             raise
 
 
-def keep(change: Any) -> None:
+def keep_installed(change: Any) -> None:
     """`install` for as long as `change` exists: it acts in a copy of a model, where no control removes it."""
     with _lock:
         _copied.add(id(change))
         weakref.finalize(change, _forget, id(change)).atexit = False
-        _replace()
+        _install_replacements()
 
 
 def _forget(number: int) -> None:
     with _lock:
         _copied.discard(number)
-        _restore()
+        _put_originals_back()
 
 
-def _replace() -> None:
+def _install_replacements() -> None:
     installed = [ours for _, _, _, ours in _replaced]
     for at, table in enumerate(_tables()):
         for name in {*table, *(("eager",) if at == 0 else ())}:
             was = table.get(name)
             if was not in installed:  # a second user finds most functions replaced already
-                ours = table[name] = _listener(name, was)
+                ours = table[name] = listening_function(name, was)
                 _replaced.append((table, name, was, ours))
 
 
@@ -101,10 +101,10 @@ def remove(changes: Iterable[Any] = ()) -> None:
         _users = max(0, _users - 1)
         for change in changes:
             _copied.discard(id(change))
-        _restore()
+        _put_originals_back()
 
 
-def _restore() -> None:
+def _put_originals_back() -> None:
     """Put the originals back, once nobody needs the replacements."""
     if _users or _copied:
         return
@@ -126,26 +126,26 @@ def _tables() -> list[dict[str, Any]]:
     return attention_tables()
 
 
-def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
+def listening_function(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kw: Any
     ) -> Any:
         base = eager_function(type(module)) if original is None else original
-        if CHANGES in module.__dict__:  # by a control, before listeners see the call
-            request = changed(AttentionRequest(module, name, base, query, key, attention_mask, kw))
+        if INTERCEPTORS in module.__dict__:  # by a control, before listeners see the call
+            request = intercept_request(AttentionRequest(module, name, base, query, key, attention_mask, kw))
             base, query, key, kw = request.attend, request.query, request.key, request.kw
-        sites = listening(module) if KEY in module.__dict__ else ()
-        if len(sites) == 1 and getattr(sites[0], "takes_statistics", False) and CHANGES not in module.__dict__:
-            both = in_one_pass(sites[0], module, name, (query, key, value), attention_mask, kw)
+        sites = active_listeners(module) if KEY in module.__dict__ else ()
+        if len(sites) == 1 and getattr(sites[0], "takes_statistics", False) and INTERCEPTORS not in module.__dict__:
+            both = attend_with_statistics(sites[0], module, name, (query, key, value), attention_mask, kw)
             if both is not None:
-                sites[0].see(both[1])
+                sites[0].receive(both[1])
                 return both[0], None
         out = base(module, query, key, value, attention_mask, *args, **kw)
         if sites:
-            call = described(sites, from_interface, module, name, query, key, attention_mask, kw, out[0])
+            call = describe_call(sites, call_of_interface, module, name, query, key, attention_mask, kw, out[0])
             if call is not None:
                 for site in sites:
-                    site.see(call)
+                    site.receive(call)
         return out
 
     return attend
@@ -153,9 +153,9 @@ def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., A
 
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any]:
     """The eager attention function of a class of modules: the one that its methods name, or the one in its file."""
-    if kind not in _named and not torch.compiler.is_dynamo_compiling():
-        _named[kind] = _function_named_by(kind)
-    function = _named.get(kind)
+    if kind not in _eager_functions and not torch.compiler.is_dynamo_compiling():
+        _eager_functions[kind] = _function_named_by(kind)
+    function = _eager_functions.get(kind)
     if function is not None:
         return function
     for base in kind.__mro__:
@@ -172,7 +172,9 @@ def _function_named_by(kind: type[nn.Module]) -> Callable[..., Any] | None:
     """
     functions = [function for base in kind.__mro__ if base is not nn.Module for function in _named_functions(base)]
     by_name = [function for name, function in functions if name.endswith("eager_attention_forward")]
-    return next(iter([*by_name, *(function for _, function in functions if _attends(function))]), None)
+    return next(
+        iter([*by_name, *(function for _, function in functions if _takes_attention_arguments(function))]), None
+    )
 
 
 def _named_functions(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -184,11 +186,11 @@ def _named_functions(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield name, cast(Callable[..., Any], function)
 
 
-def _attends(function: Callable[..., Any]) -> bool:
+def _takes_attention_arguments(function: Callable[..., Any]) -> bool:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code is not None and code.co_varnames[:4] == ("module", "query", "key", "value")
 
 
-def reaches(module: nn.Module) -> bool:
+def uses_attention_interface(module: nn.Module) -> bool:
     """Whether a module calls its attention through the table: then its file has an eager attention function."""
     return any(hasattr(sys.modules.get(kind.__module__), "eager_attention_forward") for kind in type(module).__mro__)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from locater.calls.function_listener import DirectCalls, Heard
+from locater.calls.function_listener import DirectCall, FunctionListener
 from locater.calls.patching import Undo
 from locater.calls.torch_calls import from_flex
 from locater.torch_private import current_function_mode, without_current_function_mode
@@ -18,7 +18,7 @@ from locater.torch_private import current_function_mode, without_current_functio
 HOME = "torch.nn.attention.flex_attention"
 
 
-def flex_calls(report: Callable[[Heard], None]) -> Iterator[Undo]:
+def flex_calls(report: Callable[[DirectCall], None]) -> Iterator[Undo]:
     """Report direct calls of FlexAttention from now on; yields what ends it. Nothing where no file has loaded it."""
     home: Any = sys.modules.get(HOME)
     if home is None:
@@ -30,10 +30,10 @@ def flex_calls(report: Callable[[Heard], None]) -> Iterator[Undo]:
         if torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)
         with ExitStack() as stack:  # it compiles itself, which goes without a mode
-            if isinstance(current_function_mode(), DirectCalls):
+            if isinstance(current_function_mode(), FunctionListener):
                 stack.enter_context(without_current_function_mode())
             out = original(*args, **kwargs)
-        report(Heard(lambda caller: _described(out, *args, **kwargs)))
+        report(DirectCall(lambda caller: _described(out, *args, **kwargs)))
         return out
 
     for module in list(sys.modules.values()):

@@ -32,13 +32,13 @@ from locater.calls.head_axes import (
     signature,
 )
 from locater.calls.recognise import PLAIN, LogitsOfPass, Product, contraction, in_order, outer_sum, softmax_axis
-from locater.calls.torch_calls import from_fused, from_multi_head, from_softmax
+from locater.calls.torch_calls import call_of_fused, call_of_multi_head, call_of_softmax
 from locater.errors import LocaterError
 from locater.torch_private import base_of_view, write_count
 
 
 @dataclass(frozen=True)
-class Caller:
+class CallingModule:
     """What is known of the module that makes a call: its heads and tokens, and the axes of its calls so far."""
 
     heads: int | None = None  # as it says
@@ -68,18 +68,18 @@ class Caller:
 
 
 @dataclass(frozen=True)
-class Heard:
+class DirectCall:
     """A call that was heard: how to describe it, and the steps that made its queries (or logits) and its keys."""
 
-    describe: Callable[[Caller], Call]
+    describe: Callable[[CallingModule], Call]
     query: Step | None = None
     key: Step | None = None
 
 
-class DirectCalls(TorchFunctionMode):
+class FunctionListener(TorchFunctionMode):
     """Hands each attention call that it sees to `report(heard)`, and what went wrong to `fail(error)`."""
 
-    def __init__(self, report: Callable[[Heard], None], fail: Callable[[Exception], None]) -> None:
+    def __init__(self, report: Callable[[DirectCall], None], fail: Callable[[Exception], None]) -> None:
         super().__init__()
         self.report, self.fail = report, fail
         self._logits = LogitsOfPass()
@@ -193,11 +193,11 @@ class DirectCalls(TorchFunctionMode):
             input, known = moved, self._logits.moved(known)
         step, saved = self._origins.of(input), Saved(input, *(() if known.taken is None else (known.taken,)))
 
-        def describe(caller: Caller) -> Call:
+        def describe(caller: CallingModule) -> Call:
             logits, axes = known.as_before(*saved.tensors), caller.axes(step, input.shape[:-1])
-            return from_softmax(logits, axes, known.keys)
+            return call_of_softmax(logits, axes, known.keys)
 
-        self.report(Heard(describe, step, None if step is None else right_of(step)))
+        self.report(DirectCall(describe, step, None if step is None else right_of(step)))
 
     def _softmin(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         logits = -input
@@ -218,12 +218,12 @@ class DirectCalls(TorchFunctionMode):
         saved, masks = Saved(out, query, given["key"]), Saved(*(() if mask is None else (mask,)))
         terms = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if name in given}
 
-        def describe(caller: Caller) -> Call:
+        def describe(caller: CallingModule) -> Call:
             axes = caller.axes(step, out.shape[:-1], fused=True)
             output, query, key = saved.tensors
-            return from_fused(output, query, key, axes, attn_mask=next(iter(masks.tensors), None), **terms)
+            return call_of_fused(output, query, key, axes, attn_mask=next(iter(masks.tensors), None), **terms)
 
-        self.report(Heard(describe, self._origins.of(query), self._origins.of(given["key"])))
+        self.report(DirectCall(describe, self._origins.of(query), self._origins.of(given["key"])))
 
     def _multi_head(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
@@ -232,7 +232,7 @@ class DirectCalls(TorchFunctionMode):
         saved = Saved(out, query, key)
         weights = [given.arguments[name] for name in PROJECTIONS if given.arguments[name] is not None]
         self.report(
-            Heard(
+            DirectCall(
                 lambda caller: _projected_again(given.arguments, *saved.tensors),
                 self._origins.mapped(query, query, weights),
                 self._origins.mapped(key, key, weights),
@@ -262,7 +262,7 @@ def _projected_again(given: Mapping[str, Any], out: Tensor, query: Tensor, key: 
     )
     biases = (None, None) if bias is None else (bias[parts[0]], bias[parts[1]])
     masks = given["key_padding_mask"], given["attn_mask"]
-    return from_multi_head(out.detach(), query, key, given["num_heads"], weights, biases, *masks)
+    return call_of_multi_head(out.detach(), query, key, given["num_heads"], weights, biases, *masks)
 
 
 class Saved:

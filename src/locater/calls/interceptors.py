@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call, from_interface, scale_of
+from locater.calls.call import Call, call_of_interface, scale_of
 from locater.errors import LocaterError
 from locater.torch_private import assume_constant_result
 
-CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
+INTERCEPTORS = "_locater_changes"  # in the module's __dict__, as sites are
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AttentionRequest:
 
     def call(self) -> Call:
         """The request as a call, with gradients."""
-        call = from_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
+        call = call_of_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
         if call.why_unmeasurable is not None:
             raise LocaterError(call.why_unmeasurable)
         terms, bias, sinks = call.terms, self.kw.get("position_bias"), self.kw.get("s_aux")
@@ -57,7 +57,7 @@ class AttentionRequest:
         return Call(query, self.key[:, :, : call.key.shape[2]], terms, cut=call.cut)
 
 
-class AttentionChange:
+class Interceptor:
     """One change. Changes with a lower `order` come first; those of equal order come as they were put on."""
 
     order = 0
@@ -82,20 +82,20 @@ class AttentionChange:
         return type(None), ()
 
 
-def changes(module: nn.Module) -> tuple[AttentionChange, ...]:
-    return tuple(change for change in module.__dict__.get(CHANGES, ()) if change is not None)
+def interceptors(module: nn.Module) -> tuple[Interceptor, ...]:
+    return tuple(change for change in module.__dict__.get(INTERCEPTORS, ()) if change is not None)
 
 
-def changed(request: AttentionRequest) -> AttentionRequest:
+def intercept_request(request: AttentionRequest) -> AttentionRequest:
     """The request after every change of its module."""
-    for change in changes(request.module):
+    for change in interceptors(request.module):
         request = change(request)
-        _reach(change.number)
+        _note_call(change.number)
     return request
 
 
 @assume_constant_result
-def _reach(number: int) -> bool:
+def _note_call(number: int) -> bool:
     """Noted when it runs, or when it is compiled: an attribute set in a checkpointed region would break the graph."""
     _reached.add(number)
     return True
@@ -105,21 +105,21 @@ _reached: set[int] = set()
 _numbers = itertools.count()
 
 
-def numbered(change: AttentionChange) -> AttentionChange:
+def renumber(change: Interceptor) -> Interceptor:
     """The change with a new number, not called yet."""
     change.number = next(_numbers)
     return change
 
 
-def put(module: nn.Module, change: AttentionChange) -> None:
-    numbered(change)
-    module.__dict__[CHANGES] = tuple(sorted((*changes(module), change), key=lambda c: c.order))
+def add_interceptor(module: nn.Module, change: Interceptor) -> None:
+    renumber(change)
+    module.__dict__[INTERCEPTORS] = tuple(sorted((*interceptors(module), change), key=lambda c: c.order))
 
 
-def take(module: nn.Module, change: AttentionChange) -> None:
+def remove_interceptor(module: nn.Module, change: Interceptor) -> None:
     _reached.discard(change.number)
-    left = tuple(c for c in changes(module) if c is not change)
+    left = tuple(c for c in interceptors(module) if c is not change)
     if left:
-        module.__dict__[CHANGES] = left
+        module.__dict__[INTERCEPTORS] = left
     else:
-        module.__dict__.pop(CHANGES, None)
+        module.__dict__.pop(INTERCEPTORS, None)

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 from locater.calls.attention_like import CROSS, HEADS
 from locater.calls.call import Call
-from locater.calls.function_listener import Heard
+from locater.calls.function_listener import DirectCall
 from locater.calls.torch_calls import HIDDEN
 
-Place = tuple[tuple[CodeType, int], ...]  # functions and lines, from the call up to the module's forward
+CodePlace = tuple[tuple[CodeType, int], ...]  # functions and lines, from the call up to the module's forward
 OTHER_TOKENS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context")
 
 
 @dataclass
-class Frame:
+class RunningModule:
     """A module that is running, and the attention calls that it made itself so far."""
 
     name: str
     module: nn.Module
     arguments: dict[str, Any]
-    calls: list[tuple[Heard, Place | None]] = field(default_factory=list)  # and where; None: by the interface
-    announced: list[Heard] = field(default_factory=list)  # what the interface said of the latter
+    calls: list[tuple[DirectCall, CodePlace | None]] = field(default_factory=list)  # and where; None: by the interface
+    at_interface: list[DirectCall] = field(default_factory=list)  # what the interface said of the latter
     errors: list[Exception] = field(default_factory=list)  # for which calls of it were not heard
 
     @property
@@ -41,7 +41,7 @@ class Frame:
         return [x for x in self.arguments.values() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1]
 
 
-def kind_of(name: str, module: nn.Module, call: Call, arguments: dict[str, Any]) -> str:
+def attention_kind(name: str, module: nn.Module, call: Call, arguments: dict[str, Any]) -> str:
     """ "cross" where queries and keys are different tokens, as far as name, arguments and lengths tell; or "self"."""
     if _says_cross(name, module, arguments):
         return "cross"
@@ -69,20 +69,20 @@ def _is_cached(module: nn.Module, call: Call, arguments: dict[str, Any]) -> bool
     return True
 
 
-def is_local(call: Call, frame: Frame) -> bool:
+def has_local_keys(call: Call, running: RunningModule) -> bool:
     """Whether queries and keys of a call are the same tokens, though their numbers differ: keys in blocks around each
     query. Then the module was given no tokens that are the keys alone.
     """
-    if _says_cross(frame.name, frame.module, frame.arguments):
+    if _says_cross(running.name, running.module, running.arguments):
         return False
     (B, _, T, _), S = call.query.shape, call.key.shape[2]
-    given = [prod(x.shape[:-1]) for x in frame.given if x.ndim > 2]
+    given = [prod(x.shape[:-1]) for x in running.given if x.ndim > 2]
     return bool(given) and B * S not in given and S > T
 
 
-def without_padding(call: Call, frame: Frame) -> Call:
+def hide_padding_rows(call: Call, running: RunningModule) -> Call:
     """The call with rows of padding that see no key, where the module was given a mask (B, T) that is added."""
-    mask, bias = frame.arguments.get("attention_mask"), call.terms.bias
+    mask, bias = running.arguments.get("attention_mask"), call.terms.bias
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         return call
     if bias is None or mask.shape != (bias.shape[0], bias.shape[2]):
@@ -90,6 +90,6 @@ def without_padding(call: Call, frame: Frame) -> Call:
     return call.with_terms(bias=bias.masked_fill((mask < HIDDEN)[:, None, :, None], -torch.inf))
 
 
-def heads_of(module: nn.Module) -> int | None:
+def declared_heads(module: nn.Module) -> int | None:
     """The number of query heads that a module says it has; None where it says none."""
     return next((count for name in HEADS if isinstance(count := getattr(module, name, None), int)), None)

@@ -24,7 +24,7 @@ HIDDEN = -5000.0
 NO_WEIGHT = 110.0  # a logit so much smaller than the largest of its row has weight 0 in float32
 
 
-def from_fused(
+def call_of_fused(
     output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -61,7 +61,7 @@ def from_fused(
     return Call(q, k, terms, axes.rows(output.detach()).transpose(1, 2))
 
 
-def from_multi_head(
+def call_of_multi_head(
     output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -112,14 +112,14 @@ def from_flex(
         keys = k.repeat_interleave(H // k.shape[1], 1)
         logits = (q.float() @ keys.float().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
         with torch.no_grad():
-            terms = Terms(1.0, bias=at_each_place(score_mod, B, H, T, S, q.device, logits).detach())
+            terms = Terms(1.0, bias=at_each_position(score_mod, B, H, T, S, q.device, logits).detach())
         q, k = q.new_zeros(B, H, T, 1), k.new_zeros(B, H, S, 1)
     if block_mask is not None:
-        terms = with_mask(terms, at_each_place(block_mask.mask_mod, B, H, T, S, q.device), S)
+        terms = with_mask(terms, at_each_position(block_mask.mask_mod, B, H, T, S, q.device), S)
     return Call(q, k, terms, output.detach().transpose(1, 2))
 
 
-def at_each_place(
+def at_each_position(
     function: Callable[..., Tensor], B: int, H: int, T: int, S: int, device: torch.device, *scores: Tensor
 ) -> Tensor:
     """A function of (score,) batch, head, query and key, at each of them: (B, H, T, S)."""
@@ -130,7 +130,7 @@ def at_each_place(
     return function(*scores, *places)
 
 
-def from_softmax(logits: Tensor, axes: HeadAxes, keys: int | None = None) -> Call:
+def call_of_softmax(logits: Tensor, axes: HeadAxes, keys: int | None = None) -> Call:
     """A softmax over the last axis of logits (..., T, S), without gradients. The first `keys` of them are those of
     keys, others take weight and give no value: a sink.
 

@@ -113,7 +113,7 @@ class LatentMap:
 
 
 @dataclass(frozen=True)
-class Projection:
+class ProjectionTrace:
     """Queries, keys or values, back to their maps and to the stream that these read."""
 
     node: Node
@@ -135,8 +135,8 @@ class AttentionSite:
     """The parts of one attention call on a tape."""
 
     call: TapedCall
-    query: Projection
-    key: Projection
+    query: ProjectionTrace
+    key: ProjectionTrace
     grid: HeadGrid
     queries: Tensor  # (B, H, T, h)
     keys: Tensor  # (B, H, S, h)
@@ -146,8 +146,8 @@ class AttentionSite:
 
 def site_of(tape: Tape, call: TapedCall) -> AttentionSite:
     """Walk back from queries and keys to their maps and streams."""
-    query = projection_of(tape, call.query, "queries", call.path, call.query_transposed)
-    key = projection_of(tape, call.key, "keys", call.path, call.key_transposed)
+    query = trace_projection(tape, call.query, "queries", call.path, call.query_transposed)
+    key = trace_projection(tape, call.key, "keys", call.path, call.key_transposed)
     grid = head_grid(query.rows, key.rows, query.lead, key.lead)
     queries = as_rows(query.node.value, call.query_transposed)[grid.query_order]
     keys = as_rows(key.node.value, call.key_transposed)[grid.key_order]
@@ -156,7 +156,7 @@ def site_of(tape: Tape, call: TapedCall) -> AttentionSite:
     return AttentionSite(call, query, key, grid, queries, keys, x, None if same else memory)
 
 
-def projection_of(tape: Tape, node: Node, what: str, path: str, transposed: bool = False) -> Projection:
+def trace_projection(tape: Tape, node: Node, what: str, path: str, transposed: bool = False) -> ProjectionTrace:
     """Walk back from queries, keys or values to their maps and the one stream of these."""
     if not node.moving:
         raise UnreadableError(f"its {what} are learned, not computed from tokens")
@@ -184,7 +184,7 @@ def projection_of(tape: Tape, node: Node, what: str, path: str, transposed: bool
         names = ", ".join(tape.parameter(linear.constant) or "?" for linear in maps[:3])
         raise UnreadableError(f"its {what} are made of {len(maps)} maps that read different streams ({names})")
     rows = token_rows(passage)
-    return Projection(node, maps, list(latents), [norm for norm, _ in norms], fronts[0], streams[0], passage, rows)
+    return ProjectionTrace(node, maps, list(latents), [norm for norm, _ in norms], fronts[0], streams[0], passage, rows)
 
 
 def nearest_map(tape: Tape, node: Node, what: str, path: str) -> tuple[LinearMap, NormLayout, Tensor]:

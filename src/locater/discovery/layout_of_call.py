@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.discovery.attention_site import AttentionSite, LatentMap, Projection, call_logits, projection_of, site_of
+from locater.discovery.attention_site import (
+    AttentionSite,
+    LatentMap,
+    ProjectionTrace,
+    call_logits,
+    site_of,
+    trace_projection,
+)
 from locater.discovery.errors import UnreadableError
 from locater.discovery.logits import read_logits
 from locater.discovery.masks import read_mask
@@ -46,7 +53,7 @@ class ProjectedHeads:
     norm_last: bool = False
 
 
-def projected_heads(tape: Tape, part: Projection, order: Tensor, tokens: Tensor) -> ProjectedHeads:
+def projected_heads(tape: Tape, part: ProjectionTrace, order: Tensor, tokens: Tensor) -> ProjectedHeads:
     """What is between the maps and queries, keys or values; `order` (B, H) and `tokens` (B, T) as in `wiring_of`."""
     wiring = wiring_of(part.passage, order, tokens)
     if not part.norms:
@@ -67,7 +74,7 @@ def projected_heads(tape: Tape, part: Projection, order: Tensor, tokens: Tensor)
     return _heads_normed_apart(tape, part, wiring, layout, after)
 
 
-def _unnormed_heads(tape: Tape, part: Projection, wiring: Wiring) -> ProjectedHeads:
+def _unnormed_heads(tape: Tape, part: ProjectionTrace, wiring: Wiring) -> ProjectedHeads:
     """Heads without a norm."""
     whole = head_rows(wiring)
     stored = _stored_rows_of_heads(tape, part, whole, wiring)
@@ -75,7 +82,7 @@ def _unnormed_heads(tape: Tape, part: Projection, wiring: Wiring) -> ProjectedHe
 
 
 def _heads_normed_together(
-    tape: Tape, part: Projection, wiring: Wiring, layout: NormLayout, late: HeadRows
+    tape: Tape, part: ProjectionTrace, wiring: Wiring, layout: NormLayout, late: HeadRows
 ) -> ProjectedHeads:
     """Heads with one norm over all of them; `late` is what is behind it."""
     heads, whole, where = (
@@ -96,7 +103,7 @@ def _heads_normed_together(
 
 
 def _heads_normed_apart(
-    tape: Tape, part: Projection, wiring: Wiring, layout: NormLayout, after: TapePath
+    tape: Tape, part: ProjectionTrace, wiring: Wiring, layout: NormLayout, after: TapePath
 ) -> ProjectedHeads:
     """Heads with a norm of each; `after` leads from the norm on."""
     where = f"the norm {tape.made[part.norms[0]].path}"
@@ -150,7 +157,7 @@ def _count_groups(heads: list[int]) -> int:
     return count
 
 
-def _stored_rows_of_heads(tape: Tape, part: Projection, whole: HeadRows, wiring: Wiring) -> AnyMap:
+def _stored_rows_of_heads(tape: Tape, part: ProjectionTrace, whole: HeadRows, wiring: Wiring) -> AnyMap:
     """The stored rows of all heads, one head after the other."""
     channels = whole.rows.flatten()
     shift = wiring.shift
@@ -343,7 +350,7 @@ def _with_output(tape: Tape, site: AttentionSite, layout: AttentionLayout) -> At
         return replace(layout, unknown_output=layout.unknown_logits)
     try:
         mixed = mixed_values(tape, site.call)
-        part = projection_of(tape, mixed.values, "values", site.call.path, mixed.values_transposed)
+        part = trace_projection(tape, mixed.values, "values", site.call.path, mixed.values_transposed)
         order, tokens = site.grid.value_places(part.rows, part.lead)
         same = torch.equal(part.stream[tokens], site.key.stream[site.grid.keys])
         own = None if same and part.front == site.key.front else part.front

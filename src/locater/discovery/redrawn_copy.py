@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from locater.calls.function_table import FUSED
-from locater.calls.torch_calls import at_each_place
+from locater.calls.torch_calls import at_each_position
 from locater.discovery.example_inputs import example_inputs
 from locater.discovery.search_cache import changed_facts, facts_of
 from locater.discovery.tape import Tape
@@ -335,7 +335,7 @@ def _flex_written_out(
     mask = None
     if block_mask is not None:
         B, H, T, S = *query.shape[:3], key.shape[2]
-        mask = _call_unrecorded(at_each_place, block_mask.mask_mod, B, H, T, S, query.device)
+        mask = _call_unrecorded(at_each_position, block_mask.mask_mod, B, H, T, S, query.device)
     return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from locater.brief import brief
 from locater.calls.attention_like import attention_like, folded_paths, unread
 from locater.calls.recognise import NO_SOFTMAX
-from locater.discovery.attention_site import AttentionSite, call_logits, projection_of, site_of
+from locater.discovery.attention_site import AttentionSite, call_logits, site_of, trace_projection
 from locater.discovery.errors import UnreadableError
 from locater.discovery.example_inputs import CONTENT, left_out
 from locater.discovery.layout_json import nearly_equal, tensor_names
@@ -87,7 +87,7 @@ def _with_verified_output(
         out = output_map_of(run.tape, mixed.result, site)
         stream = None
         if layout.value_stream_norm is not None:
-            part = projection_of(run.tape, mixed.values, "values", call.path, mixed.values_transposed)
+            part = trace_projection(run.tape, mixed.values, "values", call.path, mixed.values_transposed)
             stream = part.stream[site.grid.value_places(part.rows, part.lead)[1]]
     except UnreadableError as error:
         return _without_output(layout, str(error))

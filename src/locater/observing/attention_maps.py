@@ -22,9 +22,9 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.numerics import upcast
 from locater.observing.forward_pass import as_keywords, check_model, run_checked
-from locater.observing.layer_choice import Choice, chosen, chosen_heads
-from locater.observing.listen import heard
-from locater.observing.row_masks import of_heads
+from locater.observing.layer_choice import Choice, choose, choose_heads
+from locater.observing.listen import listening_to
+from locater.observing.row_masks import call_for_heads
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import disable_dynamo, in_backward_pass, unwrap_compiled
 
@@ -48,10 +48,10 @@ def attention_pattern(
     known = list(enumerate(attention_layers(model)))
     switch, weights = Switch(), ModuleWeights(model)
     sites = [
-        PatternSite(layer.name, weights.submodule(layer.name), switch, number, chosen_heads(layer.heads, heads))
-        for number, layer in chosen(known, layers, "layers")
+        PatternSite(layer.name, weights.submodule(layer.name), switch, number, choose_heads(layer.heads, heads))
+        for number, layer in choose(known, layers, "layers")
     ]
-    with heard(model, sites):
+    with listening_to(model, sites):
         run_checked(model, as_keywords(model, inputs))
     for site in sites:
         if site.calls > 1:
@@ -84,7 +84,7 @@ class PatternSite:
         return type(None), ()
 
     @disable_dynamo
-    def see(self, call: Call) -> None:
+    def receive(self, call: Call) -> None:
         """Build the maps. A compiled model is interrupted here; activation checkpointing does not count twice."""
         if in_backward_pass():
             return
@@ -140,7 +140,7 @@ def attention_maps(call: Call, heads: Tensor | None = None) -> Float[Tensor, "B 
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
     call = replace(call, terms=call.terms.checked(B, H, T, S))
     if heads is not None:
-        call, H = of_heads(call, heads), len(heads)
+        call, H = call_for_heads(call, heads), len(heads)
     q, k, terms = upcast(call.query), upcast(call.key), call.terms
     logits = terms.logits(q, k.repeat_interleave(H // k.shape[1], 1), slice(0, T), T)
     hidden = ~terms.visible(slice(0, T), T, S, q.device) | (logits == -torch.inf)

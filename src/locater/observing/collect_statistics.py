@@ -13,7 +13,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.inputs.text import Batch, Text, TextWindow, batches
 from locater.measures import ChannelMoments, normality_distance, top_directions
-from locater.observing.forward_pass import Read, on_input, run
+from locater.observing.forward_pass import AttentionInput, listen_to_input, run_model
 from locater.observing.residual_stream import Padding
 from locater.predict.input_statistics import Input, Statistics
 from locater.sources.weights import ModuleWeights
@@ -39,22 +39,22 @@ def statistics(
     >>> first.covariance.shape, first.tokens                   # without the first token of each sequence
     (torch.Size([16, 16]), 124)
     """
-    return collected(model, batches(model, text, **window), progress)
+    return statistics_of_batches(model, batches(model, text, **window), progress)
 
 
-def collected(model: nn.Module, parts: list[Batch], progress: Progress | None = None) -> Statistics:
+def statistics_of_batches(model: nn.Module, parts: list[Batch], progress: Progress | None = None) -> Statistics:
     """The same, from batches."""
     weights = ModuleWeights(model)
     padding = Padding()
     sums = []
     with ExitStack() as stack:
         for number, layer in enumerate(attention_layers(model)):
-            here = _Sums(number, layer.name, layer.kind, padding)
-            stack.callback(on_input(weights.submodule(layer.name), here.see))
+            here = _InputSums(number, layer.name, layer.kind, padding)
+            stack.callback(listen_to_input(weights.submodule(layer.name), here.receive))
             sums.append(here)
         for part in progress(parts, len(parts)) if progress else parts:
             padding.before(model, (), part)
-            run(model, part)
+            run_model(model, part)
     inputs = [x for x in (here.input() for here in sums) if x is not None]
     if not inputs:
         raise LocaterError(f"{type(model).__name__}: no attention layer was called with tokens of a known shape")
@@ -64,19 +64,19 @@ def collected(model: nn.Module, parts: list[Batch], progress: Progress | None = 
     return Statistics(type(model).__name__, inputs[0].tokens, length, inputs, tuple(sorted(silent)))
 
 
-class _Sums:
+class _InputSums:
     """Sums over the inputs of one layer."""
 
     def __init__(self, number: int, name: str, kind: str, padding: Padding) -> None:
         self.number, self.name, self.kind, self.padding = number, name, kind, padding
-        self.own: _Spread | None = None
-        self.memory: _Spread | None = None
+        self.own: _CovarianceSums | None = None
+        self.memory: _CovarianceSums | None = None
         self.first: Tensor | None = None
         self.sequences = self.real = self.length = 0
         self.sample: list[Tensor] = []
         self.moments: ChannelMoments | None = None
 
-    def see(self, read: Read) -> None:
+    def receive(self, read: AttentionInput) -> None:
         x, real = read.x, self.padding.of(read.x, self.name) if read.real is None else read.real
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real.to(x.device)
         self.length = max(self.length, x.shape[1])
@@ -84,14 +84,14 @@ class _Sums:
         self.real += int(real.sum())
         later = x[real] if self.kind == "cross" else x[self._split(x, real)]  # (tokens, d)
         if len(later):
-            self.own = self.own or _Spread(x)
+            self.own = self.own or _CovarianceSums(x)
             self.own.add(later)
             self.moments = (self.moments or ChannelMoments.empty(x.shape[-1], x.device)).add(later.float())
         if sum(len(part) for part in self.sample) < SAMPLE:
             self.sample.append(later.float().cpu())
         if read.memory is not None and self.kind == "cross":
             shown = self.padding.of_memory(read.memory)
-            self.memory = self.memory or _Spread(read.memory)
+            self.memory = self.memory or _CovarianceSums(read.memory)
             self.memory.add(read.memory.flatten(0, 1) if shown is None else read.memory[shown.to(x.device)])
 
     def _split(self, x: Tensor, real: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class _Sums:
         )
 
 
-class _Spread:
+class _CovarianceSums:
     """Sums for a mean and a covariance. The mean of the first batch is taken off all tokens, so that a large mean costs
     no digits.
     """

@@ -1,4 +1,5 @@
-"""What follows from the masks of a call alone, in compiled models: an operator of its own before `locater::tally`.
+"""What follows from the masks of a call alone, in compiled models: an operator of its own before the one that adds the
+call up (`accumulate`).
 
 Layers of a pass have the same masks. Outside of graphs masks are known by their memory (`counted_rows`); a graph uses
 memory again and leaves no trace of it. There it is the compiler that knows which masks are the same: where it splits a
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from locater.calls.call import Call
-from locater.calls.listeners import report_missed
+from locater.calls.listeners import report_uncounted
 from locater.kernels import Terms, has_spans, mask_spans
-from locater.observing.row_masks import CountedRows, place
+from locater.observing.row_masks import CountedRows, place_queries
 from locater.torch_private import disable_dynamo
 
 
@@ -70,7 +71,7 @@ def _run(*arguments: Any) -> Placement:
     except Exception as error:
         if not mailbox:
             raise
-        report_missed(mailbox, error)
+        report_uncounted(mailbox, error)
     return Placement(*(x.zero_() for x in _fake(*arguments)))
 
 
@@ -81,7 +82,7 @@ def _placement(
     if heads is not None:
         terms, H = terms.for_heads(heads), len(heads)
     terms = terms.checked(B, H, T, S)
-    positions, counted, first = place(terms, cut, own, B, T, S, _device(terms, cut))
+    positions, counted, first = place_queries(terms, cut, own, B, T, S, _device(terms, cut))
     if positions is terms.positions:  # results share no memory with arguments
         positions = None
     both = mask_spans(terms, B, T) if spans else None

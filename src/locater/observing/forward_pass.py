@@ -21,7 +21,7 @@ TOWERS = {"input_ids": "get_text_features", "pixel_values": "get_image_features"
 
 
 @dataclass(frozen=True)
-class Read:
+class AttentionInput:
     """The stream (B, T, d) that queries read and, for cross-attention, the one (B, S, e) that keys read."""
 
     x: Tensor
@@ -31,7 +31,7 @@ class Read:
 
 def attention_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] | None = None
-) -> Read | None:
+) -> AttentionInput | None:
     """The input of a call of an attention module, None where it is not known. `names` are those of its arguments, where
     they were looked up before.
     """
@@ -47,9 +47,9 @@ def attention_input(
     if isinstance(x, Tensor) and x.is_nested:
         lengths = torch.tensor([len(part) for part in x.unbind()], device=x.device)
         x = torch.nested.to_padded_tensor(x, 0.0).detach()
-        return Read(x, None, torch.arange(x.shape[1], device=x.device) < lengths[:, None])
+        return AttentionInput(x, None, torch.arange(x.shape[1], device=x.device) < lengths[:, None])
     sequence = _sequence(module, x)
-    return None if sequence is None else Read(sequence, _sequence(module, memory))
+    return None if sequence is None else AttentionInput(sequence, _sequence(module, memory))
 
 
 def _sequence(module: nn.Module, x: Any) -> Tensor | None:
@@ -60,7 +60,7 @@ def _sequence(module: nn.Module, x: Any) -> Tensor | None:
     return (x.transpose(0, 1) if time_first(module) else x).detach() if x.ndim == 3 else None
 
 
-def on_input(module: nn.Module, see: Callable[[Read], None]) -> Callable[[], None]:
+def listen_to_input(module: nn.Module, see: Callable[[AttentionInput], None]) -> Callable[[], None]:
     """Call `see` with the input of every call of an attention module; returns a function that ends it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def on_input(module: nn.Module, see: Callable[[Read], None]) -> Callable[[], Non
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients, then as before."""
     training = {module: module.training for module in model.modules()}
     model.eval()
@@ -91,7 +91,7 @@ def check_model(model: Any) -> None:
         raise LocaterError(f"{model!r:.60} is no nn.Module: {way_out}")
 
 
-def run(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
+def run_model(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
     """One forward pass in evaluation mode, on the model's device. Of a model with a text and an image tower, the tower
     that the batch is for.
     """
@@ -100,7 +100,7 @@ def run(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
     towers = [method for name, method in TOWERS.items() if name in arguments]
     two = all(hasattr(model, method) for method in TOWERS.values())
     forward = getattr(model, towers[0]) if two and len(towers) == 1 else model
-    with quiet(model), torch.set_grad_enabled(gradients):
+    with evaluation_mode(model), torch.set_grad_enabled(gradients):
         return forward(**arguments)
 
 
@@ -122,13 +122,13 @@ def as_keywords(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> dict[st
 
 
 def run_checked(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
-    """`run`, with one line about inputs that the model does not take."""
+    """`run_model`, with one line about inputs that the model does not take."""
     for name in IDS:
         x = batch.get(name)
         if isinstance(x, Tensor) and not x.is_floating_point():
             check_tokens(model, name, x)
     try:
-        return run(model, batch, gradients)
+        return run_model(model, batch, gradients)
     except LocaterError:
         raise
     except Exception as error:

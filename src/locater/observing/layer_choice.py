@@ -16,14 +16,14 @@ class ChoiceError(LocaterError):
 Choice = int | Sequence[int] | None  # indices, or a count of evenly spaced ones; None: all
 
 
-def chosen_heads(count: int, heads: Choice) -> list[int]:
+def choose_heads(count: int, heads: Choice) -> list[int]:
     """The numbers of the query heads that were chosen, of a layer that has this many."""
     if heads is None:
         return list(range(count))
-    return [head for head, _ in chosen([(head, None) for head in range(count)], heads, "heads")]
+    return [head for head, _ in choose([(head, None) for head in range(count)], heads, "heads")]
 
 
-def chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tuple[int, Any]]:
+def choose(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tuple[int, Any]]:
     """All of them, a count of evenly spaced ones, or those with the given indices."""
     if choice is None:
         return items

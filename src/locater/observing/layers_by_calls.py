@@ -1,10 +1,10 @@
 """Layers of a model whose architecture has no record: each module that attends is found by its calls.
 
 Every module of the model has a listener. A module becomes a layer at its first attention call: heads are counted from
-the queries, layers are numbered in the order of their first calls. Several calls from one place of its code in one
-run are told apart by what made their queries and keys (`repeated_calls`). Attention is heard at the interface of
-transformers, at the taps of attention that is known by its class, and, inside a module that runs, by `DirectCalls`. The
-query-key map of such a layer is not known; whatever needs it is None.
+the queries, layers are numbered in the order of their first calls. Several calls from one place of its code in one run
+are told apart by what made their queries and keys (`repeated_calls`). Calls come from the attention interface of
+transformers, from the taps of attention that is known by its class, and, inside a module that runs, from a
+`FunctionListener`. The query-key map of such a layer is not known; whatever needs it is None.
 """
 
 from __future__ import annotations
@@ -23,19 +23,26 @@ from locater.calls import attention_interface
 from locater.calls.attention_like import attention_like, folded_paths
 from locater.calls.call import Call
 from locater.calls.flex_attention import flex_calls
-from locater.calls.function_listener import Caller, DirectCalls, Heard, Saved
-from locater.calls.listeners import Switch, begins_pass, is_measured, is_on, run_pass
-from locater.calls.patching import Undo, instead
+from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, Saved
+from locater.calls.listeners import Switch, begins_pass, is_listening, is_measured, run_pass
+from locater.calls.patching import Undo, replace_method
 from locater.calls.recognise import NO_SOFTMAX
-from locater.calls.running_module import Frame, Place, heads_of, is_local, kind_of, without_padding
+from locater.calls.running_module import (
+    CodePlace,
+    RunningModule,
+    attention_kind,
+    declared_heads,
+    has_local_keys,
+    hide_padding_rows,
+)
 from locater.errors import LocaterError, first_line
 from locater.families.taps import is_tapped, refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
-from locater.observing.accumulators import StatisticsOptions
-from locater.observing.layer_choice import Choice, ChoiceError, chosen_heads
-from locater.observing.listen import compiled_parts
-from locater.observing.observed_layer import Site, clear
-from locater.observing.repeated_calls import Layer, layers_of
+from locater.observing.accumulate import StatisticsOptions
+from locater.observing.layer_choice import Choice, ChoiceError, choose_heads
+from locater.observing.listen import parts_that_may_be_compiled
+from locater.observing.listening_site import Site, clear
+from locater.observing.repeated_calls import RepeatedLayer, split_into_layers
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import (
     attention_implementation,
@@ -47,57 +54,59 @@ from locater.torch_private import (
 # Following which module of a model runs: its forward is replaced while an observation finds layers by their calls.
 
 
-def running(
+def run_module(
     layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces the forward of a module: notes that it runs, and counts its calls at the end."""
     if begins_pass(layers.switch):
-        return run_pass(layers.switch, module, partial(running, layers, name, module, forward), *args, **kwargs)
-    if not is_on(layers.switch):
+        return run_pass(layers.switch, module, partial(run_module, layers, name, module, forward), *args, **kwargs)
+    if not is_listening(layers.switch):
         return forward(*args, **kwargs)
-    frame = Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
+    running = RunningModule(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
     with ExitStack() as stack:
-        if not layers.frames:
+        if not layers.running:
             layers.switch.missed.clear()  # of other runs
             if layers.follows:
-                stack.enter_context(DirectCalls(layers.report, layers.fail))
+                stack.enter_context(FunctionListener(layers.report, layers.fail))
         layers.ran.add(name)
-        layers.frames.append(frame)
-        stack.callback(layers.frames.pop)
+        layers.running.append(running)
+        stack.callback(layers.running.pop)
         out = forward(*args, **kwargs)
         with ExitStack() as counting:
-            if isinstance(current_function_mode(), DirectCalls):
+            if isinstance(current_function_mode(), FunctionListener):
                 counting.enter_context(without_current_function_mode())
-            layers.leave(frame)
+            layers.count_calls_of(running)
     return out
 
 
-def paused(
+def run_without_mode(
     layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces the forward of a module of PyTorch, which is heard by its tap: it computes as without a mode."""
     if begins_pass(layers.switch):
-        return run_pass(layers.switch, module, partial(paused, layers, name, module, forward), *args, **kwargs)
-    if is_on(layers.switch):
+        return run_pass(
+            layers.switch, module, partial(run_without_mode, layers, name, module, forward), *args, **kwargs
+        )
+    if is_listening(layers.switch):
         layers.ran.add(name)
     with ExitStack() as stack:
-        if isinstance(current_function_mode(), DirectCalls):
+        if isinstance(current_function_mode(), FunctionListener):
             stack.enter_context(without_current_function_mode())
         return forward(*args, **kwargs)
 
 
-def place_in_code() -> Place | None:
+def code_place() -> CodePlace | None:
     """Where in the code of the innermost module a call is made; None where the attention interface makes it, which
     announces the call itself.
     """
-    frame, place = sys._getframe(1), []
-    while frame is not None and frame.f_code is not running.__code__:
-        module = str(frame.f_globals.get("__name__", ""))
-        if frame.f_code.co_name == "attend" and module == attention_interface.__name__:
+    running, place = sys._getframe(1), []
+    while running is not None and running.f_code is not run_module.__code__:
+        module = str(running.f_globals.get("__name__", ""))
+        if running.f_code.co_name == "attend" and module == attention_interface.__name__:
             return None
         if module.partition(".")[0] not in ("locater", "torch"):
-            place.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+            place.append((running.f_code, running.f_lineno))
+        running = running.f_back  # type: ignore[assignment]
     return tuple(place)
 
 
@@ -119,7 +128,7 @@ class _Listener:
         return self.layers.switch
 
     @disable_dynamo
-    def see(self, call: Call) -> None:
+    def receive(self, call: Call) -> None:
         if is_measured(self, call):
             self.layers.add(self, call)
 
@@ -148,7 +157,7 @@ class CalledLayers:
         self.listeners: list[_Listener] = []
         self.refused: dict[str, str] = {}  # modules whose attention is not measured, and why
         self.ran: set[str] = set()
-        self.heard: set[str] = set()
+        self.measured: set[str] = set()
         self._by_key: dict[tuple[Any, ...], Site | None] = {}
         self._several: set[tuple[Any, ...]] = set()  # places whose calls in one run are of several heads or layers
         self._in_this_pass: dict[
@@ -156,8 +165,10 @@ class CalledLayers:
         ] = {}  # calls of each key, where it is not known which run they are of
         self.repeated: set[str] = set()  # modules with more than one of these
         self._axes: dict[str, dict[Any, Any]] = {}  # of the calls of each module, as far as they are known
-        self.frames: list[Frame] = []
-        self.compiled = bool(compiled_parts(model))  # a graph is not interrupted: the interface alone is heard
+        self.running: list[RunningModule] = []
+        self.compiled = bool(
+            parts_that_may_be_compiled(model)
+        )  # a graph is not interrupted: the interface alone is heard
         self.follows = True  # what modules compute themselves
         switch.lenient = True  # one call that cannot be described does not end the run; `notes` names it
         for name, module in model.named_modules():
@@ -182,42 +193,42 @@ class CalledLayers:
         self.follows = not any(attention_implementation(module) == "flex_attention" for module in self.model.modules())
         for name, module in self.model.named_modules():
             if isinstance(module, TORCH_MODULES):
-                yield instead(module, "forward", partial(paused, self, name))
+                yield replace_method(module, "forward", partial(run_without_mode, self, name))
             elif not type(module).__module__.startswith("torch.nn."):
-                yield instead(module, "forward", partial(running, self, name))
+                yield replace_method(module, "forward", partial(run_module, self, name))
         yield from flex_calls(self.report)
 
     def begin_pass(self) -> None:
         """The model is called anew."""
         self._in_this_pass.clear()
 
-    def report(self, heard: Heard) -> None:
+    def report(self, direct: DirectCall) -> None:
         """An attention call of the innermost module that runs."""
-        if self.frames:
-            self.frames[-1].calls.append((heard, place_in_code()))
+        if self.running:
+            self.running[-1].calls.append((direct, code_place()))
 
     def fail(self, error: Exception) -> None:
         """A call of the innermost module could not be heard."""
-        if self.frames:
-            self.frames[-1].errors.append(error)
+        if self.running:
+            self.running[-1].errors.append(error)
 
     def add(self, listener: _Listener, call: Call) -> None:
         """Count a call that was announced for a module, in place of what was heard inside it meanwhile.
 
         A tap announces at the end what the whole module did; the interface, what was called inside of it.
         """
-        frame = next((frame for frame in reversed(self.frames) if frame.module is listener.module), None)
-        if frame is not None:
-            frame.errors.clear()
+        running = next((running for running in reversed(self.running) if running.module is listener.module), None)
+        if running is not None:
+            running.errors.clear()
             if not is_tapped(listener.module, None):
-                frame.calls[:] = [(heard, place) for heard, place in frame.calls if place is not None]
-                frame.announced.append(_announced(call))  # counted when the module has run
+                running.calls[:] = [(direct, place) for direct, place in running.calls if place is not None]
+                running.at_interface.append(_deferred_call(call))  # counted when the module has run
                 return
-            frame.calls.clear()
+            running.calls.clear()
         try:
-            if frame is None and not is_tapped(listener.module, None):
+            if running is None and not is_tapped(listener.module, None):
                 self._note_repetition(listener.name, call)
-            self._count(listener, *self._placed(listener, call, frame))
+            self._count(listener, *self._kind_and_order(listener, call, running))
         except ChoiceError:
             raise
         except Exception as error:
@@ -234,11 +245,11 @@ class CalledLayers:
         """Remember why a call of a module is not measured: the first reason of each module."""
         self.refused.setdefault(name, first_line(error))
 
-    def _placed(self, listener: _Listener, call: Call, frame: Frame | None) -> tuple[Call, str, bool]:
+    def _kind_and_order(self, listener: _Listener, call: Call, running: RunningModule | None) -> tuple[Call, str, bool]:
         """A call, whether it is self- or cross-attention, and whether its keys are tokens in order."""
-        kind = kind_of(listener.name, listener.module, call, {} if frame is None else frame.arguments)
-        if kind == "cross" and frame is not None and is_local(call, frame):
-            return without_padding(call, frame), "self", False
+        kind = attention_kind(listener.name, listener.module, call, {} if running is None else running.arguments)
+        if kind == "cross" and running is not None and has_local_keys(call, running):
+            return hide_padding_rows(call, running), "self", False
         return call, kind, True
 
     def _count(
@@ -247,7 +258,7 @@ class CalledLayers:
         call: Call,
         kind: str,
         placed: bool,
-        place: Place | None = None,
+        place: CodePlace | None = None,
         layer: Any = None,
         part: tuple[int, int] = (0, 1),
     ) -> None:
@@ -265,9 +276,9 @@ class CalledLayers:
         site = self._by_key[key]
         before = list(self.switch.missed)
         if site is not None:
-            site.see(call, None if parts == 1 else at * call.query.shape[1])
+            site.receive(call, None if parts == 1 else at * call.query.shape[1])
         if list(self.switch.missed) == before:
-            self.heard.add(listener.name)
+            self.measured.add(listener.name)
 
     def _site(self, listener: _Listener, call: Call, number: int, kind: str, placed: bool, parts: int) -> Site | None:
         if self.chosen is not None and number not in self.chosen:
@@ -278,7 +289,7 @@ class CalledLayers:
                 f"{listener.name}: its heads are split over ranks, and it attends by some of them at a time"
             )
         count, keys = call.query.shape[1] * split.parts * parts, call.key.shape[1] * split.parts * parts
-        picked = chosen_heads(count, self.heads)
+        picked = choose_heads(count, self.heads)
         size = call.output.shape[-1] if call.output is not None and call.output.ndim == 4 else None
         site = Site(
             name=listener.name,
@@ -299,39 +310,39 @@ class CalledLayers:
         clear([site])
         return site
 
-    def leave(self, frame: Frame) -> None:
+    def count_calls_of(self, running: RunningModule) -> None:
         """A module has run: count the calls that it made itself."""
         missed = self.switch.missed
-        announced = list(missed)  # what went wrong at the interface or at a tap of this module
+        at_interface = list(missed)  # what went wrong at the interface or at a tap of this module
         missed.clear()
-        errors, listener = frame.errors, self._of_module.get(id(frame.module))
-        if listener is not None and (frame.calls or frame.announced):
-            errors += self._count_all(listener, frame)
+        errors, listener = running.errors, self._of_module.get(id(running.module))
+        if listener is not None and (running.calls or running.at_interface):
+            errors += self._count_all(listener, running)
             errors += missed
             missed.clear()
-        if not frame.calls:  # else the module's own calls were heard in place of the announced one
-            errors = [*errors, *announced]
+        if not running.calls:  # else the module's own calls were heard in place of the announced one
+            errors = [*errors, *at_interface]
         for error in errors:
-            self.refuse(frame.name, error)
+            self.refuse(running.name, error)
 
-    def _count_all(self, listener: _Listener, frame: Frame) -> list[Exception]:
+    def _count_all(self, listener: _Listener, running: RunningModule) -> list[Exception]:
         """Count the calls that a module made in one run; returns why some of them could not be."""
         errors: list[Exception] = []
-        told = self._heads_around(frame)
-        caller = Caller(told, frame.tokens, self._axes.setdefault(frame.name, {}))
-        alike: dict[tuple[Any, ...], list[tuple[Heard, Call]]] = {}
-        for heard, place in [*((heard, None) for heard in frame.announced), *frame.calls]:
+        declared = self._heads_around(running)
+        caller = CallingModule(declared, running.tokens, self._axes.setdefault(running.name, {}))
+        alike: dict[tuple[Any, ...], list[tuple[DirectCall, Call]]] = {}
+        for direct, place in [*((direct, None) for direct in running.at_interface), *running.calls]:
             try:
-                call, kind, placed = self._placed(listener, heard.describe(caller), frame)
-                alike.setdefault((kind, placed, place, call.query.shape[1]), []).append((heard, call))
+                call, kind, placed = self._kind_and_order(listener, direct.describe(caller), running)
+                alike.setdefault((kind, placed, place, call.query.shape[1]), []).append((direct, call))
             except Exception as reason:
                 errors.append(reason)
         for (kind, placed, place, heads), calls in alike.items():
             try:
-                for layer in self._layers(frame, calls, (kind, placed, place, heads)):
-                    if heads == 1 and place is not None and told not in (None, 1, len(layer.parts)):
+                for layer in self._layers(running, calls, (kind, placed, place, heads)):
+                    if heads == 1 and place is not None and declared not in (None, 1, len(layer.parts)):
                         raise LocaterError(
-                            f"it attends by one of its {told} heads at a time, and which one is not known"
+                            f"it attends by one of its {declared} heads at a time, and which one is not known"
                         )
                     for at, numbers in enumerate(layer.parts):
                         for number in numbers:
@@ -344,22 +355,24 @@ class CalledLayers:
                 errors.append(reason)
         return errors
 
-    def _layers(self, frame: Frame, calls: list[tuple[Heard, Call]], place: tuple[Any, ...]) -> list[Layer]:
+    def _layers(
+        self, running: RunningModule, calls: list[tuple[DirectCall, Call]], place: tuple[Any, ...]
+    ) -> list[RepeatedLayer]:
         """The layers of calls from one place of a module's code."""
-        key = (frame.name, *place)
+        key = (running.name, *place)
         if len(calls) == 1 and key not in self._several:
-            return [Layer([[0]])]
-        layers = layers_of(calls, frame.tokens, self.model)
+            return [RepeatedLayer([[0]])]
+        layers = split_into_layers(calls, running.tokens, self.model)
         if len(calls) > 1 and layers[0].key is not None:
             self._several.add(key)
         return layers
 
-    def _heads_around(self, frame: Frame) -> int | None:
+    def _heads_around(self, running: RunningModule) -> int | None:
         """The number of heads that a module says, or the one around it: attention may be a part of its own. Where heads
         are split over ranks it may be the number here or that of all, and says nothing.
         """
-        for around in (frame, *self.frames[-2:-1]):
-            heads = heads_of(around.module)
+        for around in (running, *self.running[-2:-1]):
+            heads = declared_heads(around.module)
             if heads is not None:
                 return heads if self.split.of(around.name).parts == 1 else None
         return None
@@ -371,13 +384,13 @@ class CalledLayers:
         """Modules that look like attention and did not run; in a compiled model that is not known."""
         if self.compiled:
             return []
-        return [name for name in self._unheard() if name not in self.ran and not self._was_in_running(name)]
+        return [name for name in self._unmeasured_modules() if name not in self.ran and not self._was_in_running(name)]
 
     @property
-    def unheard(self) -> list[str]:
+    def unmeasured(self) -> list[str]:
         """Modules that look like attention and ran, but whose attention was not heard."""
         others = {*self.silent, *self.refused}
-        return [name for name in self._unheard() if name not in others]
+        return [name for name in self._unmeasured_modules() if name not in others]
 
     @property
     def unknown_maps(self) -> str:
@@ -391,9 +404,9 @@ class CalledLayers:
         notes = [self.unknown_maps]
         if self.silent:
             notes.append(f"attention modules that never ran: {folded_paths(self.silent, most=None)}")
-        if self.unheard:
+        if self.unmeasured:
             notes.append(
-                f"no attention was found in modules that look like it: {folded_paths(self.unheard, most=None)}: "
+                f"no attention was found in modules that look like it: {folded_paths(self.unmeasured, most=None)}: "
                 + NO_SOFTMAX
                 + (", or they did not run: the model is compiled" if self.compiled else "")
             )
@@ -401,7 +414,7 @@ class CalledLayers:
         for name, reason in self.refused.items():
             by_reason.setdefault(reason.removeprefix(f"{name}: "), []).append(name)
         for reason, names in by_reason.items():
-            part = "a part of the calls is not measured" if self.heard.issuperset(names) else "not measured"
+            part = "a part of the calls is not measured" if self.measured.issuperset(names) else "not measured"
             notes.append(f"{part}: {folded_paths(names, most=None)}: {reason}")
         if self.repeated:
             notes.append(
@@ -426,11 +439,11 @@ class CalledLayers:
             [*notes, "load it with attn_implementation='sdpa' or 'eager', or describe it: docs/observe.md"]
         )
 
-    def _unheard(self) -> list[str]:
+    def _unmeasured_modules(self) -> list[str]:
         return [
             name
             for name in self.attention
-            if not any(_within(other, name) or _within(name, other) for other in self.heard)
+            if not any(_within(other, name) or _within(name, other) for other in self.measured)
         ]
 
     def _was_in_running(self, name: str) -> bool:
@@ -440,17 +453,17 @@ class CalledLayers:
         return not followed and name.rpartition(".")[0] in self.ran
 
 
-def _announced(call: Call) -> Heard:
+def _deferred_call(call: Call) -> DirectCall:
     """A call that the attention interface announced, and that is counted later."""
     mode = current_function_mode()
-    query, key = mode.steps(call) if isinstance(mode, DirectCalls) else (None, None)
+    query, key = mode.steps(call) if isinstance(mode, FunctionListener) else (None, None)
     saved = Saved(*(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None))
 
-    def describe(caller: Caller) -> Call:
+    def describe(caller: CallingModule) -> Call:
         _ = saved.tensors  # raises where they were overwritten
         return call
 
-    return Heard(describe, query, key)
+    return DirectCall(describe, query, key)
 
 
 def _within(path: str, outer: str) -> bool:

@@ -63,7 +63,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Remembered:
+class _CachedForm:
     known: KnownLayers
     parts: list[_Part]
     configured: list[int]  # the parts that have a configuration
@@ -73,20 +73,20 @@ class _Remembered:
     registered: int
 
 
-_remembered: WeakKeyDictionary[nn.Module, _Remembered] = WeakKeyDictionary()
+_cached_forms: WeakKeyDictionary[nn.Module, _CachedForm] = WeakKeyDictionary()
 
 
 def known_layers(model: nn.Module) -> tuple[KnownLayers, list[nn.Module]]:
     """The layers of a model that a family reads, and the parts of the model; raises where no family does."""
-    before = _remembered.get(model)
+    before = _cached_forms.get(model)
     parts = None if before is None else _unchanged(before)
     if before is not None and parts is not None:
         return before.known, parts
     parts = parts_of(model)
-    known = _found(model, parts)
+    known = _read_layers(model, parts)
     with suppress(Exception):  # a configuration may hold anything, also what cannot be copied or compared
         if _is_stable(parts):
-            _remembered[model] = _as_it_is(known, parts)
+            _cached_forms[model] = _form_of(known, parts)
     return known, parts
 
 
@@ -103,7 +103,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     return list(parts.values())
 
 
-def _found(model: nn.Module, parts: list[nn.Module]) -> KnownLayers:
+def _read_layers(model: nn.Module, parts: list[nn.Module]) -> KnownLayers:
     reader_for(*open_source(model))  # discovery reads more, but what it finds is observed by its calls
     weights, place = ModuleWeights(model), {id(part): at for at, part in enumerate(parts)}
     layers = [
@@ -127,7 +127,7 @@ def _is_stable(parts: Sequence[nn.Module]) -> bool:
     return not lazy and not any(is_a(part, "peft.utils.other", "ModulesToSaveWrapper") for part in parts)
 
 
-def _as_it_is(known: KnownLayers, parts: list[nn.Module]) -> _Remembered:
+def _form_of(known: KnownLayers, parts: list[nn.Module]) -> _CachedForm:
     number = {id(part): at for at, part in enumerate(parts)}
     form = [
         _Part(
@@ -142,10 +142,10 @@ def _as_it_is(known: KnownLayers, parts: list[nn.Module]) -> _Remembered:
     configured = [at for at, part in enumerate(parts) if at == 0 or part.__dict__.get("config") is not None]
     configurations = copy.deepcopy(_configurations([parts[at] for at in configured]))
     settings, shapes = _settings(known.layers, parts), _shapes(known.layers, parts)
-    return _Remembered(known, form, configured, configurations, settings, shapes, BY_TYPE.changes)
+    return _CachedForm(known, form, configured, configurations, settings, shapes, BY_TYPE.changes)
 
 
-def _unchanged(before: _Remembered) -> list[nn.Module] | None:
+def _unchanged(before: _CachedForm) -> list[nn.Module] | None:
     """The parts of a model that is as it was; None where it is not."""
     parts = [part.module() for part in before.parts]
     for module, part in zip(parts, before.parts, strict=True):

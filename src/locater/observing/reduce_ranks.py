@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.observing.observed_layer import Site
-from locater.observing.residual_stream import Stream
+from locater.observing.listening_site import Site
+from locater.observing.residual_stream import StreamPoint
 from locater.torch_private import splits_sequences
 
 
@@ -25,7 +25,9 @@ def refuse_split_tokens(model: nn.Module) -> None:
         )
 
 
-def combine(model: nn.Module, sites: Sequence[Site], streams: Sequence[Stream], ask: bool, group: Any) -> None:
+def combine_ranks(
+    model: nn.Module, sites: Sequence[Site], streams: Sequence[StreamPoint], ask: bool, group: Any
+) -> None:
     """Add the sums of all ranks and compare their maxima, in two collectives.
 
     With `ask` one more asks first whether all ranks have the same layers: those found by their calls may differ, and so

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from locater.brief import brief
-from locater.calls.listeners import Switch, is_here
-from locater.calls.patching import instead
+from locater.calls.listeners import Switch, counts_this_thread
+from locater.calls.patching import replace_method
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
-from locater.observing.accumulators import is_of_another_thread, wide
+from locater.observing.accumulate import is_of_another_thread, wide
 from locater.torch_private import in_backward_pass
 
 MEASURES = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top", "median", "top_ratio")
@@ -47,8 +47,8 @@ class SeenLayer:
         return getattr(self, column)
 
 
-@torch.library.custom_op("locater::survey", mutates_args=("sums",))
-def survey(x: Tensor, real: Tensor | None, sums: Tensor) -> None:
+@torch.library.custom_op("locater::measure_stream", mutates_args=("sums",))
+def measure_stream(x: Tensor, real: Tensor | None, sums: Tensor) -> None:
     """Add the measures of a stream (B, T, d) to `sums` (MEASURES, 2): totals, and how many sequences had a value."""
     if in_backward_pass() or x.shape[1] < 2 or is_of_another_thread(sums):
         return
@@ -61,7 +61,7 @@ def survey(x: Tensor, real: Tensor | None, sums: Tensor) -> None:
     sums[:, 1] += values.isfinite().sum(1).to(sums)
 
 
-@survey.register_fake
+@measure_stream.register_fake
 def _(*args: object, **kwargs: object) -> None:
     return None
 
@@ -115,7 +115,7 @@ class Padding:
 
 
 @dataclass
-class Stream:
+class StreamPoint:
     """One point of the residual stream and the sums of its measures."""
 
     stack: str
@@ -133,17 +133,17 @@ class Stream:
         return SeenLayer(self.stack, self.block, self.name, int(counts.max()), **means, massive=massive)
 
 
-def streams(model: nn.Module, attention: list[str]) -> list[Stream]:
+def stream_points(model: nn.Module, attention: list[str]) -> list[StreamPoint]:
     """Where to listen: after each block that holds attention, and before the first of each stack."""
     paths = dict(model.named_modules())
-    points: list[Stream] = []
+    points: list[StreamPoint] = []
     for stack, members in _stacks(model, attention).items():
         for number, path in enumerate(members):
             module = paths[path]
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             for block in (-1, number) if number == 0 else (number,):
                 sums = torch.zeros(len(MEASURES), 2, dtype=wide(device), device=device)
-                points.append(Stream(stack, block, path, module, sums))
+                points.append(StreamPoint(stack, block, path, module, sums))
     return points
 
 
@@ -162,13 +162,13 @@ def _stacks(model: nn.Module, attention: list[str]) -> dict[str, list[str]]:
     return stacks
 
 
-def listen(points: list[Stream], padding: Padding, switch: Switch) -> list[Callable[[], None]]:
+def listen_to_stream(points: list[StreamPoint], padding: Padding, switch: Switch) -> list[Callable[[], None]]:
     """Listen at every block; returns functions that end it, to be called in reverse."""
-    return [instead(point.module, "forward", partial(_block, point, padding, switch)) for point in points]
+    return [replace_method(point.module, "forward", partial(_block, point, padding, switch)) for point in points]
 
 
 def _block(
-    point: Stream,
+    point: StreamPoint,
     padding: Padding,
     switch: Switch,
     module: nn.Module,
@@ -176,20 +176,20 @@ def _block(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    if switch.on and is_here(switch) and point.block < 0:
-        _survey(point, padding, args[0] if args else next(iter(kw.values())))
+    if switch.on and counts_this_thread(switch) and point.block < 0:
+        _measure_point(point, padding, args[0] if args else next(iter(kw.values())))
     out = forward(*args, **kw)
-    if switch.on and is_here(switch) and point.block >= 0:
-        _survey(point, padding, out[0] if isinstance(out, tuple) else out)
+    if switch.on and counts_this_thread(switch) and point.block >= 0:
+        _measure_point(point, padding, out[0] if isinstance(out, tuple) else out)
     return out
 
 
-def _survey(point: Stream, padding: Padding, x: Any) -> None:
+def _measure_point(point: StreamPoint, padding: Padding, x: Any) -> None:
     if not isinstance(x, Tensor) or x.ndim != 3 or x.is_nested:
         return
     if time_first(point.module):
         x = x.transpose(0, 1)
-    survey(x.detach(), padding.of(x, point.name), point.sums)
+    measure_stream(x.detach(), padding.of(x, point.name), point.sums)
 
 
 def time_first(module: nn.Module) -> bool:

@@ -39,7 +39,7 @@ class CountedRows(NamedTuple):
     sample: tuple[Tensor, Tensor, Terms] | None = None
 
 
-def of_heads(call: Call, heads: Tensor) -> Call:
+def call_for_heads(call: Call, heads: Tensor) -> Call:
     """The call for some of its query heads."""
     group = call.query.shape[1] // call.key.shape[1]
     output = call.output if call.output is None or call.output.ndim < 4 else call.output[:, :, heads]
@@ -53,8 +53,8 @@ def counted_rows(call: Call, own: bool, again: bool = False) -> CountedRows:
     """
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
     terms = call.terms.checked(B, H, T, S)
-    positions, counted, first = _remembered(
-        _placements, call, own, again, lambda: place(terms, call.cut, own, B, T, S, call.query.device)
+    positions, counted, first = _cached(
+        _placements, call, own, again, lambda: place_queries(terms, call.cut, own, B, T, S, call.query.device)
     )
     terms = terms if positions is None else replace(terms, positions=positions)
     return CountedRows(call.query, call.key, terms, call.output, counted, first)
@@ -69,10 +69,10 @@ _spans: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 def spans(call: Call, own: bool, again: bool) -> tuple[Tensor, Tensor] | None:
     """`mask_spans` of a call; `again` as in `counted_rows`."""
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
-    return _remembered(_spans, call, own, again, lambda: mask_spans(call.terms.checked(B, H, T, S), B, T))
+    return _cached(_spans, call, own, again, lambda: mask_spans(call.terms.checked(B, H, T, S), B, T))
 
 
-def _remembered(
+def _cached(
     known: dict[tuple[Any, ...], Result], call: Call, own: bool, again: bool, make: Callable[[], Result]
 ) -> Result:
     """What was made for the same masks before, where `again` says that these can be told."""
@@ -107,7 +107,7 @@ def _identity(x: Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype, write_count(x)
 
 
-def place(
+def place_queries(
     terms: Terms, cut: Tensor | None, own: bool, B: int, T: int, S: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Positions of the queries where these are not the last (None), the rows that count and their first keys.
@@ -159,7 +159,7 @@ def _first_of_document(terms: Terms, seen: Tensor | None, first: Tensor) -> Tens
     return torch.where(begun < 0, first, begun)
 
 
-def sampled(rows: CountedRows, at: Tensor) -> CountedRows:
+def sample_rows(rows: CountedRows, at: Tensor) -> CountedRows:
     """The rows at `at` (R,)."""
     q, k, terms, output, counted, first, _ = rows
     T, S = q.shape[2], k.shape[2]

@@ -14,8 +14,8 @@ from locater.brief import brief
 from locater.findings import FLAGS
 from locater.measures import Ranks, ranks_of_gram
 from locater.numerics import finite_or_none
-from locater.observing.accumulators import AT, wide
-from locater.observing.observed_layer import Site
+from locater.observing.accumulate import COLUMN, wide
+from locater.observing.listening_site import Site
 from locater.torch_private import flatten_together
 
 
@@ -103,7 +103,7 @@ MEANS = {  # column: the column that counts its rows
 }
 
 
-PLACES = {name: (AT[name], AT[count]) for name, count in MEANS.items()}
+PLACES = {name: (COLUMN[name], COLUMN[count]) for name, count in MEANS.items()}
 SHOWN = [  # the other flags need weights
     (flag.name, flag.needs[0], flag.rule)
     for flag in FLAGS
@@ -121,7 +121,7 @@ class Totals:
 
     @property
     def called(self) -> bool:
-        return any(row[AT["calls"]] > 0 for row in self.sums)
+        return any(row[COLUMN["calls"]] > 0 for row in self.sums)
 
 
 def accumulators(sites: Iterable[Site]) -> list[Tensor]:
@@ -145,7 +145,7 @@ def _parts(numbers: list[float], count: int) -> Iterator[list[float]]:
 
 
 @torch.no_grad()
-def fetched(tensors: Sequence[Tensor]) -> list[list[float]]:
+def fetch_numbers(tensors: Sequence[Tensor]) -> list[list[float]]:
     """The numbers in each of these tensors, waiting once for each device."""
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for i, x in enumerate(tensors):
@@ -163,7 +163,7 @@ def fetched(tensors: Sequence[Tensor]) -> list[list[float]]:
 def rows_of(sites: Sequence[Site]) -> list[SeenHead]:
     """One row per observed head, of the sites that were called."""
     rows: list[SeenHead] = []
-    for site, total in zip(sites, totals(sites, fetched(accumulators(sites))), strict=True):
+    for site, total in zip(sites, totals(sites, fetch_numbers(accumulators(sites))), strict=True):
         if total.called:
             ranks = None if site.gram is None else ranks_of_gram(site.gram.cpu())
             rows += [_row(site, at, total, ranks) for at in range(len(site.heads))]
@@ -172,8 +172,8 @@ def rows_of(sites: Sequence[Site]) -> list[SeenHead]:
 
 def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
     sums = total.sums[at]
-    columns = numbers_of(site, sums, total.tops[at])
-    if ranks is not None and sums[AT["outputs"]]:
+    columns = head_numbers(site, sums, total.tops[at])
+    if ranks is not None and sums[COLUMN["outputs"]]:
         columns["output_stable_rank"], columns["output_effective_rank"] = (
             finite_or_none(float(x[at])) for x in (ranks.stable, ranks.effective)
         )
@@ -186,7 +186,7 @@ def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
         kv_head=head // site.group,
         kind=site.kind,
         name=site.name,
-        rows=int(sums[AT["rows"]]),
+        rows=int(sums[COLUMN["rows"]]),
         how="sampled" if site.options.rows else "exact",
         offsets={offset: _over(*total.pairs[at][i]) for i, (offset, _) in enumerate(site.options.offsets)},
         provenance="family" if site.layer is not None else "calls",
@@ -194,7 +194,7 @@ def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
     )
 
 
-def numbers_of(site: Site, sums: list[float], top: float, names: Iterable[str] = tuple(MEANS)) -> dict[str, Any]:
+def head_numbers(site: Site, sums: list[float], top: float, names: Iterable[str] = tuple(MEANS)) -> dict[str, Any]:
     """Means of these names, the largest logit and the flags of one head of a layer."""
     columns: dict[str, Any] = {
         "finite": all(map(math.isfinite, sums)) and top < math.inf,
