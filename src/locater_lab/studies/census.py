@@ -28,7 +28,7 @@ def initial(folder: Path, seed: int) -> locater.Scan:
     from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(seed)
-    return locater.scan(AutoModel.from_config(AutoConfig.from_pretrained(folder)))
+    return locater.scan(AutoModel.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
 
 
 def summary(scan: locater.Scan) -> dict[str, Any]:
