@@ -25,7 +25,7 @@ from locater.runs.head_table import COLUMNS
 from locater.runs.record_sinks import JsonlSink
 from locater.runs.records import end_record, header, loss_record
 from locater.runs.run_log import LOG
-from locater_lab.mechanisms.text import parse_attention
+from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.models.transformer import Attention, Transformer
 from locater_lab.train import checkpoint
 from locater_lab.train.batches import Batch, Data

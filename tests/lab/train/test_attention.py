@@ -21,7 +21,7 @@ from locater import LocaterError, attention_layers, observe
 from locater.control import EntropyPenalty, LogitSoftcap, Surgery
 from locater.runs.record_sinks import read_run
 from locater_lab.mechanisms import mechanism, mechanisms
-from locater_lab.mechanisms.text import parse_attention
+from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.models.family import UNREAD
 from locater_lab.models.transformer import rotate
 from locater_lab.train import Plan, Shape, Transformer, load, run, sweep
