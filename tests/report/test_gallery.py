@@ -31,7 +31,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{}")
     out = folder / "gallery"
-    script.gallery([*models.packaged()[:1], *models.given([folder])], out, tokens=256)
+    script.gallery([*models.packaged_models()[:1], *models.given_models([folder])], out, tokens=256)
     return out
 
 
@@ -56,10 +56,10 @@ def test_what_is_missing_is_said(pages: Path, capsys: pytest.CaptureFixture[str]
     assert "No probe: " in text
     assert "no tokenizer there" in text
     assert "<h2>broken</h2>" not in text
-    script.gallery(models.given([pages.parent / "broken"]), pages.parent / "other")
+    script.gallery(models.given_models([pages.parent / "broken"]), pages.parent / "other")
     assert "broken: left out (" in capsys.readouterr().err
     with pytest.raises(Exception, match="no checkpoint there"):
-        models.given([pages])
+        models.given_models([pages])
 
 
 @needs_browser
@@ -144,7 +144,7 @@ def test_a_head_that_is_taken_out_adds_nothing() -> None:
 def test_the_recipes_grow_heads_of_all_kinds_and_the_whole_gallery_is_made(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["gallery.py", "--out", str(tmp_path / "g"), "--tokens", "512"])
     script.main()
-    named = {exhibit.name for exhibit in (*models.packaged(), *models.installed())} | set(models.RECIPES)
+    named = {exhibit.name for exhibit in (*models.packaged_models(), *models.installed_models())} | set(models.RECIPES)
     shown = {name for name in links(tmp_path / "g" / "index.html") if name.endswith("-probe.html")}
     assert shown == {f"{name}-probe.html" for name in named}
     tables, pictures = kinds.measured(tmp_path / "g" / "models", [], print)

@@ -27,11 +27,11 @@ import locater
 from locater.errors import LocaterError, first_line
 from locater.runs.run_log import LOG, read_run
 from locater.version import __version__
+from locater_lab.data.tokens import TOKENS_FOLDER, shared_tokens
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.train.measured import SINK
+from locater_lab.train.measures import SINK
 from locater_lab.train.plan import PACE, Plan
 from locater_lab.train.sweep import append_line, read_lines
-from locater_lab.train.token_files import FOLDER, shared_tokens
 
 # ---- one run in this process, and the line that is stored of it ----
 
@@ -244,7 +244,7 @@ def _train_missing(
 ) -> None:
     asked: set[str] = set()
     broken: list[str] = []
-    with ProcessPoolExecutor(jobs, _processes(), _set_token_folder, (os.environ.get(FOLDER),)) as pool:
+    with ProcessPoolExecutor(jobs, _processes(), _set_token_folder, (os.environ.get(TOKENS_FOLDER),)) as pool:
         waiting: dict[Any, Row] = {}
         while True:
             for row in runs.missing(rows(runs)):
@@ -280,7 +280,7 @@ def _processes() -> Any:
 def _set_token_folder(tokens: str | None) -> None:
     """In a process that has the environment of its server, which may have begun before there was a folder of tokens."""
     if tokens is not None:
-        os.environ[FOLDER] = tokens
+        os.environ[TOKENS_FOLDER] = tokens
 
 
 def _tokenize(rows: Iterable[Row], data: Path, folder: Path) -> None:
@@ -308,7 +308,7 @@ def _check_files(rows: Sequence[Row], data: Path) -> None:
         for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
-                    f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
+                    f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data TOKENS_FOLDER"
                 )
 
 

@@ -27,7 +27,7 @@ from locater_lab.models.transformer import rotate
 from locater_lab.train import Plan, Shape, Transformer, load, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import check_controls
-from locater_lab.train.health import culprit, why_unread
+from locater_lab.train.measures import culprit, why_unread
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus
 from tests.lab.train.test_runs import Cut, cut_at, weights

@@ -28,8 +28,17 @@ from locater.observing.matching import matches
 from locater.theory.surrogate import gaussian_tokens
 from locater_lab.engine.claims import Claim, Measurement, Relation
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
-from locater_lab.studies.kinds_of_heads.exhibits import Exhibit, given, held_out, installed, packaged, trained
-from locater_lab.studies.kinds_of_heads.figures import pattern, prediction, spectrum
+from locater_lab.studies.kinds_of_heads.exhibits import (
+    Exhibit,
+    draw_pattern,
+    draw_prediction,
+    draw_spectrum,
+    given_models,
+    held_out,
+    installed_models,
+    packaged_models,
+    trained_models,
+)
 from locater_lab.train import Transformer, load
 
 SHOWN = 48  # tokens of a pattern
@@ -165,7 +174,7 @@ def shown_pattern(kind: Kind, model: Transformer, row: Row, ids: Tensor) -> str:
         title = f"Pattern: {SHOWN // 2} random tokens, repeated"
         once = torch.randperm(model.shape.vocabulary, generator=torch.Generator().manual_seed(0))[None, : SHOWN // 2]
         ids = torch.cat([once, once], 1)
-    return pattern(map_of(model, row, ids)[0], title)
+    return draw_pattern(map_of(model, row, ids)[0], title)
 
 
 def map_of(model: Transformer, row: Row, ids: Tensor) -> Tensor:
@@ -205,9 +214,9 @@ def head_of(kind: Kind, one: Probed, row: Row, runs: Path) -> tuple[dict[str, An
     }
     title = f"Entropy {entropies[0]}; predicted {entropies[1]}; from weights {entropies[2]}"
     pictures = {
-        "spectrum": spectrum(eigenvalues, scanned.M or 0.0, scanned.F or 0.0),
+        "spectrum": draw_spectrum(eigenvalues, scanned.M or 0.0, scanned.F or 0.0),
         "pattern": shown_pattern(kind, model, row, ids),
-        "prediction": prediction(zones, {name: values[name] for name in DRAWN}, title),
+        "prediction": draw_prediction(zones, {name: values[name] for name in DRAWN}, title),
     }
     return document, pictures
 
@@ -286,7 +295,7 @@ def measure(setting: Setting) -> Results:
     if setting.quick:
         return Results({})
     with tempfile.TemporaryDirectory(prefix="locater-kinds-") as runs:
-        further = [] if setting.models is None else given([setting.models])
+        further = [] if setting.models is None else given_models([setting.models])
         return found_in(*measured(Path(runs), further, setting.tell))
 
 
@@ -314,12 +323,12 @@ def found_in(tables: dict[str, Any], pictures: dict[str, str]) -> Results:
 def measured(runs: Path, further: list[Exhibit], tell: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, str]]:
     """The tables of the page, and its pictures by name."""
     models = []
-    for exhibit in trained(runs):
+    for exhibit in trained_models(runs):
         probe = locater.probe(exhibit.folder, exhibit.batches)
         models.append(Probed(exhibit, probe, costs_of(exhibit, runs)))
     others = [
         Probed(exhibit, locater.probe(exhibit.folder, tokenizer=exhibit.tokenizer, tokens=TOKENS))
-        for exhibit in (*packaged(), *installed(), *further)
+        for exhibit in (*packaged_models(), *installed_models(), *further)
     ]
     heads: list[dict[str, Any]] = []
     pictures: dict[str, str] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from locater_lab.engine.significance import decided_by_holm
+from locater_lab.engine.claims import decided_by_holm
 from locater_lab.studies.surrogate.figures import (
     BETWEEN,
     QUANTITIES,

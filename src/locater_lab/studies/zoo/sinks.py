@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from locater_lab.engine.arms import difference, mean_of_arm, study_of_arms, value_of
 from locater_lab.engine.claims import Claim, Measurement, Relation, by_seed
-from locater_lab.engine.reproduction import Results
-from locater_lab.engine.runs import Runs
-from locater_lab.engine.sink_runs import (
+from locater_lab.engine.mechanism_runs import (
     COPY_SINK,
     HERE,
     LEFT,
@@ -20,6 +18,8 @@ from locater_lab.engine.sink_runs import (
     sink_tables,
     weight_left,
 )
+from locater_lab.engine.reproduction import Results
+from locater_lab.engine.runs import Runs
 from locater_lab.mechanisms import mechanisms
 
 SMALL = 0.01  # nats that count as nothing
