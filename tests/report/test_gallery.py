@@ -120,7 +120,7 @@ def test_zones_share_out_all_weight() -> None:
                     zone = "first token" if s == 0 else kinds.COPY if after is not None and after[b, t, s] else near
                     sums[zone] += float(maps[b, t, s]) / (2 * (14 - kinds.FROM))
         expected = [sums[zone] for zone in (*kinds.ZONES, *([] if after is None else [kinds.COPY]))]
-        assert kinds.shares(maps, after) == pytest.approx(expected, abs=1e-9)
+        assert kinds.weight_by_zone(maps, after) == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_head_that_is_taken_out_adds_nothing() -> None:
@@ -132,7 +132,7 @@ def test_a_head_that_is_taken_out_adds_nothing() -> None:
     def silence(module: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         return (inputs[0].clone().index_fill_(-1, torch.arange(8, 12), 0.0),)
 
-    cut = kinds.without(model, 1, 2)(ids)
+    cut = kinds.without_head(model, 1, 2)(ids)
     before = model(ids)
     handle = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(silence)
     torch.testing.assert_close(cut, model(ids))
@@ -147,7 +147,7 @@ def test_the_recipes_grow_heads_of_all_kinds_and_the_whole_gallery_is_made(tmp_p
     named = {exhibit.name for exhibit in (*models.packaged_models(), *models.installed_models())} | set(models.RECIPES)
     shown = {name for name in links(tmp_path / "g" / "index.html") if name.endswith("-probe.html")}
     assert shown == {f"{name}-probe.html" for name in named}
-    tables, pictures = kinds.measured(tmp_path / "g" / "models", [], print)
+    tables, pictures = kinds.make_tables(tmp_path / "g" / "models", [], print)
     assert [head["kind"] for head in tables["heads"]] == [kind.name for kind in kinds.KINDS]
     assert len(pictures) == 15
-    assert set(kinds.found_in(tables, pictures).measured) == {claim.id for claim in kinds.CLAIMS}
+    assert set(kinds.results_of(tables, pictures).measured) == {claim.id for claim in kinds.CLAIMS}

@@ -140,7 +140,7 @@ def versions(kind: str) -> dict[str, str]:
         "locater": __version__,
         "code": code_of(Path(locater.__file__)),
     }
-    commit = _commit(Path(locater.__file__).parent)
+    commit = commit_of(Path(locater.__file__).parent)
     return {**known, "commit": commit} if commit else known
 
 
@@ -154,7 +154,7 @@ def code_of(package: Path) -> str:
 
 
 @cache
-def _commit(folder: Path) -> str | None:
+def commit_of(folder: Path) -> str | None:
     """The commit of the tree that a package runs from, and whether its files differ from it; None outside of one."""
     try:
         done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
@@ -259,7 +259,7 @@ def _train_missing(
                 try:
                     runs.add(row, done.result())
                     tell(f"{name}: {_outcome_text(runs.lines[row.key])}; {len(waiting)} left")
-                except Exception as error:  # of any kind: compilers, memory, a worker that was killed
+                except Exception as error:  # anything can end a worker (compilers, memory, a kill); its run has no line and is run again
                     broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
                     tell(broken[-1])
     if broken:
