@@ -719,7 +719,7 @@ def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no more")
         return real(*args)
 
-    monkeypatch.setattr(surgery, "instead", failing)
+    monkeypatch.setattr(surgery, "replace_method", failing)
     control = Surgery(no_skip=True, no_mlp=True, no_norm=True)
     with pytest.raises(RuntimeError, match="no more"):
         control.attach(model)

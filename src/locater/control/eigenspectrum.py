@@ -38,7 +38,13 @@ from locater.discovery.stacked_maps import Inputs, Maps, maps_of, recorded_stack
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.effective import Effective
-from locater.observing.token_sample import Listener, TokenSample, on_training_tokens, samples_of, share_samples
+from locater.observing.token_sample import (
+    TokenListener,
+    TokenSample,
+    listen_to_training_tokens,
+    samples_of,
+    share_samples,
+)
 from locater.observing.token_size import TokenSize, share_sizes, sizes_of
 
 # The query and key maps of a live model in the form that a penalty is on; read anew at each step.
@@ -69,8 +75,8 @@ class ModelMaps:
             **{number: partial(_mean_square, size) for number, size in self.sizes.items()},
         }
         self._stacks = recorded_stacks(model, self.numbers, self.fold, self._inputs)
-        listeners: list[Listener] = [*self.samples.values(), *self.sizes.values()]
-        self._ends = on_training_tokens(model, listeners) if listeners else []
+        listeners: list[TokenListener] = [*self.samples.values(), *self.sizes.values()]
+        self._ends = listen_to_training_tokens(model, listeners) if listeners else []
 
     def now(self) -> list[Maps]:
         """Queries (L, H, h, d), keys (L, K, h, d) and logit scales (L,) of each stack; gradients flow to the weights.

@@ -38,7 +38,7 @@ class TokenSize:
         self.passes, self.filled = 0, False
         _sizes[self.number] = self
 
-    def see(self, x: Tensor, shown: Tensor | None) -> None:
+    def receive(self, x: Tensor, shown: Tensor | None) -> None:
         """Add the tokens of x (B, T, d); `shown` (B, T) says which are no padding, None that none is."""
         precise = torch.promote_types(self.sums.dtype, x.dtype)
         if (self.sums.device, self.sums.dtype) != (x.device, precise):  # the model has moved since

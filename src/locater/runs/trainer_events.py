@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.patching import instead
+from locater.calls.patching import replace_method
 from locater.torch_private import unscales_gradients
 
 if TYPE_CHECKING:
@@ -203,4 +203,4 @@ def listen(trainer: Any, add_loss: Callable[[Any], None]) -> Callable[[], None]:
         add_loss(loss)
         return loss
 
-    return instead(trainer, "training_step", listening_step)
+    return replace_method(trainer, "training_step", listening_step)
