@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import locater
-from locater import LocaterError
+from locater import LocaterError, Monitor
 from locater.calls.call import Call
 from locater.discovery import attention_layers, fold_graph, stacked_maps
 from locater.findings import OF_FLAGS, parse_conditions
@@ -25,7 +25,7 @@ from locater.kernels import Terms
 from locater.layers import effective
 from locater.observing import observe
 from locater.observing import site as tally
-from locater.runs import Monitor, head_table
+from locater.runs import head_table
 from locater.runs.record_sinks import read_run
 from locater.runs.run_monitor import controls_that_fit, warning_line
 from tests.control.test_distributed import batch, shard
