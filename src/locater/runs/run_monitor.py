@@ -291,7 +291,7 @@ class RunMonitor:
         found, reason = None, "ranks found other layers than this one"
         try:
             found = discover_layers(self._log_sites, *call)
-        except Exception as error:
+        except Exception as error:  # a copy of a foreign model runs, and its errors must not end a training run
             reason = first_line(error)
         # maps that are split over ranks are read by all of them or by none
         numbers = [] if found is None else [site.number for site in found.sites.values()]
@@ -336,7 +336,7 @@ class RunMonitor:
             return [], None
         try:
             return self._weights.read(), None
-        except Exception as error:
+        except Exception as error:  # reported with the step: it must not end a training run
             return [], error
 
     def _report_gaps(self, table: Table, error: Exception | None) -> None:
