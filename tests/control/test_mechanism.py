@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater import LocaterError
+from locater import LocaterError, Monitor
 from locater.calls.interceptors import AttentionRequest, Interceptor, add_interceptor, remove_interceptor
 from locater.control import Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.discovery import attention_layers
 from locater.observing import observe
-from locater.runs import Monitor
 from locater_lab.mechanisms import mechanism, mechanisms
 from locater_lab.mechanisms.swap import SwapMechanism
 from locater_lab.train import Shape, Transformer

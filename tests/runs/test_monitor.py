@@ -4,6 +4,7 @@ leaves alone.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -17,14 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import locater
-from locater import LocaterError
+from locater import LocaterError, Monitor
 from locater.calls.call import Call
 from locater.discovery import attention_layers, fold_graph, stacked_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
 from locater.observing import accumulate, observe
-from locater.runs import Monitor, head_table
+from locater.runs import head_table
 from locater.runs.record_sinks import read_run
 from locater.runs.run_monitor import controls_that_fit, warning_line
 from tests.control.test_distributed import batch, shard
@@ -571,15 +572,26 @@ def test_what_cannot_be_recorded_is_read_layer_by_layer(
     """And said so once, whether a monitor or a control reads it."""
     together = spectrum_of(llama(), tmp_path / "a.jsonl")
 
-    def fails(*args: Any) -> None:
+    def fails(*args: Any, **kw: Any) -> None:
         raise RuntimeError("not recorded")
 
-    for name in ("__init__", "spectra"):
+    for when in ("at first", "after a change"):
         caplog.clear()
         model = llama()
         with monkeypatch.context() as patch:
-            patch.setattr(stacked_maps.FoldedStacks, name, fails)
-            apart = spectrum_of(model, tmp_path / f"{name}.jsonl")
+
+            def stop_recording(model: Any) -> Any:
+                patch.setattr(stacked_maps, "make_fx", fails)
+                return model
+
+            def replace_part(model: Any) -> Any:
+                attention = model.model.layers[0].self_attn
+                attention.q_proj = copy.deepcopy(attention.q_proj)
+                return stop_recording(model)
+
+            if when == "at first":
+                stop_recording(model)
+            apart = spectrum_of(model, tmp_path / f"{when}.jsonl", None if when == "at first" else replace_part)
             locater.LocAteR().attach(model).loss()
         assert [line for line in messages(caplog) if "layer by layer" in line] == [
             "the maps of LlamaForCausalLM are re-read layer by layer at each step, which is slower: they cannot be "
@@ -865,7 +877,7 @@ def watch_sharded(rank: int, folder: Path) -> None:
         monitor = Monitor(path, every=1).attach(model)
         model(batch().chunk(2)[rank] if group else batch())
         monitor.after_step()
-        assert monitor._weights.stacks is not None
+        assert monitor._weights._stacks.stacks is not None
         monitor.detach()
         if rank == 0:
             logged.append(read_run(path).steps[0]["heads"])

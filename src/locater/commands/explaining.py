@@ -309,7 +309,7 @@ def _output(model: nn.Module, read: ExplainInput) -> Any:
         return run_model(model, read.batch)
     except LocaterError:
         raise
-    except Exception as error:
+    except Exception as error:  # raised by the code of a foreign model
         raise LocaterError(f"{type(model).__name__}: does not run on this input ({first_line(error)})") from error
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from locater.calls.interceptors import INTERCEPTORS, interceptors
 from locater.discovery import attention_layers
-from locater.discovery.stacked_maps import FoldedStacks, Spectra, recorded_stacks, spectra_of, warn_unrecorded
+from locater.discovery.stacked_maps import FoldedStacks, Spectra, spectra_of
 from locater.errors import LocaterError
 from locater.findings import key_variance
 from locater.layers import AttentionLayer, effective
@@ -64,36 +64,30 @@ def add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[list
 class WeightSpectra:
     """Reads the query-key maps of chosen layers from a model's weights, again at each step.
 
-    Layers of one shape are read together. Where a model does not allow that, each layer is read on its own. `layers`
-    reads all layers of the model; without it they are those of a scan.
+    Layers of one shape are read together, except under changes that controls have put on attention. `layers` reads all
+    layers of the model; without it they are those of a scan.
     """
 
     def __init__(self, model: nn.Module, numbers: Sequence[int], layers: ReadLayers | None = None) -> None:
         self.model, self.numbers, self._layers = model, list(numbers), layers
-        self.stacks: FoldedStacks | None = None
-        with contextlib.suppress(LocaterError):  # `read` then goes layer by layer, and raises what cannot be read
-            self.stacks = recorded_stacks(model, self.numbers, layers=layers)
+        self._stacks: FoldedStacks | None = None
+        with contextlib.suppress(LocaterError):  # `read` raises it again, and a run goes on without
+            self._stacks = FoldedStacks(model, self.numbers, layers=layers)
 
     @torch.no_grad()
     def read(self) -> list[Spectra]:
-        """Of the weights as they are now, as the next training pass uses them: parametrized, and under changes that
-        controls have put on attention.
+        """Of the weights as they are now, as the next training pass uses them: parametrized, and under the changes of
+        controls.
         """
         parts = parts_of(self.model)
         with next_training_pass(parts):
-            if any(INTERCEPTORS in part.__dict__ for part in parts):
+            if self._stacks is None or any(INTERCEPTORS in part.__dict__ for part in parts):
                 return self._layer_by_layer()
-            if self.stacks is not None:
-                try:
-                    return self.stacks.spectra()
-                except Exception as error:
-                    self.stacks = None  # from here on layer by layer
-                    warn_unrecorded(self.model, error)
-            return self._layer_by_layer()
+            return self._stacks.spectra()
 
     def _layer_by_layer(self) -> list[Spectra]:
         weights = ModuleWeights(self.model)
-        # read anew: norm gains are folded in as they are at this step
+        # re-read: norm gains are folded in as they are at this step
         layers = attention_layers(self.model) if self._layers is None else self._layers(weights)
         return [
             spectra_of(number, changed_maps(layers[number], weights.submodule(layers[number].name)))

@@ -1,7 +1,8 @@
-"""`Monitor`: logs every attention head of a training run, and warns by name when one is about to fail.
+"""`RunMonitor`: logs every attention head of a training run, and warns by name when one is about to fail.
 
-    trainer = transformers.Trainer(..., callbacks=[locater.Monitor()])   # or lightning.Trainer
-    monitor = locater.Monitor("run.jsonl").attach(model)                 # or any loop: monitor.after_step(loss=loss)
+    monitor = locater.Monitor("run.jsonl").attach(model)    # in any loop: monitor.after_step(loss=loss)
+
+`locater.Monitor` is this, and the callbacks that trainers call (`integrations/monitor.py`).
 
 Between observed steps nothing is computed and nothing waits for the device. The loss of such a step is written as soon
 as it has arrived from there.
@@ -42,7 +43,6 @@ from locater.runs.head_table import (
 )
 from locater.runs.record_sinks import RecordSinks, Sink
 from locater.runs.records import Record, end_record, header, loss_record, step_record, warning_record
-from locater.runs.trainer_events import TrainerEvents
 
 # Losses on their way from the device to the log: copied without waiting, and read once they have arrived.
 
@@ -127,22 +127,8 @@ WARN_ON = "nonfinite, exploding, spread>5"
 logger = logging.getLogger("locater")
 
 
-class Monitor(TrainerEvents):
-    """Observe every `every`-th step of a run, write it to sinks, and warn once per head and reason.
-
-    `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close();
-    without any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in
-    `observe`. `warn_on` lists flags and comparisons as --fail-on does, such as "exploding, entropy_ratio<0.1".
-    `spectrum` adds M and the logit spread of each head's query-key map, from its weights. `passes="loss"` counts the
-    forward passes that a loss comes from: in training mode, with gradients enabled when they begin. A reference, a
-    rollout or an evaluation runs without; the log has how many were left out. `passes="all"` counts every pass in
-    training mode.
-
-    A warning is a reason to look, and silence is no promise. On small runs that had no part in choosing `warn_on`, 32
-    of 66 failures were warned of 10 steps or more before the loss showed them (32 of 58 without those of bad data),
-    and 2 of 110 ordinary runs were warned of. Sudden faults, such as a jump of the rate or bad data, show in the loss
-    first (docs/monitor.md).
-    """
+class RunMonitor:
+    """Observes a run, writes it to sinks and warns about heads; `locater.Monitor` describes the options."""
 
     def __init__(
         self,
@@ -175,6 +161,15 @@ class Monitor(TrainerEvents):
         self._weights: WeightSpectra | None = None
         self._log_sites: list[Site] = []  # the layers of the log
         self._folder = Path()
+
+    @property
+    def attached(self) -> bool:
+        return self.observation is not None
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that is running is observed."""
+        return self.observation is not None and self.observation.switch.on
 
     def attach(self, model: nn.Module, folder: str | os.PathLike[str] = ".") -> Self:
         """Begin. The next step is observed; call `after_step` after each, and `detach` at the end."""
@@ -296,7 +291,7 @@ class Monitor(TrainerEvents):
         found, reason = None, "ranks found other layers than this one"
         try:
             found = discover_layers(self._log_sites, *call)
-        except Exception as error:
+        except Exception as error:  # a copy of a foreign model runs, and its errors must not end a training run
             reason = first_line(error)
         # maps that are split over ranks are read by all of them or by none
         numbers = [] if found is None else [site.number for site in found.sites.values()]
@@ -341,7 +336,7 @@ class Monitor(TrainerEvents):
             return [], None
         try:
             return self._weights.read(), None
-        except Exception as error:
+        except Exception as error:  # reported with the step: it must not end a training run
             return [], error
 
     def _report_gaps(self, table: Table, error: Exception | None) -> None:
@@ -358,7 +353,7 @@ class Monitor(TrainerEvents):
             self._report_once(
                 f"no pass had gradients, so none is counted ({switch.left_out} without): a loss comes from passes with "
                 'gradients; Monitor(passes="all") counts every pass in training mode',
-                about=Monitor,
+                about="no gradients",
             )
         elif not table:
             reason = f"the model was not in training mode, or {self.observation.why_nothing()}"

@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from locater.errors import LocaterError
 from locater_lab.mechanisms.inputs import Inputs, unit_length
-from locater_lab.mechanisms.kernels.delta import delta_rule, has_delta_kernel
-from locater_lab.mechanisms.kernels.recurrence import chunk_scan
+from locater_lab.mechanisms.kernels.delta import chunk_scan, delta_rule, has_delta_kernel
 
 CHUNK = 64  # tokens
 

@@ -23,8 +23,8 @@ from locater.sources.sources import Config
 from locater.sources.weights import Weights
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.modules import AttentionModule
-from locater_lab.mechanisms.softcap import DEFAULT_CAP
-from locater_lab.mechanisms.text import Named, parse_attention
+from locater_lab.mechanisms.softmax_variants import DEFAULT_CAP
+from locater_lab.mechanisms.stack import LayerAttention, parse_attention
 
 MODEL_TYPE, VARIANT = "locater", "locater_variant"
 UNREAD = {
@@ -116,7 +116,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         yield _attending(placed, named, config, weights)
 
 
-def _attending(layer: AttentionLayer, named: Named, config: Config, weights: Weights) -> AttentionLayer:
+def _attending(layer: AttentionLayer, named: LayerAttention, config: Config, weights: Weights) -> AttentionLayer:
     """The layer with its mechanism."""
     if named.name == "softcap":
         return replace(layer, softcap=named.settings.get("cap", DEFAULT_CAP))
@@ -133,7 +133,7 @@ def _attending(layer: AttentionLayer, named: Named, config: Config, weights: Wei
     )
 
 
-def _module(named: Named, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
+def _module(named: LayerAttention, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
     """The learned parameters of a layer, as a module; built when the layer is run, because reading may be traced."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     with torch.device("meta"):

@@ -22,7 +22,7 @@ from locater.calls.call import OtherAttention
 from locater.errors import LocaterError
 from locater_lab.mechanisms.fusion import Fusion, layer_fusion
 from locater_lab.mechanisms.registry import mechanism, other_attention
-from locater_lab.mechanisms.softcap import DEFAULT_CAP
+from locater_lab.mechanisms.softmax_variants import DEFAULT_CAP
 from locater_lab.models.family import EPS
 from locater_lab.models.noise import NoiseLevel
 from locater_lab.models.patches import to_patches

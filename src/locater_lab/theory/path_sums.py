@@ -24,7 +24,7 @@ from torch import Tensor
 from locater.brief import brief
 from locater.errors import LocaterError
 from locater.measures import composite_norm
-from locater_lab.theory.blocks import Block
+from locater_lab.theory.collapse import Block
 
 # --- the sum ----------------------------------------------------------------------------------------------------------
 

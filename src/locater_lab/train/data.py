@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError, first_line
-from locater_lab.data.copying import CopySource, copy_source
-from locater_lab.data.ngrams import NgramSource
+from locater_lab.data.synthetic import CopySource, NgramSource, copy_source
 from locater_lab.models.noise import noisy_images
 from locater_lab.models.patches import to_patches
 from locater_lab.train.batches import Batch, Data, draw, next_token_pair
 from locater_lab.train.plan import Plan
-from locater_lab.train.text_classes import read_classes
-from locater_lab.train.text_data import read_text_data
+from locater_lab.train.text_data import read_classes, read_text_data
 
 # Training data that is generated rather than read: numbers to sort, sequences to copy from, n-gram chains.
 
@@ -88,7 +86,7 @@ def make_copies(plan: Plan, device: torch.device) -> SourceData[CopySource]:
         name: source.sample(HELD_OUT, plan.length, draw(-1 - at, 0)) for at, name in enumerate(("select", "report"))
     }
     facts = {
-        "text": "locater_lab.data.copying.copy_source",
+        "text": "locater_lab.data.synthetic.copy_source",
         "vocabulary": plan.vocabulary + 1,
         "triggers": source.triggers.tolist(),
         "entropy": source.entropy(plan.length),
@@ -107,7 +105,7 @@ def make_ngrams(plan: Plan, device: torch.device) -> SourceData[NgramSource]:
         name: source.sample(HELD_OUT, plan.length, draw(-1 - at, 0)) for at, name in enumerate(("select", "report"))
     }
     facts = {
-        "text": "locater_lab.data.ngrams.NgramSource",
+        "text": "locater_lab.data.synthetic.NgramSource",
         "vocabulary": plan.vocabulary,
         "parents": list(source.parents),
         "concentration": source.concentration,

@@ -17,29 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater import Monitor
 from locater.control.base import Controls
 from locater.errors import LocaterError
 from locater.observing import observe
-from locater.runs import Monitor
 from locater.runs.head_table import COLUMNS
 from locater.runs.record_sinks import JsonlSink
 from locater.runs.records import end_record, header, loss_record
 from locater.runs.run_log import LOG
-from locater_lab.mechanisms.text import parse_attention
+from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.models.transformer import Attention, Transformer
 from locater_lab.train import checkpoint
 from locater_lab.train.batches import Batch, Data
 from locater_lab.train.controls import attach, check_controls, restore
 from locater_lab.train.conversion import Conversion, check_conversion, conversion_of
 from locater_lab.train.data import open_data
-from locater_lab.train.health import culprit, why_unread
-from locater_lab.train.measured import SEQUENCES, measure
+from locater_lab.train.measures import SEQUENCES, culprit, measure, why_unread
 from locater_lab.train.plan import Plan
 from locater_lab.train.recipe import compiled, device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
-from locater_lab.train.result import Result
-from locater_lab.train.run_folder import RESULT, claimed, run_folder
-from locater_lab.train.text_classes import ClassData
-from locater_lab.train.text_data import TextData
+from locater_lab.train.run_folder import RESULT, Result, claimed_folder, run_folder
+from locater_lab.train.text_data import ClassData, TextData
 
 # A model measured on a split of its data: loss, accuracy, and the entropy of its heads.
 
@@ -240,7 +237,7 @@ def run(plan: Plan, on_progress: OnProgress = lambda event: None) -> Result:
     with own_randomness(plan.seed, device), deterministic(device, plan.deterministic):
         training = Training.begin(plan, folder, device, on_progress)
         try:
-            with claimed(plan):  # nothing is written before data, model and controls are ready
+            with claimed_folder(plan):  # nothing is written before data, model and controls are ready
                 training.go_on()
                 training.train()
                 return training.finish()

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from locater_lab.engine.runs import Runs, train
-from locater_lab.engine.sink_runs import (
+from locater_lab.engine.mechanism_runs import (
     RECIPES,
     TEXT_SEEDS,
     TIERS,
@@ -23,7 +22,8 @@ from locater_lab.engine.sink_runs import (
     text_rows,
     text_sink_tables,
 )
-from locater_lab.train.measured import SINK
+from locater_lab.engine.runs import Runs, train
+from locater_lab.train.measures import SINK
 from tests.lab.made_runs import fill_text, text_line
 
 

@@ -13,9 +13,9 @@ from torch.nn import functional
 from locater.errors import LocaterError
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.fusion import ConcatFusion, GateFusion, MaxFusion, layer_fusion
-from locater_lab.mechanisms.hybrid import HybridLayout, hybrid
 from locater_lab.mechanisms.modules import Binary, Differential, Gated, Multiformer, attention_module
 from locater_lab.mechanisms.multiformer import head_relevance
+from locater_lab.mechanisms.stack import HybridLayout, hybrid
 from tests.lab.mechanisms.mechanism_cases import B, D, E, H, K, draw, operands
 from tests.lab.mechanisms.test_mechanism_modules import W, stream
 

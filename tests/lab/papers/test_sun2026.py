@@ -66,7 +66,7 @@ def test_loops_by_hand() -> None:
 
 
 def test_a_planted_sink_is_seen_where_it_is() -> None:
-    from locater_lab.train.measured import of_map
+    from locater_lab.train.measures import of_map
 
     for at, first_too in ((0, 1.0), (16, 0.0)):
         q, k = sinks_and_spikes.planted_head(0, strength=12.0, at=at)

@@ -21,13 +21,13 @@ from locater import LocaterError, attention_layers, observe
 from locater.control import EntropyPenalty, LogitSoftcap, Surgery
 from locater.runs.record_sinks import read_run
 from locater_lab.mechanisms import mechanism, mechanisms
-from locater_lab.mechanisms.text import parse_attention
+from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.models.family import UNREAD
 from locater_lab.models.transformer import rotate
 from locater_lab.train import Plan, Shape, Transformer, load, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import check_controls
-from locater_lab.train.health import culprit, why_unread
+from locater_lab.train.measures import culprit, why_unread
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus
 from tests.lab.train.test_runs import Cut, cut_at, weights

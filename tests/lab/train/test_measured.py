@@ -15,8 +15,8 @@ from locater import observe
 from locater.measures import rank_residual
 from locater_lab.mechanisms import mechanisms
 from locater_lab.train import Plan, Transformer, run
-from locater_lab.train.measured import measure, of_map
-from locater_lab.train.result import Result
+from locater_lab.train.measures import measure, of_map
+from locater_lab.train.run_folder import Result
 from tests.lab.train.test_attention import IDS, SET, can_look_ahead, model_of, parts, plan
 
 NAMES = [*dict.fromkeys([*(m.name for m in mechanisms()), *SET])]

@@ -23,7 +23,7 @@ from locater_lab.train import Plan, Shape, Transformer, load, run
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls, parse_control
 from locater_lab.train.data import open_data
-from locater_lab.train.health import culprit
+from locater_lab.train.measures import culprit
 from tests.parity import redraw
 
 TINY: dict[str, Any] = dict(layers=2, width=16, heads=2, length=16, batch=4, device="cpu")

@@ -21,11 +21,11 @@ import locater
 from locater import LocaterError
 from locater.control.base import Control, Controls
 from locater.runs.record_sinks import read_run
+from locater_lab.cli.train import ProgressLine
 from locater_lab.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls
 from locater_lab.train.data import open_data
-from locater_lab.train.display import Live
 from locater_lab.train.recipe import compiled
 from locater_lab.train.sweep import RESULTS, parse_sweep, read_results
 from tests.conftest import Result as Ran
@@ -702,7 +702,7 @@ def test_the_live_line() -> None:
         "seconds_left": 2.0,
     }
     for stream, begins, count in ((Terminal(), "\r\x1b[K", 1), (io.StringIO(), "step", 2)):
-        live = Live(stream)
+        live = ProgressLine(stream)
         for step in (1, 2, 3):
             live({**event, "step": step})
         assert stream.getvalue().startswith(begins)

@@ -63,9 +63,9 @@ def _gradient(
     grad: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from locater_lab.mechanisms.kernels import triton_doubly_backward
+    from locater_lab.mechanisms.kernels import triton_doubly
 
-    return triton_doubly_backward.backward(q, k, v, tuple(saved), grad, keys, rows, mix, scale)
+    return triton_doubly.backward(q, k, v, tuple(saved), grad, keys, rows, mix, scale)
 
 
 @_gradient.register_fake

@@ -180,7 +180,7 @@ def train_missing_arms(letter: str, arms: Sequence[Encoder], runs: Runs, setting
             continue
         try:
             result = {**train_encoders(arm, "cuda"), **versions("cuda")}
-        except Exception as error:  # of any kind: compilers, memory
+        except Exception as error:  # anything can end a run (compilers, memory); it has no line and is run again
             broken.append(f"{name_of(arm)}: {type(error).__name__}: {first_line(error)}")
             setting.tell(broken[-1])
             continue

@@ -35,7 +35,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from locater_lab.data.ngrams import NgramSource, contexts
+from locater_lab.data.synthetic import NgramSource, contexts
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.compute import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study

@@ -27,8 +27,8 @@ from locater_lab.engine.mechanism_runs import BASE, IMAGE, SOFTMAX, SOFTMAX_IMAG
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Runs
 from locater_lab.mechanisms import mechanism
-from locater_lab.mechanisms.fastmax import taylor_features
-from locater_lab.train.measured import SINK
+from locater_lab.mechanisms.linear import taylor_features
+from locater_lab.train.measures import SINK
 
 # ---- d: cost ----
 

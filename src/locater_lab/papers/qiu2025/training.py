@@ -31,10 +31,9 @@ from locater_lab.engine.arms import (
     uniform_first,
 )
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, BASE, SOFTMAX, TUNED, VARIED, arm
-from locater_lab.engine.reproduction import Results
-from locater_lab.engine.runs import Arm, Row, Runs
-from locater_lab.engine.sink_runs import (
+from locater_lab.engine.mechanism_runs import (
+    AT_THIS_SIZE,
+    BASE,
     COPY_SINK,
     GATE,
     GATES,
@@ -44,8 +43,12 @@ from locater_lab.engine.sink_runs import (
     ON_TEXT,
     PLAIN,
     SHARE,
+    SOFTMAX,
+    TUNED,
     UNIFORM,
+    VARIED,
     WEIGHT,
+    arm,
     has_text_sink,
     pick_recipe,
     sink_arm,
@@ -55,6 +58,8 @@ from locater_lab.engine.sink_runs import (
     text_sink_tables,
     weight_left,
 )
+from locater_lab.engine.reproduction import Results
+from locater_lab.engine.runs import Arm, Row, Runs
 
 # ---- d and e: gates in training ----
 

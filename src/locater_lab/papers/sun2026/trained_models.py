@@ -30,7 +30,7 @@ from locater_lab.engine.claims import Claim, Measurement, half_range
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, model_folders, read_each
 from locater_lab.papers.sun2026.sinks_and_spikes import LENGTH
-from locater_lab.train.measured import of_map
+from locater_lab.train.measures import of_map
 
 # A SwiGLU MLP as a quadratic form, which it is where its gates are far above 0.
 

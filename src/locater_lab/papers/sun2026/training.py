@@ -29,23 +29,27 @@ from locater_lab.engine.arms import (
     value_of,
 )
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, MASSIVE, NO_SPIKE, SOFTMAX, VARIED, arm, at_lower_rates
-from locater_lab.engine.reproduction import Results
-from locater_lab.engine.runs import Row, Runs
-from locater_lab.engine.sink_runs import (
+from locater_lab.engine.mechanism_runs import (
+    AT_THIS_SIZE,
     COPY,
     COPY_SINK,
     HERE,
     LEFT,
+    MASSIVE,
+    NO_SPIKE,
     NO_TEXT_SINK,
     ON_TEXT,
     PLAIN,
     SHARE,
     SHORT,
     SINK_RATIO,
+    SOFTMAX,
     SPIKE,
     VALUE,
+    VARIED,
     WEIGHT,
+    arm,
+    at_lower_rates,
     has_text_sink,
     pick_recipe,
     sink_arm,
@@ -55,6 +59,8 @@ from locater_lab.engine.sink_runs import (
     text_sink_tables,
     weight_left,
 )
+from locater_lab.engine.reproduction import Results
+from locater_lab.engine.runs import Row, Runs
 from locater_lab.papers.qiu2025.training import ELEMENT, HEAD, training_table
 
 # ---- e: what drives sinks and spikes ----

@@ -1,4 +1,5 @@
-"""Measure the attention maps and the residual stream of a trained model, with any attention mechanism.
+"""What is measured of a model that is trained: its attention maps and the residual stream, with any attention mechanism,
+and which layer a run diverged in.
 
 `observe` reads softmax attention without building its maps. Here they are built, on a few sequences, so that all
 mechanisms can be compared by the same numbers.
@@ -6,6 +7,7 @@ mechanisms can be compared by the same numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,10 +16,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import massive_activations, rank_residual, token_cosine
+from locater.observing import observe
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.modules import Gated, Multiformer
 from locater_lab.mechanisms.multiformer import head_relevance
+from locater_lab.mechanisms.registry import why_unmeasurable
+from locater_lab.mechanisms.swap import acting_mechanism
 from locater_lab.models.transformer import Attention, Transformer, attended
+from locater_lab.train.batches import Batch
 
 SEQUENCES, TOKENS = 4, 256  # how many sequences are measured, and how many tokens of each
 SINK = 0.3  # a key is a sink if it gets more than this share of its queries' weight on average
@@ -171,3 +177,50 @@ def _mean(values: list[Any]) -> float | None:
     """Over the values that are not None; None where there are none."""
     known = [float(x) for x in values if x is not None]
     return sum(known) / len(known) if known else None
+
+
+# ---- Whether heads can be measured, and which layer to blame when a run diverges ----
+
+
+def why_unread(model: Transformer) -> str | None:
+    """Why the heads of a model, with its controls attached, cannot be measured; None where they can."""
+    reasons = (
+        why_unmeasurable(acting_mechanism(module)) for module in model.modules() if isinstance(module, Attention)
+    )
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+@torch.no_grad()
+def culprit(model: Transformer, batches: list[Batch]) -> str:
+    """Names the first layer whose logits are not finite on these batches; where all are finite, the layer with the
+    largest.
+    """
+    if why_unread(model) is not None:
+        return _first_output(model, batches)
+    with observe(model) as seen:
+        for inputs, _ in batches:
+            model(inputs)
+    for row in seen.rows:
+        if "nonfinite" in row.flags:
+            return f"the logits of {row.name} went first (head {row.head})"
+    top = max(seen.rows, key=lambda row: row.max_logit or -math.inf)
+    return f"all attention logits are finite, the largest {top.max_logit:.4g} in {top.name} head {top.head}"
+
+
+def _first_output(model: Transformer, batches: list[Batch]) -> str:
+    """The same for attention without logits to measure: names the first layer whose output is not finite."""
+    wrong: list[str] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda *call, name=name: None if bool(call[-1].isfinite().all()) else wrong.append(name)
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, Attention)
+    ]
+    try:
+        for inputs, _ in batches:
+            model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return f"the outputs of {wrong[0]} went first" if wrong else "all outputs of attention are finite"

@@ -64,7 +64,7 @@ def shape_of(arm: Arm, small: bool) -> Shape:
     )
 
 
-def stepper(shape: Shape, batch: int, device: torch.device) -> Callable[[], None]:
+def make_step(shape: Shape, batch: int, device: torch.device) -> Callable[[], None]:
     """A function that takes one step; on CUDA a replay of a captured one."""
     torch.manual_seed(0)
     model = Transformer(shape).to(device)
@@ -86,7 +86,7 @@ def stepper(shape: Shape, batch: int, device: torch.device) -> Callable[[], None
     return as_cuda_graph(step)
 
 
-def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
+def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> float:
     """Milliseconds of one step."""
     if device.type != "cuda":
         began = time.process_time()
@@ -102,25 +102,25 @@ def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / steps
 
 
-def paces(arms: Mapping[str, Arm], setting: Setting) -> dict[str, list[float]]:
+def step_times(arms: Mapping[str, Arm], setting: Setting) -> dict[str, list[float]]:
     """Milliseconds of a step by arm and turn."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     small = device.type == "cpu"
     steps = {
-        name: stepper(shape_of(arm, small), FEW if small else arm.base.batch, device)
+        name: make_step(shape_of(arm, small), FEW if small else arm.base.batch, device)
         for name, arm in setting.each(list(arms.items()))
     }
     turns, each = (3, 2) if small else (TURNS, STEPS)
     for step in steps.values():
-        timed(step, each, device)
-    by_turn = [{name: timed(step, each, device) for name, step in steps.items()} for _ in range(turns)]
+        time_steps(step, each, device)
+    by_turn = [{name: time_steps(step, each, device) for name, step in steps.items()} for _ in range(turns)]
     return {name: [turn[name] for turn in by_turn] for name in steps}
 
 
 def measure(setting: Setting) -> Results:
     """Steps of all arms in turns, each over that of softmax in the same turn."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        causal, masked = paces(CAUSAL, setting), paces(BOTH_WAYS, setting)
+        causal, masked = step_times(CAUSAL, setting), step_times(BOTH_WAYS, setting)
     cuda = torch.cuda.is_available()
     shape = shape_of(CAUSAL["softmax"], small=not cuda)
     batch = BASE.batch if cuda else FEW

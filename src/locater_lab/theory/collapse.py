@@ -1,25 +1,149 @@
-"""Bounds on rank collapse: attention alone makes tokens equal, with an exponent that triples with every layer (Dong,
-Cordonnier, Loukas 2021).
+"""Rank collapse: attention alone makes tokens equal, with an exponent that triples with every layer (Dong, Cordonnier,
+Loukas 2021). Blocks, how fast a stack of them collapses, and bounds.
 
-Tokens are rows, X = 1 v^T + R, and head h maps X to P_h X W_h, as in `blocks.py`, without a mask. Adding a constant to
-a row of logits changes nothing, so P = softmax(1 b^T + s R Q R^T). All queries therefore weigh the keys alike up to
-terms of second order in R, and the rows of P R are equal up to terms of third order. Sizes are measured by
-`composite_norm`; beta is an upper bound of ||Q||_1 ||W|| over all heads and layers.
-
-`attention_bound` and `skip_bound` are as the paper states them. They are loose, and their constant 4 is proved here
-only for up to 8 tokens; `layer_bound` is proved for any number. Skips end the collapse, and so do masks, where the
-order is 1 and not 3. docs/theory.md section 10.
+Tokens are the rows of X = 1 v^T + R, with R the residual. Head h maps X to P_h X W_h, with P_h = softmax(s X Q_h X^T),
+Q = W_Q W_K^T and W = W_V W_O. docs/theory.md section 10.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.brief import brief
 from locater.errors import LocaterError
 from locater.measures import composite_norm, token_residual
-from locater_lab.theory.blocks import Block
+
+# ---- A transformer block as a function on tokens, and a stack of such blocks ----
+
+
+NORM_EPS = 1e-12  # the value of BERT; LayerNorm maps a token whose channels are all equal to 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Attention, then an optional MLP, each with an optional skip and LayerNorm. Weights act from the right.
+
+        Y = sum_h P_h X W_VO,h  (+ X if skip)          then LayerNorm if norm
+        Z = mlp(Y)              (+ Y if mlp_skip)      then LayerNorm if norm
+
+    The norms have no gain. `scale` is usually 1 / sqrt(d_head).
+
+    >>> uniform = Block(torch.zeros(1, 2, 2), torch.eye(2)[None], scale=1.0)
+    >>> uniform(torch.tensor([[0.0, 2.0], [4.0, 0.0]])).tolist()
+    [[2.0, 1.0], [2.0, 1.0]]
+    """
+
+    W_QK: Float[Tensor, "heads width width"]
+    W_VO: Float[Tensor, "heads width width"]
+    scale: float
+    skip: bool = False
+    mlp: Callable[[Tensor], Tensor] | None = None
+    mlp_skip: bool = False
+    norm: bool = False
+    causal: bool = False
+
+    __repr__ = brief
+
+    def attention(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "heads tokens tokens"]:
+        """The attention maps P_h of all heads, in float64."""
+        x = x.double()
+        logits = self.scale * (x @ self.W_QK.double() @ x.mT)
+        if self.causal:
+            later = torch.ones_like(logits[0], dtype=torch.bool).triu(1)
+            logits = logits.masked_fill(later, -torch.inf)
+        return logits.softmax(-1)
+
+    def __call__(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
+        """The tokens after this block, in float64."""
+        x = x.double()
+        y = (self.attention(x) @ x @ self.W_VO.double()).sum(0)
+        y = self._normed(y + x if self.skip else y)
+        if self.mlp is None:
+            return y
+        z = self.mlp(y)
+        return self._normed(z + y if self.mlp_skip else z)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if self.norm else x
+
+
+def hidden_states(x: Float[Tensor, "tokens width"], blocks: Sequence[Block]) -> Float[Tensor, "states tokens width"]:
+    """The tokens before the first block and after each block.
+
+    >>> half = Block(torch.zeros(1, 1, 1), torch.full((1, 1, 1), 0.5), scale=1.0)          # half of the mean
+    >>> hidden_states(torch.tensor([[1.0], [3.0]]), [half, half])[..., 0].tolist()
+    [[1.0, 3.0], [1.0, 1.0], [0.5, 0.5]]
+    """
+    states = [x.double()]
+    for block in blocks:
+        states.append(block(states[-1]))
+    return torch.stack(states)
+
+
+# ---- Measured: residuals by depth, their rate and their order ----
+
+
+def depth_residuals(
+    x: Float[Tensor, "tokens width"], blocks: Sequence[Block], centre: str = "mean", relative: bool = False
+) -> Float[Tensor, " states"]:
+    """||res(X_l)|| at l = 0 ... L (Dong, Cordonnier, Loukas 2021). `relative` divides by ||X_l||, as in their figures.
+
+    A residual below about 1e-15 of the tokens' size is rounding error of float64, or 0. For `centre` see
+    `locater.measures.token_residual`.
+
+    >>> import torch
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> pure = Block(torch.eye(2)[None], torch.eye(2)[None], scale=1.0)
+    >>> depth_residuals(x, [pure] * 3).log10().round(decimals=1).tolist()
+    [0.0, -0.3, -1.3, -4.2]
+    >>> with_skip = Block(torch.eye(2)[None], torch.eye(2)[None], scale=1.0, skip=True)
+    >>> bool((depth_residuals(x, [with_skip] * 3) >= 1).all())
+    True
+    """
+    states = hidden_states(x, blocks)
+    sizes = composite_norm(token_residual(states, centre=centre))
+    return sizes / composite_norm(states) if relative else sizes
+
+
+def contraction_rate(residuals: Float[Tensor, "*n states"]) -> Float[Tensor, "*n layers"]:
+    """r_(l+1) / r_l: the share of the residual that is left after one more layer. Below 1 tokens come closer.
+
+    >>> import torch
+    >>> contraction_rate(torch.tensor([8.0, 4.0, 1.0])).tolist()
+    [0.5, 0.25]
+    """
+    return residuals[..., 1:] / residuals[..., :-1]
+
+
+def contraction_order(before: Float[Tensor, "*n sizes"], after: Float[Tensor, "*n sizes"]) -> Float[Tensor, "*n steps"]:
+    """d log(after) / d log(before) between neighbouring sizes: the order p of a layer that takes a residual r to C r^p.
+
+    As tokens approach each other, p is 3 for attention without a mask and 1 with a causal mask. Under a mask, queries
+    average different sets of keys, so rows of P differ even for equal tokens, and P R is of first order. Measure one
+    layer at several sizes: along one trajectory through depth, C differs between layers.
+
+    >>> import torch
+    >>> r = torch.tensor([0.1, 0.01, 0.001], dtype=torch.float64)
+    >>> contraction_order(r, 5 * r**3).round(decimals=6).tolist()
+    [3.0, 3.0]
+    """
+    return after.log().diff(dim=-1) / before.log().diff(dim=-1)
+
+
+# ---- Bounds on the residual ----
+# Adding a constant to a row of logits changes nothing, so P = softmax(1 b^T + s R Q R^T). All queries therefore weigh the
+# keys alike up to terms of second order in R, and the rows of P R are equal up to terms of third order. Sizes are
+# measured by `composite_norm`; beta is an upper bound of ||Q||_1 ||W|| over all heads and layers.
+#
+# `attention_bound` and `skip_bound` are as the paper states them. They are loose, and their constant 4 is proved here
+# only for up to 8 tokens; `layer_bound` is proved for any number. Skips end the collapse, and so do masks, where the
+# order is 1 and not 3.
+
 
 STATED = 4.0  # the constant in the paper's bounds
 

@@ -1,14 +1,25 @@
-"""Words as tokens: text split at white space, with a token for the end of a line and one for all rare words."""
+"""Tokens of training text: a tokenizer of whole words, and files of tokens, so that a sweep tokenizes its text once and
+not once in each process.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from locater.inputs.corpus import fingerprint
+
+# ---- Words as tokens ----
+# Text split at white space, with a token for the end of a line and one for all rare words.
+
 
 UNKNOWN, LINE_END = "<unk>", "<eos>"
 SPECIAL = (UNKNOWN, LINE_END)  # their ids are 0 and 1
@@ -70,3 +81,41 @@ class WordTokenizer:
             "model": {"type": "WordLevel", "vocab": self.ids, "unk_token": UNKNOWN},
         }
         return json.dumps(document)
+
+
+# ---- Tokens in files that several processes read ----
+# The folder is named by an environment variable, which child processes inherit. Without it nothing is written.
+
+
+TOKENS_FOLDER = "LOCATER_TOKENS"
+
+
+@contextmanager
+def shared_tokens(folder: Path) -> Iterator[None]:
+    """Keep tokens in this folder, here and in processes started here."""
+    before = os.environ.get(TOKENS_FOLDER)
+    os.environ[TOKENS_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TOKENS_FOLDER]
+        else:
+            os.environ[TOKENS_FOLDER] = before
+
+
+def load_or_make(key: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns, which may be text, tensors, and lists and dictionaries of them.
+
+    `make` is called unless the folder has the result for this key; equal keys must mean equal results.
+    """
+    where = os.environ.get(TOKENS_FOLDER)
+    if where is None:
+        return make()
+    path = Path(where) / f"{fingerprint(key)}.pt"
+    if path.is_file():
+        return torch.load(path, weights_only=True)
+    value, partial = make(), path.with_suffix(f".{os.getpid()}")
+    torch.save(value, partial)
+    partial.replace(path)  # whole or not at all
+    return value
