@@ -43,16 +43,8 @@ GETTERS = ("T", "H", "mT", "mH", "real", "imag", "data")  # attributes of a tens
 
 SOFTMAXES = frozenset({"softmax", "log_softmax"})
 FUSED = "scaled_dot_product_attention"
-FUSED_ARGUMENTS = (
-    "query",
-    "key",
-    "value",
-    "attn_mask",
-    "dropout_p",
-    "is_causal",
-    "scale",
-    "enable_gqa",
-)  # in its order
+# the arguments of that function, in its order
+FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 MULTI_HEAD = "multi_head_attention_forward"
 
 PRODUCTS = frozenset("matmul rmatmul multi_dot baddbmm addbmm einsum tensordot inner vecdot bilinear".split())
