@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_kernels import prepared, rows_of_prepared, visible_counts
-from locater.kernels.triton_launch import LAUNCHES, layout, remember
-from locater.kernels.triton_sink import put_weights
+from locater.kernels.triton_key_weight import put_key_weights
+from locater.kernels.triton_launch import LAUNCHES, keep_kernel, tensor_layout
+from locater.kernels.triton_statistics import prepare_call, rows_of_prepared, visible_counts
 from locater.torch_private import launch_compiled
 
 BLOCK, WARPS = 2048, 16  # rows at a time of the one program that adds up a head: what it costs is waiting for memory
@@ -49,10 +49,10 @@ def add_sums(
     counted = None if counted is None else counted.view(torch.int8)
     count = None
     if stats is None or rows is not None or first is not None:
-        q, k, terms = prepared(q, k, terms)
+        q, k, terms = prepare_call(q, k, terms)
         stats, count = rows_of_prepared(q, k, terms, True, False, rows, spans)
     if first is not None:
-        put_weights(q, k, terms, rows, first, stats)
+        put_key_weights(q, k, terms, rows, first, stats)
         if count is None:
             visible = visible_counts(terms, T, S, q.device)
             count = (visible if rows is None else visible[rows]).expand(stats.shape[1:]).contiguous()
@@ -69,7 +69,7 @@ def _add(
     maxima: Tensor,
     shape: tuple[Any, ...],
 ) -> None:
-    key = ("sums", shape, *(layout(x) for x in (stats, count, rows, counted, output, sums, maxima)), sums.device)
+    key = ("sums", shape, *(tensor_layout(x) for x in (stats, count, rows, counted, output, sums, maxima)), sums.device)
     tensors = (stats, count, rows, counted, output, sums, maxima)
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
@@ -86,7 +86,7 @@ def _add(
     fixed = {"V": V, "CAUSAL": causal, "WINDOW": window is not None, "SOME": rows is not None}
     fixed |= {"MASKED": counted is not None, "BLOCK": BLOCK, "BLOCK_R": tile, "BLOCK_V": wide, "num_warps": WARPS}
     made = sums_kernel[grid](*tensors, *rest, **fixed)
-    remember(key, sums_kernel, made, grid, rest, len(tensors), fixed)
+    keep_kernel(key, sums_kernel, made, grid, rest, len(tensors), fixed)
 
 
 @triton.jit(do_not_specialize=["B", "number", "total", "each"])

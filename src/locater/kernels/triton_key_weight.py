@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
+from locater.kernels.triton_launch import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
 from locater.kernels.triton_rows import _terms, _unit
 from locater.torch_private import launch_compiled
@@ -15,13 +15,21 @@ from locater.torch_private import launch_compiled
 COLUMN = 6  # of the statistics: weight on the first keys
 
 
-def put_weights(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None, at: Tensor, stats: Tensor) -> None:
+def put_key_weights(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None, at: Tensor, stats: Tensor) -> None:
     """Put into column 6 of the statistics (8, B, H, R) the weight on the key `at` (B, T) of each row, or -1 where the
-    row may not look at it; a negative key is none. The call is `prepared`.
+    row may not look at it; a negative key is none. The call is one that `prepare_call` returned.
     """
     (B, H, _, D), number = q.shape, stats.shape[-1]
     tensors = (q, k, stats, at, rows, terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi)
-    key = ("sink", terms.scale, terms.causal, terms.window, terms.softcap, q.device, *(layout(x) for x in tensors))
+    key = (
+        "sink",
+        terms.scale,
+        terms.causal,
+        terms.window,
+        terms.softcap,
+        q.device,
+        *(tensor_layout(x) for x in tensors),
+    )
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
         launch_compiled(kernel, grid, (*tensors, *rest))
@@ -34,7 +42,7 @@ def put_weights(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None, at: Ten
     grid = (triton.cdiv(number, fixed["BLOCK"]) * B * H, 1, 1)
     rest = [*strides, *at.stride(), heads, group, *sizes, number, COLUMN * B * H * number]
     made = sink_kernel[grid](*tensors, *rest, **fixed)
-    remember(key, sink_kernel, made, grid, rest, len(tensors), fixed)
+    keep_kernel(key, sink_kernel, made, grid, rest, len(tensors), fixed)
 
 
 @triton.jit(do_not_specialize=["number", "skipped"])
