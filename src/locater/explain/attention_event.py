@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 @torch.no_grad()
-def values_behind(
+def recomputed_values(
     layer: AttentionLayer, call: Call, module: nn.Module, read: AttentionInput, y: Tensor
 ) -> Values | None:
     """Values of the stream that keys read. None unless O = A V, or O behind the output map, is what the module
