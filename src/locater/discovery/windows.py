@@ -184,7 +184,7 @@ def _made_anew(copied: RedrawnCopy) -> nn.Module:
     try:
         with _without_initialization():
             other: nn.Module = type(copied.model)(copy.deepcopy(config))
-    except Exception as error:
+    except Exception as error:  # of the constructor of any class
         raise LocaterError("it cannot be made from its configuration") from error
     every = [model.named_parameters(remove_duplicate=False) for model in (copied.model, other)]
     shapes = [{name: p.shape for name, p in named} for named in every]

@@ -45,7 +45,7 @@ def _launches_agree(device: torch.device) -> bool:
         launch_compiled(kernel, (1, 1, 1), [x, past_it, *given, *fixed])
         wanted = torch.where(torch.arange(16, device=device) < 13, x, 0.0)
         why = None if torch.equal(by_dispatch, wanted) and torch.equal(past_it, wanted) else "gave other numbers"
-    except Exception as error:
+    except Exception as error:  # a convention of calls that changed shows in any way
         why = f"failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why is not None:
         warnings.warn(

@@ -23,7 +23,7 @@ from locater.calls import attention_interface
 from locater.calls.attention_like import attention_like, folded_paths
 from locater.calls.call import Call
 from locater.calls.flex_attention import listen_to_flex
-from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, Saved
+from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, SavedTensors
 from locater.calls.listeners import Switch, begins_pass, is_listening, is_measured, run_pass
 from locater.calls.patching import Undo, replace_method
 from locater.calls.recognise import NO_SOFTMAX
@@ -231,7 +231,7 @@ class CalledLayers:
             self._count(listener, *self._kind_and_order(listener, call, running))
         except ChoiceError:
             raise
-        except Exception as error:
+        except Exception as error:  # one call that cannot be counted is noted, and the model runs on
             self.refuse(listener.name, error)
 
     def _note_repetition(self, name: str, call: Call) -> None:
@@ -335,7 +335,7 @@ class CalledLayers:
             try:
                 call, kind, placed = self._kind_and_order(listener, direct.describe(caller), running)
                 alike.setdefault((kind, placed, place, call.query.shape[1]), []).append((direct, call))
-            except Exception as reason:
+            except Exception as reason:  # likewise
                 errors.append(reason)
         for (kind, placed, place, heads), calls in alike.items():
             try:
@@ -351,7 +351,7 @@ class CalledLayers:
                             )
             except ChoiceError:
                 raise
-            except Exception as reason:
+            except Exception as reason:  # likewise
                 errors.append(reason)
         return errors
 
@@ -457,7 +457,9 @@ def _deferred_call(call: Call) -> DirectCall:
     """A call that the attention interface announced, and that is counted later."""
     mode = current_function_mode()
     query, key = mode.steps(call) if isinstance(mode, FunctionListener) else (None, None)
-    saved = Saved(*(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None))
+    saved = SavedTensors(
+        *(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None)
+    )
 
     def describe(caller: CallingModule) -> Call:
         _ = saved.tensors  # raises where they were overwritten

@@ -166,7 +166,7 @@ def _unchanged(before: _CachedForm) -> list[nn.Module] | None:
             and before.settings == _settings(before.known.layers, there)
             and before.shapes == _shapes(before.known.layers, there)
         )
-    except Exception:
+    except Exception:  # attributes of a configuration that cannot be compared count as changed
         return None
     return there if same else None
 

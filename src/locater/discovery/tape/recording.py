@@ -49,7 +49,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Made:
+class ModuleResult:
     """A value that a module returned."""
 
     module: nn.Module
@@ -69,7 +69,7 @@ class Tape(TorchFunctionMode):
         self._precise = precise
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self.nodes: list[Node] = []
-        self.made: dict[Node, Made] = {}
+        self.made: dict[Node, ModuleResult] = {}
         self.called: set[str] = set()  # paths of modules that ran
         self._model = model
         self._nodes_by_id: dict[int, Node] = {}
@@ -247,7 +247,7 @@ class Tape(TorchFunctionMode):
             source, result = _first_tensor((args, kwargs)), _first_tensor(out)
             if source is not None and result is not None and source is not result:
                 node = self.node(result)
-                self.made.setdefault(node, Made(module, path, self.node(source)))
+                self.made.setdefault(node, ModuleResult(module, path, self.node(source)))
 
         return hook
 
