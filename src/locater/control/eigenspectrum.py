@@ -38,14 +38,16 @@ from locater.discovery.stacked_maps import FoldedStacks, Inputs, Maps
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.effective import Effective
-from locater.observing.token_sample import (
+from locater.observing.training_tokens import (
     TokenListener,
     TokenSample,
+    TokenSize,
     listen_to_training_tokens,
     samples_of,
     share_samples,
+    share_sizes,
+    sizes_of,
 )
-from locater.observing.token_size import TokenSize, share_sizes, sizes_of
 
 # The query and key maps of a live model in the form that a penalty is on; read anew at each step.
 
