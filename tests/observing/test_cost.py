@@ -204,7 +204,7 @@ def test_a_new_family_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether anything was heard is known without its numbers."""
+    """Whether anything was received is known without its numbers."""
     model, fetches = llama(), []
     fetched = observation.fetch_numbers
 

@@ -1,4 +1,4 @@
-"""Hearing attention that a module computes itself, beside the interface of transformers.
+"""Listening to attention that a module computes itself, beside the interface of transformers.
 
 While a module runs, a `TorchFunctionMode` sees each function of PyTorch that it calls. Attention is a call of fused
 attention, or a softmax over the last axis of numbers that come from a product of two activations and were only moved,
@@ -77,7 +77,7 @@ class CallingModule:
 
 @dataclass(frozen=True)
 class DirectCall:
-    """A call that was heard: how to describe it, and the steps that made its queries (or logits) and its keys."""
+    """An attention call that a module made itself: how to describe it, and the steps behind its queries (or logits) and keys."""
 
     describe: Callable[[CallingModule], Call]
     query: TensorStep | None = None
@@ -85,7 +85,7 @@ class DirectCall:
 
 
 class FunctionListener(TorchFunctionMode):
-    """Hands each attention call that it sees to `report(heard)`, and what went wrong to `fail(error)`."""
+    """Hands each attention call among the functions that run to `report`, and what went wrong to `fail(error)`."""
 
     def __init__(self, report: Callable[[DirectCall], None], fail: Callable[[Exception], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Listeners of an attention module: each call is announced to those that are switched on."""
+"""Listeners of an attention module: each call is handed to those that are switched on."""
 
 from __future__ import annotations
 

@@ -349,7 +349,7 @@ class RedrawnCopy:
         return changed_facts(self._facts, facts_of(self.model))
 
     def run(self, seed: int | None) -> TapedPass:
-        """One pass with every parameter drawn anew; with None, as they are. Passes before it keep their activations,
+        """One pass with every parameter redrawn; with None, as they are. Passes before it keep their activations,
         not their parameters. A pass in which the model puts other modules in place of its own is run again: BigBird
         changes to full attention when it meets short inputs.
         """

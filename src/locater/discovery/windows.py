@@ -2,7 +2,7 @@
 
 So the copy of the model runs again with such a setting made smaller than the example, at two sizes. A layer whose mask
 follows has a window of that setting, by the one rule that explains both sizes. Where no mask follows, the model may
-have built the size in when it was made: then it is made anew from its configuration.
+have built the size in when it was made: then it is rebuilt from its configuration.
 """
 
 from __future__ import annotations

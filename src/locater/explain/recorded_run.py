@@ -380,7 +380,7 @@ def without_parameter_gradients(model: nn.Module) -> Iterator[None]:
 
 
 class _ValueRecorder(Interceptor):
-    """Keeps the values and the output of a call, until the call is announced. After all other changes."""
+    """Keeps the values and the output of a call until its listeners receive it. Comes after all other interceptors."""
 
     order = 1000
 

@@ -97,7 +97,7 @@ def launch(function: Any, grid: tuple[int, int, int], arguments: list[Any], fixe
 
 
 def _kind(x: Any) -> Any:
-    """What Triton compiles a kernel anew for: alignment, the number 1, and more than 32 bits."""
+    """What Triton recompiles a kernel for: alignment, the number 1, and more than 32 bits."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16
     return (x == 1, x % 16 == 0, x >= 1 << 31) if isinstance(x, int) else None if x is None else float

@@ -3,7 +3,7 @@
 Finding the layers takes names, patterns and a configuration: milliseconds, in which a GPU waits. The form of a model is
 all that they follow from: its modules by name and class, the shapes of the parameters of attention, its configuration,
 the settings of its attention modules, and the registered families. It is compared at each observation, so that a layer
-that was replaced, pruned or adapted is found anew. Modules are referred to weakly: nothing is kept from being freed.
+that was replaced, pruned or adapted is found again. Modules are referred to weakly: nothing is kept from being freed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is kept of the tokens that an attention layer reads in training, in memory of a fixed size: a few hundred of them
+"""The tokens that an attention layer reads in training, in memory of a fixed size: a few hundred of them
 (`TokenSample`), and their mean square size (`TokenSize`).
 
 Which tokens a sample takes is deterministic and consumes no random numbers. The tokens of one pass are numbered through
