@@ -77,7 +77,7 @@ class CallingModule:
 
 @dataclass(frozen=True)
 class DirectCall:
-    """An attention call that a module made itself: how to describe it, and the steps behind its queries (or logits) and keys."""
+    """A call that a module made itself: how to describe it, and the steps behind its queries (or logits) and keys."""
 
     describe: Callable[[CallingModule], Call]
     query: TensorStep | None = None
