@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 
 # ---- the problem and its solvers ----
@@ -250,10 +250,10 @@ class Case(NamedTuple):
 def draw_case(number: int) -> Case:
     n, s, d, c, m = CASE_SIZES[number]
     return Case(
-        normal(n, s, d, seed=number),
-        normal(m, d, d, seed=100 + number),
-        normal(m, d, c, seed=200 + number),
-        normal(2, d, d, seed=300 + number),
+        draw_normal(n, s, d, seed=number),
+        draw_normal(m, d, d, seed=100 + number),
+        draw_normal(m, d, c, seed=200 + number),
+        draw_normal(2, d, d, seed=300 + number),
     )
 
 
@@ -288,7 +288,7 @@ def least_penalty(case: Case, draws: int = 20) -> float:
     m, norm = len(case.maps), float(nuclear_norm(lift(case.maps, case.values)))
     ratios = [penalty_of_heads(case.maps, case.values) / norm]
     for seed in range(draws):
-        R = normal(m, m, seed=seed) + 2 * torch.eye(m, dtype=torch.float64)
+        R = draw_normal(m, m, seed=seed) + 2 * torch.eye(m, dtype=torch.float64)
         maps = torch.einsum("jm,mab->jab", R, case.maps)
         values = torch.einsum("mj,mlc->jlc", torch.linalg.inv(R), case.values)
         ratios.append(penalty_of_heads(maps, values) / norm)
