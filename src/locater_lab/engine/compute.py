@@ -1,5 +1,5 @@
 """How studies use a machine: several of them, or parts of one, in processes of their own; the device, a training step
-as a CUDA graph, and random numbers that are the same wherever they are drawn.
+as a CUDA graph; and numbers that several of them take: normal draws that are the same everywhere, slopes, differences.
 """
 
 from __future__ import annotations
@@ -25,6 +25,26 @@ def draw_normal(*shape: int, seed: int) -> Tensor:
     (True, torch.float64)
     """
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def log_slope(at: Sequence[float], values: Sequence[float]) -> float:
+    """Slope of log values over log `at`, by least squares.
+
+    >>> round(log_slope([10, 100], [3.0, 0.03]), 6)
+    -2.0
+    """
+    x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in (at, values))
+    x = x - x.mean()
+    return float((x * y).sum() / x.square().sum())
+
+
+def relative_difference(tensor: Tensor, reference: Tensor) -> float:
+    """Largest entry of the difference over the largest of the reference.
+
+    >>> relative_difference(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))
+    0.25
+    """
+    return float((tensor - reference).abs().max() / reference.abs().max())
 
 
 # ---- studies of one or several papers at a time, in processes that share the work ----

@@ -64,7 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heads", [1, 3])
 def test_tokens_held_apart_move_as_tokens_do(heads: int) -> None:
     """Against the plain block while it has digits, and against its own law once it has none."""
-    x = contraction.normal(7, 8, seed=1) + 2
+    x = contraction.draw_normal(7, 8, seed=1) + 2
     layers = [contraction.block(seed, heads=heads, size=0.7) for seed in range(5)]
     plain, exact = depth_residuals(x, layers).tolist(), contraction.exact_depth(x, layers)
     assert exact[:3] == pytest.approx(plain[:3], rel=1e-6)
@@ -76,7 +76,7 @@ def test_tokens_held_apart_move_as_tokens_do(heads: int) -> None:
 
 
 def test_a_residual_far_below_rounding_still_goes_with_the_third_power() -> None:
-    R, v, layer = contraction.normal(6, 8, seed=3), contraction.normal(8, seed=4), contraction.block(5)
+    R, v, layer = contraction.draw_normal(6, 8, seed=3), contraction.normal(8, seed=4), contraction.block(5)
     R = R - R.mean(0)
     sizes = (1e-20, 1e-50, 1e-80)
     after = [composite_norm(contraction.advance(contraction.Tokens(v, r * R), layer).rest).item() / r**3 for r in sizes]
@@ -99,7 +99,7 @@ def test_uniform_causal_attention_halves_the_residual_every_layer() -> None:
     means = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
     assert sorted(np.linalg.eigvals(means).real, reverse=True)[:3] == pytest.approx([1, 1 / 2, 1 / 3])
     uniform = FunctionalBlock(torch.zeros(1, 3, 3), torch.eye(3)[None], scale=1.0, causal=True)
-    found = depth_residuals(contraction.normal(n, 3, seed=1), [uniform] * 30).tolist()
+    found = depth_residuals(contraction.draw_normal(n, 3, seed=1), [uniform] * 30).tolist()
     assert found[-1] / found[-2] == pytest.approx(0.5, abs=1e-3)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.compute import draw_normal, log_slope
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory.approximation import (
     Anchors,
@@ -91,17 +91,6 @@ def heads_error(heads: int, count: int, sharpness: float) -> float:
     return float(
         (interpolate_by_heads(s, segments(LOW, HIGH, count, heads, sharpness)) - s.clamp(LOW, HIGH)).abs().max()
     )
-
-
-def log_slope(at: list[float], values: list[float]) -> float:
-    """Of log values in log at, by least squares.
-
-    >>> round(log_slope([1.0, 2.0, 4.0], [8.0, 4.0, 2.0]), 6)
-    -1.0
-    """
-    x, y = (torch.tensor(v, dtype=torch.float64).log() for v in (at, values))
-    x = x - x.mean()
-    return float((x * y).sum() / x.square().sum())
 
 
 def largest_over_bound() -> float:
