@@ -76,7 +76,7 @@ def test_tokens_held_apart_move_as_tokens_do(heads: int) -> None:
 
 
 def test_a_residual_far_below_rounding_still_goes_with_the_third_power() -> None:
-    R, v, layer = contraction.draw_normal(6, 8, seed=3), contraction.normal(8, seed=4), contraction.block(5)
+    R, v, layer = contraction.draw_normal(6, 8, seed=3), contraction.draw_normal(8, seed=4), contraction.block(5)
     R = R - R.mean(0)
     sizes = (1e-20, 1e-50, 1e-80)
     after = [composite_norm(contraction.advance(contraction.Tokens(v, r * R), layer).rest).item() / r**3 for r in sizes]
