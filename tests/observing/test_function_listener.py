@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from locater.calls.flex_attention import FlexArguments, call_of_flex
 from locater.calls.function_listener import FunctionListener
-from locater.calls.torch_calls import from_flex
 from locater.errors import LocaterError
 from locater.observing import SeenHead, observe
 
@@ -570,7 +570,7 @@ def test_flex_attention_with_changed_scores() -> None:
         def mask_mod(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             return t >= s
 
-    call = from_flex(q, q, k, alibi, Causal, 0.3)
+    call = call_of_flex(q, FlexArguments(q, k, k, alibi, Causal, 0.3))
     at = torch.arange(TOKENS)
     expected = 0.3 * q.double() @ k.double().repeat_interleave(2, 1).mT
     expected = expected - slopes.double()[:, None, None] * (at[:, None] - at)

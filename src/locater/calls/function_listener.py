@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.call import Call
-from locater.calls.function_table import FUSED, JOINS, MULTI_HEAD, MULTIPLIES, PRODUCTS, name_of
+from locater.calls.function_table import FUSED, JOINS, MULTI_HEAD, MULTIPLIES, PRODUCTS, fused_arguments, name_of
 from locater.calls.head_axes import (
     HeadAxes,
     Origins,
@@ -212,7 +212,7 @@ class FunctionListener(TorchFunctionMode):
         return labels is not None and bool((labels == labels[..., :1]).all())
 
     def _fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
+        given = fused_arguments(args, kwargs)
         query, mask = given["query"], given.get("attn_mask")
         step = self._origins.of(query) if query.shape[:-1] == out.shape[:-1] else None
         saved, masks = Saved(out, query, given["key"]), Saved(*(() if mask is None else (mask,)))
@@ -244,7 +244,6 @@ class FunctionListener(TorchFunctionMode):
         return self._origins.of(call.query), self._origins.of(call.key)
 
 
-FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight")
 MULTI_HEAD_SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 

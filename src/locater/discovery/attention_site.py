@@ -15,7 +15,7 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.norm_fit import fit_norm, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
 from locater.discovery.tape.linear_maps import LinearMap, linear_map, moved_from, upstream
-from locater.discovery.taped_calls import TapedCall, fused_arguments
+from locater.discovery.taped_calls import TapedCall, arguments_of_fused
 from locater.discovery.wiring import TapePath, as_rows, token_rows
 from locater.layers.map_layouts import NormLayout
 
@@ -284,7 +284,7 @@ def with_products(call: TapedCall, factor: float) -> Tensor:
 
 
 def _fused_logits(call: TapedCall, products: Tensor) -> Tensor:
-    arguments = fused_arguments(call.event)
+    arguments = arguments_of_fused(call.event)
     scale = arguments.get("scale")
     logits = products * (call.query.value.shape[-1] ** -0.5 if scale is None else scale)
     mask = arguments.get("attn_mask")

@@ -2,7 +2,7 @@
 
 The class that config.json names is built twice: in full without weights (meta device), for the names and shapes of all
 tensors, and small with random weights (`small_config`), to be discovered and verified. The layouts are carried over to
-all layers (`carried_layouts`), and tensors are read from disk by their names there (`sources.renamed`).
+all layers (`carried_layouts`), and tensors are read from disk by their names there (`sources.renamed_weights`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from locater.discovery.verified_search import Discovered, Refusal, search
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
 from locater.layers.layout import AttentionLayout
-from locater.sources.renamed import Origin, Origins, RenamedWeights, origins_of
+from locater.sources.renamed_weights import Origins, RenamedWeights, StoredRows, origins_of
 from locater.sources.sources import Config
 from locater.sources.weights import ModuleWeights, Weights, quantised_modules, quantised_names
 from locater.version import __version__, code_version
@@ -307,7 +307,7 @@ class CachedLayouts:
     """Layouts by names of the model, and where its tensors are in the checkpoint."""
 
     searched: SearchResult
-    origins: dict[str, Origin]
+    origins: dict[str, StoredRows]
 
 
 def cache_folder() -> Path | None:
@@ -350,7 +350,9 @@ def read_cached(path: Path | None) -> CachedLayouts | None:
             [Refusal(str(name), str(reason)) for name, reason in document["refused"]],
             [str(name) for name in document["unreached"]],
         )
-        origins = {name: Origin(tuple(names), from_json(rows)) for name, (names, rows) in document["origins"].items()}
+        origins = {
+            name: StoredRows(tuple(names), from_json(rows)) for name, (names, rows) in document["origins"].items()
+        }
     except (LocaterError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
     return CachedLayouts(searched, origins)
@@ -435,7 +437,7 @@ def _search_checkpoint(weights: Weights, config: Config, example: Mapping[str, A
     origins, whole = origins_of(weights, full), ModuleWeights(full)
     _refuse_other_attention(weights, origins, whole)
     searched = search_small(weights, kind, settings, whole, example, _numbers_stored(weights, origins, full))
-    unused = RenamedWeights(weights, {name: Origin((name,)) for name in origins.unused})
+    unused = RenamedWeights(weights, {name: StoredRows((name,)) for name in origins.unused})
     refused = [*searched.refused, *(Refusal(path, NO_PLACE) for path in attention_like(unused))]
     known = set(whole.names())
     names = dict.fromkeys(name for layout in searched.layouts for name in tensor_names(layout, known))
@@ -462,7 +464,7 @@ def _numbers_stored(weights: Weights, origins: Origins, full: nn.Module) -> int:
     return plain + sum(p.numel() for name, p in full.named_parameters() if name in held)
 
 
-def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...]) -> Origin:
+def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...]) -> StoredRows:
     """Where a tensor of the model is on disk; refused where it is not there, or not of the shape that it has."""
     if name in origins.changed:
         raise LocaterError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from locater.calls.function_table import CASTS, FUSED, JOINS, KEEPING, LARGEST
+from locater.calls.function_table import CASTS, FUSED, JOINS, KEEPING, LARGEST, fused_arguments
 from locater.calls.recognise import continues, softmax_axis
 from locater.discovery.errors import UnreadableError
 from locater.discovery.tape import Node, Tape, replay
@@ -50,7 +50,7 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[TapedCall
     for node in tape.nodes:
         path = next((path for path in reversed(node.modules) if path in with_parameters), "")
         if node.name == FUSED and node.part is None:
-            arguments = fused_arguments(node)
+            arguments = arguments_of_fused(node)
             yield TapedCall(path, arguments["query"], arguments["key"], False, node)
         elif node.name == "softmax":
             if node.inputs and node.inputs[0] in products and _over_last_axis(node):
@@ -135,10 +135,9 @@ def _without_sink(logits: Node, product: Node) -> tuple[Node, Node | None]:
     return logits, None
 
 
-def fused_arguments(node: Node) -> dict[str, Any]:
+def arguments_of_fused(node: Node) -> dict[str, Any]:
     """Arguments of a fused call by name."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return fused_arguments(node.args, node.kwargs)
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class MixedValues:
 def mixed_values(tape: Tape, call: TapedCall) -> MixedValues:
     """What the weights of a call multiply, and the result."""
     if call.product is None:
-        return MixedValues(call.event, fused_arguments(call.event)["value"])
+        return MixedValues(call.event, arguments_of_fused(call.event)["value"])
     todo, seen = [call.event], {call.event}
     found: list[MixedValues] = []
     while todo:

@@ -28,7 +28,7 @@ from locater.layers.build import integer, matrix, norm, optional, projection, sh
 from locater.layers.layer import AttentionLayer, Kind, Projection
 from locater.layers.norm import Norm, NormKind
 from locater.sources.sources import Config
-from locater.sources.weights import ModuleWeights, Rows, Weights, natural
+from locater.sources.weights import ModuleWeights, Rows, Weights, natural_sort_key
 from locater.torch_private import ENCODER_STEPS, has_joint_projection, replace_fused_encoder_layer
 
 # The tap of `nn.MultiheadAttention`, alone or inside PyTorch's own encoders and decoders.
@@ -165,7 +165,7 @@ class _Facts:
 def stems(weights: Weights) -> list[str]:
     """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
     paths = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
-    return sorted(paths, key=lambda stem: natural(stem.split(".")))
+    return sorted(paths, key=lambda stem: natural_sort_key(stem.split(".")))
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

@@ -27,7 +27,7 @@ from locater.layers.layer import AttentionLayer, Projection
 from locater.layers.norm import Norm
 from locater.layers.relative import RelativeTerms
 from locater.numerics import upcast
-from locater.sources.settings import configuration
+from locater.sources.config_rules import configuration
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 

@@ -22,7 +22,7 @@ from torch import nn
 from locater.calls import attention_interface
 from locater.calls.attention_like import attention_like, folded_paths
 from locater.calls.call import Call
-from locater.calls.flex_attention import flex_calls
+from locater.calls.flex_attention import listen_to_flex
 from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, Saved
 from locater.calls.listeners import Switch, begins_pass, is_listening, is_measured, run_pass
 from locater.calls.patching import Undo, replace_method
@@ -196,7 +196,7 @@ class CalledLayers:
                 yield replace_method(module, "forward", partial(run_without_mode, self, name))
             elif not type(module).__module__.startswith("torch.nn."):
                 yield replace_method(module, "forward", partial(run_module, self, name))
-        yield from flex_calls(self.report)
+        yield from listen_to_flex(self.report)
 
     def begin_pass(self) -> None:
         """The model is called anew."""

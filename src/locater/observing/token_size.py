@@ -27,7 +27,7 @@ class TokenSize:
     `passes` counts the calls of the module that share the sums, `filled` says whether there was one at all.
 
     >>> size = TokenSize("attention", torch.zeros(()))
-    >>> size.see(torch.tensor([[[3.0, 4.0], [1.0, 1.0], [9.0, 9.0]]]), torch.tensor([[True, True, False]]))
+    >>> size.receive(torch.tensor([[[3.0, 4.0], [1.0, 1.0], [9.0, 9.0]]]), torch.tensor([[True, True, False]]))
     >>> size.mean_square()                                             # (25 / 2 + 2 / 2) / 2
     tensor([6.7500])
     """
