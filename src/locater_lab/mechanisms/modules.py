@@ -7,7 +7,6 @@ layer's input x (B, S, width), one row per key. `attention_module(name, ...)` ma
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -317,14 +316,6 @@ class Multiformer(AttentionModule):
         if len(self.kinds) != q.shape[1]:
             raise LocaterError(f"kinds={self.kinds!r} names {len(self.kinds)} heads, and q has {q.shape[1]}")
         return dict(kinds=self.kinds, window=self.window, stride=self.stride) | dict(self.named_parameters())
-
-
-def __getattr__(name: str) -> Any:
-    """The old name of a class, for one release."""
-    if name == "QKNorm":
-        warnings.warn("attention.modules.QKNorm is now QKNormAttention", DeprecationWarning, stacklevel=2)
-        return QKNormAttention
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def attention_module(
