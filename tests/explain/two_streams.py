@@ -14,10 +14,10 @@ from locater.layers import AttentionLayer
 from locater.layers.build import projection
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
-from locater_lab.models.transformer import fused
+from locater_lab.models.transformer import fused_attention
 
 TYPE, WIDTH, HEADS = "two_streams_of_a_test", 16, 2
-ATTEND = listening_function("sdpa", fused)
+ATTEND = listening_function("sdpa", fused_attention)
 
 
 class Attention(nn.Module):

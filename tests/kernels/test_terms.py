@@ -92,9 +92,7 @@ def test_a_shape_that_does_not_fit_is_named(change: dict[str, Tensor], message: 
         replace(every_term(), **change).checked(B, H, T, S)  # type: ignore[arg-type]
 
 
-def test_the_old_name_of_a_module_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="QKNormAttention"):
-        assert modules.QKNorm is modules.QKNormAttention
+def test_the_module_of_qk_norm_has_a_gain_per_head() -> None:
     module = modules.attention_module("qk_norm", width=16, heads=4, size=4, kv_heads=2)
     assert type(module) is modules.QKNormAttention
     assert sorted(module.state_dict()) == ["key_gain", "query_gain"]

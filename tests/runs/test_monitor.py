@@ -994,7 +994,8 @@ def test_the_state_has_the_step_and_what_was_warned_of(tmp_path: Path) -> None:
     later.detach()
     with pytest.raises(LocaterError, match="this state holds warned, and step, warned was expected"):
         later.load_state_dict({"warned": []})
-    later.load_state_dict({})  # of an earlier version
+    with pytest.raises(LocaterError, match="this state holds nothing"):
+        later.load_state_dict({})
     assert later.step == 3
 
 

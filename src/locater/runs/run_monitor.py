@@ -237,10 +237,9 @@ class RunMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the step of a checkpoint, without repeating its warnings; before or after `attach`."""
-        if not state:  # of an earlier version, which saved nothing
-            return
         if state.keys() != {"step", "warned"}:
-            raise LocaterError(f"Monitor: this state holds {', '.join(state)}, and step, warned was expected")
+            held = ", ".join(state) or "nothing"
+            raise LocaterError(f"Monitor: this state holds {held}, and step, warned was expected")
         self.step = int(state["step"])
         self.warned = {(int(layer), int(head), str(reason)) for layer, head, reason in state["warned"]}
         if self.observation is not None:

@@ -58,7 +58,9 @@ def test_loops_tell_a_wrong_gate(position: str) -> None:
     q, k, v = layer.projected
     wrong = gated.get_parameter("gate.weight").flip(0)
     assert (
-        gate_forms.relative(gated(q, k, v, layer.x), gate_forms.looped_output(layer, wrong, position, "head", False))
+        gate_forms.relative_difference(
+            gated(q, k, v, layer.x), gate_forms.looped_output(layer, wrong, position, "head", False)
+        )
         > 1e-3
     )
 

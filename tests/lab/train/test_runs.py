@@ -26,7 +26,7 @@ from locater_lab.train import DivergedError, Plan, Result, load, loop, run, swee
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls
 from locater_lab.train.data import open_data
-from locater_lab.train.recipe import compiled
+from locater_lab.train.recipe import compile_model
 from locater_lab.train.sweep import RESULTS, parse_sweep, read_results
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus, images
@@ -729,8 +729,8 @@ def test_which_runs_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Controls keep tensors of a pass, and gradients that are added up outlive it."""
     monkeypatch.setattr(torch, "compile", lambda model, mode: mode)
     one, cuda = plan(tmp_path, compile=True), torch.device("cuda")
-    assert compiled(one, torch.nn.Identity(), cuda) == "reduce-overhead"
+    assert compile_model(one, torch.nn.Identity(), cuda) == "reduce-overhead"
     for changes in ({"accumulate": 2}, {"dropout": 0.1}, {"control": ("locater",)}):
-        assert compiled(replace(one, **changes), torch.nn.Identity(), cuda) == "default"
-    assert compiled(one, torch.nn.Identity(), torch.device("cpu")) == "default"
-    assert isinstance(compiled(replace(one, compile=False), torch.nn.Identity(), cuda), torch.nn.Identity)
+        assert compile_model(replace(one, **changes), torch.nn.Identity(), cuda) == "default"
+    assert compile_model(one, torch.nn.Identity(), torch.device("cpu")) == "default"
+    assert isinstance(compile_model(replace(one, compile=False), torch.nn.Identity(), cuda), torch.nn.Identity)

@@ -133,7 +133,7 @@ def polynomial_attention(
     """sum_j f(x_j) v_j / sum_j f(x_j), f = 1 + x (order 1) or 1 + x + x^2 / 2 (order 2), zero for a row without keys.
 
     x = scale q.k, with `unit` of q / |q| and k / |k|; `keys` is False for those that nobody sees. Operands are those
-    that `locater_lab.mechanisms.kernels.weighted.has_kernel` takes. Time grows as T S, memory as T + S.
+    that `locater_lab.mechanisms.kernels.weighted.has_weighted_kernel` takes. Time grows as T S, memory as T + S.
     """
     out: Tensor = _polynomial(q, k, v, keys, scale, order, unit, causal)[0]
     return out
