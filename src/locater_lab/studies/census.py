@@ -28,7 +28,7 @@ def scan_initial(folder: Path, seed: int) -> locater.Scan:
     from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(seed)
-    return locater.scan(AutoModel.from_config(AutoConfig.from_pretrained(folder)))
+    return locater.scan(AutoModel.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
 
 
 def summarise(scan: locater.Scan) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def train(run: TrainingRun, tokens: Path, device: str, size: tuple[int, int], st
     logger = logging.getLogger("locater")
     logger.handlers, logger.propagate = [log], False
     monitors = [Monitor(sparse).attach(model), Monitor(dense, every=DENSE).attach(model)]
-    ids = torch.from_numpy(np.load(tokens / f"{kind.text}.npy"))
+    ids = torch.from_numpy(np.load(tokens / f"{kind.text}.npy", allow_pickle=False))
     losses: list[float] = []
     norms: list[float] = []
     began = time.time()
