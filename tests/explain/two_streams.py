@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.interface import _listener
+from locater.calls.attention_interface import _listener
 from locater.families import Family
 from locater.layers import AttentionLayer
 from locater.layers.build import projection

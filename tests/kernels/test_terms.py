@@ -11,7 +11,7 @@ from torch import Tensor
 from locater import LocaterError
 from locater.control import rows
 from locater.kernels import Terms, attention_statistics, row_statistics
-from locater.observing import site as tally
+from locater.observing import accumulate
 from locater_lab.mechanisms import modules
 
 B, H, T, S, D = 2, 4, 3, 5, 8
@@ -54,7 +54,7 @@ def test_the_schema_names_the_fields_in_their_order() -> None:
     names = [argument.split()[-1] for argument in Terms.SCHEMA.split(", ")]
     assert names == [f.name for f in fields(Terms)]
     assert len(names) == Terms.ARGUMENTS == len(every_term().flat())
-    for operator in (tally._operator, rows._rows._opoverload, rows._gradient._opoverload):
+    for operator in (accumulate._operator, rows._rows._opoverload, rows._gradient._opoverload):
         arguments = [argument.name for argument in operator._schema.arguments]
         start = arguments.index("scale")
         assert arguments[start : start + Terms.ARGUMENTS] == names

@@ -21,8 +21,8 @@ from locater.discovery import attention_layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm, Tokens, effective
 from locater.numerics import spearman
-from locater.observing.collecting import collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import statistics_of_batches
+from locater.observing.forward_pass import run_model
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
@@ -339,7 +339,7 @@ def test_weights_alone_know_that_layer_norm_removes_the_mean() -> None:
 def test_scans_use_statistics(tmp_path: Path) -> None:
     case = next(c for c in CASES if c.label == "qwen3")
     model = model_of(case).float()
-    found = collected(model, [case.batch()])
+    found = statistics_of_batches(model, [case.batch()])
     scanned = locater.scan(model, statistics=found, length=9)
     assert scanned.assumptions["prediction"] == "predicted"
     for layer, given in zip(attention_layers(model), found.inputs, strict=True):
@@ -385,10 +385,10 @@ def test_held_out_predictions_of_trained_models(name: str) -> None:
     model: Any = load_model(str(folder))
     most = min(T, getattr(model.config, "max_position_embeddings", T))
     one, other = (batches(model, text[:60000], length=most, tokens=2048) for text in texts())
-    found = collected(model, one)
+    found = statistics_of_batches(model, one)
     with observe(model, rest=True) as seen:
         for part in other:
-            run(model, part)
+            run_model(model, part)
     layers = list(attention_layers(model))
     measured = torch.tensor([row.entropy for row in seen.rows])
     predicted = torch.cat([predict(layers[x.layer], x, most)["entropy"] for x in found.inputs])

@@ -24,7 +24,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
-from locater.observing.inputs import Read, on_input, run
+from locater.observing.forward_pass import AttentionInput, listen_to_input, run_model
 from locater_lab.engine.reproduction import Setting
 
 # The sentence encoder all-MiniLM-L6-v2, known by the hash of its files wherever they come from.
@@ -103,16 +103,16 @@ def layer_inputs(model: nn.Module, held: list[dict[str, Tensor]]) -> list[tuple[
     layers = [layer for layer in attention_layers(model) if layer.kind == "self"]
 
     def keeper(number: int) -> Any:
-        def see(read: Read) -> None:
+        def see(read: AttentionInput) -> None:
             kept.setdefault(number, []).append(read.x.float())
 
         return see
 
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
-            stack.callback(on_input(modules[layer.name], keeper(number)))
+            stack.callback(listen_to_input(modules[layer.name], keeper(number)))
         for part in held:
-            run(model, part)
+            run_model(model, part)
     return [(layer, torch.cat(kept[number])) for number, layer in enumerate(layers) if number in kept]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.changes import AttentionRequest
+from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
 from locater.control.registry import register_control

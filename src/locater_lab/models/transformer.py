@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from locater.calls.attention_interface import listening_function
 from locater.calls.call import OtherAttention
-from locater.calls.interface import _listener
 from locater.errors import LocaterError
 from locater_lab.mechanisms.fusion import Fusion, layer_fusion
 from locater_lab.mechanisms.registry import mechanism, other_attention
@@ -107,7 +107,7 @@ def attention_weights(
 
 # The name of the table of attention functions in transformers: `observe`, `Monitor` and some controls act on calls that
 # go through a table of this name.
-ALL_ATTENTION_FUNCTIONS = {"sdpa": _listener("sdpa", fused_attention)}
+ALL_ATTENTION_FUNCTIONS = {"sdpa": listening_function("sdpa", fused_attention)}
 
 
 class Attention(nn.Module):

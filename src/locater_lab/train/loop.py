@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater import Monitor
 from locater.control.base import Controls
 from locater.errors import LocaterError
 from locater.observing import observe
-from locater.runs import Monitor
 from locater.runs.head_table import COLUMNS
 from locater.runs.record_sinks import JsonlSink
 from locater.runs.records import end_record, header, loss_record

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from locater.runs import Monitor
+from locater import Monitor
 from locater_lab.studies import early_warning
 from locater_lab.studies.early_warning import first_runs, plan, training
 from locater_lab.studies.early_warning import judging as judge

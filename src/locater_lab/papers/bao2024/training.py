@@ -30,7 +30,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import effective
 from locater.numerics import one_thread
-from locater.observing.inputs import quiet
+from locater.observing.forward_pass import evaluation_mode
 from locater.observing.observation import observe
 from locater_lab.engine.arms import Line, difference, study_of_runs, table_of_arms
 from locater_lab.engine.claims import Claim, by_seed, verdict_of
@@ -447,7 +447,7 @@ def end_of_model(model: nn.Module, unseen: Tensor) -> RunEnd:
     """Loss, entropy and spectrum on the first sequences of text that was not trained on."""
     count = min(CHECKED * 8, len(unseen) // LENGTH)
     rows = unseen[: count * LENGTH].view(count, LENGTH)
-    with quiet(model), observe(model) as seen:
+    with evaluation_mode(model), observe(model) as seen:
         loss = sum(float(loss_of(model, part)) * len(part) for part in rows.split(CHECKED)) / count
     heads = scan(model).rows
     M, trace, square, size = (

@@ -25,7 +25,7 @@ from locater.control import Controls, Temperature
 from locater.control.base import Layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
-from locater.observing.inputs import run
+from locater.observing.forward_pass import run_model
 from locater.theory import second_order_entropy
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
 from locater_lab.engine.compute import draw_normal
@@ -289,7 +289,7 @@ def layer_entry(layer: AttentionLayer, x: Tensor) -> dict[str, float]:
 @torch.no_grad()
 def next_token(model: nn.Module, batch: list[dict[str, Tensor]]) -> Tensor:
     """Log probabilities of the next token (sequences, tokens, vocabulary)."""
-    return torch.cat([run(model, part).logits[:, :-1].log_softmax(-1) for part in batch])
+    return torch.cat([run_model(model, part).logits[:, :-1].log_softmax(-1) for part in batch])
 
 
 def mean_loss(log: Tensor, batch: list[dict[str, Tensor]]) -> float:
@@ -311,7 +311,7 @@ def divergence(log: Tensor, other: Tensor) -> float:
 @torch.no_grad()
 def pooled_outputs(model: nn.Module, batch: list[dict[str, Tensor]]) -> Tensor:
     """Means over tokens of what an encoder gives, a row per sequence."""
-    return torch.cat([run(model, part).last_hidden_state.mean(1) for part in batch])
+    return torch.cat([run_model(model, part).last_hidden_state.mean(1) for part in batch])
 
 
 def model_entry(folder: Path, text: str, quick: bool) -> dict[str, Any]:

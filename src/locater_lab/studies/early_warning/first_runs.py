@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater import Monitor
 from locater.files import write_whole
 from locater.inputs.corpus import embedded_text
-from locater.runs import Monitor
 from locater_lab.studies.early_warning.judging import BEHIND, LASTING, RISE, SMOOTH, first_wrong_step, smooth_losses
 
 OUT = Path("docs/results/early-warning.json")  # from the root of the repository, where make runs

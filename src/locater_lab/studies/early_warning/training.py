@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from locater import Monitor
 from locater.errors import LocaterError, first_line
 from locater.inputs.corpus import embedded_text, fingerprint
 from locater.inputs.text import read_text
-from locater.runs import Monitor
 from locater.version import __version__
 from locater_lab.engine.reproduction import round_numbers
 from locater_lab.engine.runs import commit_of

@@ -24,7 +24,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.findings.flags import LEVEL, LOCAL, ROLE_WEIGHT, UNIFORM
 from locater.layers import AttentionLayer, Norm
-from locater.observing.matching import matches
+from locater.observing.head_roles import matches
 from locater.theory.surrogate import gaussian_tokens
 from locater_lab.engine.claims import Claim, Measurement, Relation
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study

@@ -15,9 +15,9 @@ from locater.discovery import attention_layers
 from locater.inputs.text import Batch
 from locater.kernels import attention_statistics
 from locater.layers import AttentionLayer, Norm, effective
-from locater.observing.circuits import circuit_scores
-from locater.observing.collecting import collected
-from locater.observing.inputs import IDS, Read, on_input, run
+from locater.observing.collect_statistics import statistics_of_batches
+from locater.observing.forward_pass import IDS, AttentionInput, listen_to_input, run_model
+from locater.observing.head_roles import circuit_scores
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import on_tokens, predict
@@ -35,12 +35,12 @@ def measure_heads(
     Statistics come from the batches `gathered` and from `other`, another corpus; heads are observed on `measured`.
     """
     layers = list(attention_layers(model))
-    statistics = {"covariance": collected(model, gathered), "own": collected(model, measured)}
+    statistics = {"covariance": statistics_of_batches(model, gathered), "own": statistics_of_batches(model, measured)}
     if other is not None:
-        statistics["other"] = collected(model, other)
+        statistics["other"] = statistics_of_batches(model, other)
     with observe(model, rest=True, offsets=(1,)) as seen:
         for part in measured:
-            run(model, part)
+            run_model(model, part)
     real, ids = layer_inputs(model, layers, measured), _token_ids(measured)
     mixed = [shuffle_tokens(x)[:SEQUENCES] for x in real]
     held_out = statistics["covariance"]
@@ -73,12 +73,12 @@ def layer_inputs(model: nn.Module, layers: list[AttentionLayer], text: list[Batc
     with ExitStack() as stack:
         for layer, kept in zip(layers, parts, strict=True):
 
-            def keep(read: Read, kept: list[Tensor] = kept) -> None:
+            def keep(read: AttentionInput, kept: list[Tensor] = kept) -> None:
                 kept.append(read.x)
 
-            stack.callback(on_input(modules[layer.name], keep))
+            stack.callback(listen_to_input(modules[layer.name], keep))
         for part in text:
-            run(model, part)
+            run_model(model, part)
     return [torch.cat(kept) for kept in parts]
 
 
