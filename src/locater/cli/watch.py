@@ -37,7 +37,7 @@ def command(
     open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
 ) -> None:
     from locater.runs.run_log import TwoRuns, read_run
-    from locater.runs.watch_page import names_of_two, serve, watch_page
+    from locater.runs.watch_page import names_apart, serve, watch_page
 
     check_writable(json, report)
     if json is None and report is None:
@@ -46,7 +46,7 @@ def command(
     log = read_run(run, stored=True)
     second = None if other is None else read_run(other, stored=True)
     if report is not None:
-        write_whole(Path(report), watch_page(log, other=second, names=names_of_two(run, other or "")))
+        write_whole(Path(report), watch_page(log, other=second, names=names_apart(run, other or "")))
     title = f"{run}: {log.summary()}"
     if second is None:
         deliver(log.to_json, title, None, json, report)
