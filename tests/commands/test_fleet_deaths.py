@@ -26,7 +26,7 @@ from locater.commands.fleet.running import _Supervisor, jobs_of, run_in_workers
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import Outcome
-from locater.results.run_names import listing
+from locater.results.run_names import list_checkpoints
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint, make_run, table
 
@@ -51,7 +51,7 @@ def undisturbed(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs_in(steps: Path) -> list[Job]:
-    jobs, failed = jobs_of(listing([str(steps / "step-*")]).entries, Settings())
+    jobs, failed = jobs_of(list_checkpoints([str(steps / "step-*")]).entries, Settings())
     assert not failed
     return jobs
 

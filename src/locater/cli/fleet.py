@@ -68,7 +68,7 @@ def command(
     report: ReportPath = None,
 ) -> None:
     from locater.commands.fleet.request import Request, answered
-    from locater.report.fleet import print_fleet, state
+    from locater.report.fleet import print_fleet, state_sentence
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)
@@ -82,7 +82,7 @@ def command(
     if report is not None:
         fleet.report(report)
     document = fleet.to_dict()
-    title = f"{fleet.folder}: {state(document)}"
+    title = f"{fleet.folder}: {state_sentence(document)}"
     deliver(fleet.to_json, title, lambda console: print_fleet(document, console), json, report)
     _end(fleet, asked, conditions, whole=shard is None)
 

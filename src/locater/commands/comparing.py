@@ -15,7 +15,7 @@ from locater.commands.scanning import Progress, scan
 from locater.errors import LocaterError
 from locater.results.comparison import ComparedTensors, Comparison, compare_scans
 from locater.results.scan import LENGTH, Scan
-from locater.results.series import ComparisonSeries, series
+from locater.results.series import ComparisonSeries, compare_series
 from locater.sources.sources import Source, open_source
 from locater.sources.weights import Weights
 
@@ -64,7 +64,7 @@ def compare(
     """
     if more:
         _check_distinct((a, b, *more))
-        return series([_scan(x, length, raw, progress, download) for x in (a, b, *more)])
+        return compare_series([_scan(x, length, raw, progress, download) for x in (a, b, *more)])
     result = compare_scans(*(_scan(x, length, raw, progress, download) for x in (a, b)))
     return replace(result, tensors=_tensors(a, b)) if result.equal else result
 

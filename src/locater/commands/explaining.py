@@ -22,7 +22,7 @@ from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
 from locater.observing.collecting import Progress
 from locater.observing.inputs import run as run_model
-from locater.report.sentences import counted
+from locater.report.sentences import amount
 from locater.results.explanations import (
     DeletionCurve,
     Explanations,
@@ -131,7 +131,7 @@ def head_patterns(
         if weights.shape == (len(queries.tokens), len(keys.tokens)):
             patterns.append(Pattern(layer, head, weights, queries.name, keys.name))
     if missing := len(maps) - len(patterns):
-        which += f" Those of {counted(missing, 'head')} are left out: their maps are not token by token."
+        which += f" Those of {amount(missing, 'head')} are left out: their maps are not token by token."
     return patterns, which
 
 

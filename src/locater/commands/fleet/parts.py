@@ -169,4 +169,4 @@ def to_scan(path: Path) -> Scan:
             known["eigenvalues"] = tuple((re, im) for re, im in known["eigenvalues"])
         rows.append(HeadRow(**known))
     found = Scan(document["source"], document["assumptions"], document["layers"], rows)
-    return found if document.get("schema", 1) == SCAN_SCHEMA else found.labelled_old().computed_again()
+    return found if document.get("schema", 1) == SCAN_SCHEMA else found.label_as_old().recompute()

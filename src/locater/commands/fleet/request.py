@@ -10,7 +10,7 @@ from locater.commands.fleet.result import Fleet
 from locater.commands.fleet.running import Engine, retry, run
 from locater.commands.scanning import Progress, parsed_shard
 from locater.errors import LocaterError
-from locater.results.run_names import listing
+from locater.results.run_names import list_checkpoints
 from locater.results.scan import LENGTH
 
 
@@ -44,7 +44,7 @@ def answered(
             retry(fleet.folder, engine=request.engine, progress=progress)
         return fleet, [entry.source for entry in fleet.sources()], []
     if status:
-        found = listing(request.sources, request.run, request.step_pattern)
+        found = list_checkpoints(request.sources, request.run, request.step_pattern)
         return Fleet.open(request.out), [entry.source for entry in found.entries], found.notes
     account = run(
         request.sources,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from locater.commands.scanning import Progress
-    from locater.results.run_names import Listed
+    from locater.results.run_names import ListedCheckpoint
 
 
 # What a fleet shows at one look: the steps of each run, heads with faults, when flags first appear, duplicates.
@@ -251,7 +251,7 @@ class Fleet(Document):
             found[known["source"]] = FleetSource(*labels, "done", known["heads"], known["digest"], known["identity"])
         return sorted(found.values(), key=lambda entry: _order(vars(entry)))
 
-    def _asked(self) -> list[Listed]:
+    def _asked(self) -> list[ListedCheckpoint]:
         return self._store.lists()
 
     def counts(self) -> dict[str, int]:

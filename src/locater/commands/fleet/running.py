@@ -26,8 +26,8 @@ from locater.commands.fleet.tasks import Outcome, perform, reason_of
 from locater.commands.scanning import Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
-from locater.report.sentences import counted
-from locater.results.run_names import Listed, Listing, listing
+from locater.report.sentences import amount
+from locater.results.run_names import ListedCheckpoint, Listing, list_checkpoints
 from locater.sources.listing import identity, size_of
 from locater.sources.remote import session
 from locater.sources.remote.address import remote_address
@@ -230,7 +230,7 @@ ASKED_AT_ONCE = 8  # identities, which take a request each for remote checkpoint
 
 
 def jobs_of(
-    entries: Sequence[Listed], settings: Settings, shard: tuple[int, int] | None = None
+    entries: Sequence[ListedCheckpoint], settings: Settings, shard: tuple[int, int] | None = None
 ) -> tuple[list[Job], list[Outcome]]:
     """The jobs of these checkpoints, and outcomes for those that cannot even be looked at.
 
@@ -247,7 +247,7 @@ def jobs_of(
     return (jobs, failed) if shard is None else (jobs[shard[0] - 1 :: shard[1]], failed)
 
 
-def _looked_at(entry: Listed, settings: Settings, few: bool) -> list[Job] | Outcome:
+def _looked_at(entry: ListedCheckpoint, settings: Settings, few: bool) -> list[Job] | Outcome:
     """The jobs of one checkpoint. Sizes of remote ones, another request each, are asked for where they are `few`: many
     checkpoints keep all workers busy without being split.
     """
@@ -343,7 +343,7 @@ def run(
     settings, engine = settings or Settings(), engine or Engine()
     if not 2 <= settings.length <= 10**9:
         raise LocaterError(f"length {settings.length} is out of range: give 2 to 1,000,000,000 tokens")
-    found = listing(sources, run_name, step_pattern)
+    found = list_checkpoints(sources, run_name, step_pattern)
     if not found.entries:
         raise LocaterError("no checkpoints: give folders, files, patterns such as 'run/step-*', or @list.csv")
     fleet = next((entry.source for entry in found.entries if os.path.isfile(os.path.join(entry.source, NAME))), None)
@@ -372,7 +372,7 @@ def _run(
     kept = [outcome for outcome in unreadable if before.has_part(outcome.job)]
     if kept:
         account.notes.append(
-            f"{counted(len(kept), 'checkpoint')} cannot be looked at now; what was scanned before stays "
+            f"{amount(len(kept), 'checkpoint')} cannot be looked at now; what was scanned before stays "
             f"(first {kept[0].reason})"
         )
     for outcome in unreadable:
