@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import scan
-from locater.cli import with_offered
+from locater.cli import load_offered_commands
 from locater.cli.options import MEANINGS
 from locater.cli.shell import MOVED
 from locater.findings import FLAGS, flags_of
@@ -370,7 +370,7 @@ def test_help_has_examples_and_no_type_beside_a_switch(run: Run) -> None:
 
 def every_command() -> dict[str, Any]:
     """Also those whose options are built when they are called."""
-    root: Any = typer.main.get_command(with_offered())
+    root: Any = typer.main.get_command(load_offered_commands())
     return {name: root.resolve_command(typer.Context(root), [name])[1] for name in root.commands}
 
 

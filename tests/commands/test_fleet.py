@@ -220,7 +220,7 @@ def test_a_part_with_more_rows_than_bytes_is_not_read(scanned: Path, tmp_path: P
     with pytest.raises(parts.DamagedPartError, match=r"damaged \(10,000,000 rows in [0-9,]+ bytes\)"):
         parts.read_rows(path)
     with pytest.raises(parts.DamagedPartError, match=r"not a whole part \(10,000,000 rows"):
-        parts.header(path)
+        parts.read_header(path)
 
 
 def test_flipped_bytes_are_noticed(scanned: Path, tmp_path: Path) -> None:

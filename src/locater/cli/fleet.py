@@ -67,13 +67,13 @@ def command(
     json: JsonPath = None,
     report: ReportPath = None,
 ) -> None:
-    from locater.commands.fleet.request import Request, answered
+    from locater.commands.fleet.request import Request, answer
     from locater.report.fleet import print_fleet, state_sentence
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)
     request = Request(tuple(sources), out, run, step_pattern, length, raw, eigenvalues, workers, shard, ray)
-    fleet, asked, notes = answered(request, status, retry_failed, _progress)
+    fleet, asked, notes = answer(request, status, retry_failed, _progress)
     for note in notes:
         print(one_line(f"note: {note}"), file=sys.stderr)
     if status:
@@ -84,14 +84,14 @@ def command(
     document = fleet.to_dict()
     title = f"{fleet.folder}: {state_sentence(document)}"
     deliver(fleet.to_json, title, lambda console: print_fleet(document, console), json, report)
-    _end(fleet, asked, conditions, whole=shard is None)
+    _exit_by_status(fleet, asked, conditions, whole=shard is None)
 
 
 def _progress(parts: Iterable[Any], total: int) -> Iterable[Any]:
     return show_progress(parts, total, "scanning checkpoints")
 
 
-def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition], whole: bool) -> None:
+def _exit_by_status(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition], whole: bool) -> None:
     """Status 2 where a checkpoint that was asked for failed, or where --fail-on could not be tried on it because it is
     not scanned (but for jobs that do a part); 1 where a head meets a condition of --fail-on.
     """

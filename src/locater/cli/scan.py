@@ -65,7 +65,7 @@ def command(
         typer.Option(metavar="MODEL", help="Read an adapter on this base model, in place of the one that it names."),
     ] = None,
 ) -> None:
-    from locater.commands.scanning import parsed_shard, scan
+    from locater.commands.scanning import parse_shard, scan
     from locater.predict import Statistics
     from locater.sources.remote import Traffic
 
@@ -78,7 +78,7 @@ def command(
         raw=raw,
         eigenvalues=eigenvalues,
         details=report is not None,
-        shard=parsed_shard(shard),
+        shard=parse_shard(shard),
         query=query,
         key=key,
         heads=heads,

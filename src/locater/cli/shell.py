@@ -15,13 +15,13 @@ from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from locater.errors import LocaterError, first_line
-from locater.escapes import escaped, escaped_output, one_line
+from locater.escapes import escape_controls, escaped_output, one_line
 
 if TYPE_CHECKING:
     from locater.sources.remote import Traffic
 
 
-def examples(*lines: str) -> str:
+def examples_text(*lines: str) -> str:
     """The last part of a command's help: an example on each line."""
     return "\n\n".join(("Examples:", *lines))
 
@@ -48,7 +48,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> Any:
-        return without_types(super().get_params(ctx))
+        return hide_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         with escaped_output():
@@ -65,7 +65,7 @@ class Group(TyperGroup):
     late: dict[str, Callable[[], Any]] = {}  # name of a command: the function that builds it  # noqa: RUF012
 
     def get_params(self, ctx: Any) -> Any:
-        return without_types(super().get_params(ctx))
+        return hide_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
@@ -99,7 +99,7 @@ class Output(io.FileIO):
             raise  # once, such as of a full disk: Python writes what is left again at its end
 
 
-def outlives_its_reader(stream: Any) -> Any:
+def pipe_safe_output(stream: Any) -> Any:
     """This stream in a form that a closed pipe does not end, and in which any letter can be written. None is a stream
     that was closed before the start: `print` would take the other one in its place.
     """
@@ -122,7 +122,7 @@ def outlives_its_reader(stream: Any) -> Any:
     )
 
 
-def without_types(params: Any) -> Any:
+def hide_types(params: Any) -> Any:
     """Parameters without `<bool>` beside switches and `<str>` beside arguments in the help."""
     for param in params:
         if getattr(param, "is_flag", False):
@@ -139,9 +139,9 @@ def check_writable(
 
     `refusal` is the message for an `other` file that is the same as one of the first two.
     """
-    if report is not None and (report == "-" or _is_same(report, json)):
+    if report is not None and (report == "-" or _is_same_file(report, json)):
         raise LocaterError(f"--report {report}: give the page a file of its own")
-    if other is not None and (other == "-" or _is_same(other, json) or _is_same(other, report)):
+    if other is not None and (other == "-" or _is_same_file(other, json) or _is_same_file(other, report)):
         raise LocaterError(refusal.format(other))
     for path in (json, report, other):
         if path is None or path == "-":
@@ -157,7 +157,7 @@ def check_writable(
             raise LocaterError(f"{path}: no permission to write there")
 
 
-def _is_same(path: str, other: str | None) -> bool:
+def _is_same_file(path: str, other: str | None) -> bool:
     """Whether two names are of one file: `out.html` and `./out.html`, or a link to it."""
     return bool(path and other) and other != "-" and os.path.realpath(path) == os.path.realpath(str(other))
 
@@ -195,7 +195,7 @@ class _Console(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else escaped(text), style, control)
+            yield Segment(text if control else escape_controls(text), style, control)
 
 
 def stdout_console() -> Console:
@@ -219,19 +219,19 @@ def standard_input() -> str:
     return text
 
 
-def without_debug(args: list[str]) -> tuple[bool, list[str]]:
+def split_debug(args: list[str]) -> tuple[bool, list[str]]:
     """Whether --debug is among the arguments, before or after the command, and the arguments without it."""
     end = args.index("--") if "--" in args else len(args)
     others = [word for word in args[:end] if word != "--debug"]
     return len(others) < end, [*others, *args[end:]]
 
 
-def command_in(args: Sequence[str]) -> str:
+def command_name(args: Sequence[str]) -> str:
     """The name of the command, for messages."""
     return next((word for word in args if not word.startswith("-")), "start")
 
 
-def failure(error: BaseException, command: str) -> str:
+def error_line(error: BaseException, command: str) -> str:
     """One line about an error: of the user's input, of a file, or of this program."""
     if isinstance(error, LocaterError):
         return str(error)

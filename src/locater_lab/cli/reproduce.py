@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from locater.cli.shell import Command, examples
+from locater.cli.shell import Command, examples_text
 
 HELP = (
     "Test the claims of a paper: stated beside measured, with spread and verdict. "
@@ -27,5 +27,5 @@ def build() -> Any:
     from locater_lab.cli.reproducing import add_reproduce
 
     app = typer.Typer(add_completion=False)
-    add_reproduce(app, cls=Command, help=HELP, epilog=examples(*EXAMPLES))
+    add_reproduce(app, cls=Command, help=HELP, epilog=examples_text(*EXAMPLES))
     return typer.main.get_command(app)

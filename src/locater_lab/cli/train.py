@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from locater.cli.shell import Command, check_writable, examples
+from locater.cli.shell import Command, check_writable, examples_text
 from locater.errors import LocaterError
 from locater.files import write_whole
 
@@ -35,7 +35,7 @@ def build() -> Any:
     from locater_lab.cli.train_options import with_plan_options
 
     app = typer.Typer(add_completion=False)
-    app.command("train", cls=Command, help=HELP, epilog=examples(*EXAMPLES))(with_plan_options(train))
+    app.command("train", cls=Command, help=HELP, epilog=examples_text(*EXAMPLES))(with_plan_options(train))
     return typer.main.get_command(app)
 
 
