@@ -416,7 +416,7 @@ def test_an_old_name_of_an_option_names_the_new_one(run: Run, command: str, opti
     """It does nothing else, such as writing a page where a text was meant."""
     result = run(command, *([f"{option}=x"] if glued else [option, "x"]))
     assert (result.status, result.out) == (2, "")
-    assert result.err == f"locater: {command} has no {option} any more: {MOVED[command, option]}\n"
+    assert result.err == f"locater: {command} no longer has {option}: {MOVED[command, option]}\n"
     options = {name for other, made in every_option() if other == command for name in made.opts}
     assert option not in options
     given = re.match(r"give (--\S+)", MOVED[command, option])

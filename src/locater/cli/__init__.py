@@ -1,6 +1,6 @@
-"""The command line: one file per command. Exit status 0: done; 1: findings crossed --fail-on; 2: bad usage or input.
+"""The command line: one file per command. Exit status 0: done; 1: a head met --fail-on; 2: bad usage or input.
 
-Modules that need torch are imported inside the commands, so that `locater --help` answers at once.
+Modules that need torch are imported inside the commands, so that `locater --help` is instant.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ for name, module in BUILT_IN.items():
 
 
 def load_offered_commands() -> typer.Typer:
-    """All commands, with those that other packages offer: `locater_lab` has `train` and `reproduce`.
+    """All commands, including those of other packages: `locater_lab` has `train` and `reproduce`.
 
-    Their options may come from modules that import torch: they are built when the command is called.
+    Their options may come from modules that import torch, so they are built when the command is called.
     """
     for name, point in offered_entries("commands").items():
         if name not in Group.late:
@@ -80,7 +80,7 @@ def main() -> None:
         raise
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BaseException as error:  # libraries outside Python may raise what is not an Exception
+    except BaseException as error:  # native libraries may raise what is not an Exception
         with escaped_output():
             if debug:
                 import traceback

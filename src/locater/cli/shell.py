@@ -1,4 +1,4 @@
-"""How commands meet the shell: help with examples, files to write, progress, consoles, and how errors end."""
+"""Between commands and the shell: help with examples, files to write, progress, consoles, and errors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ def examples_text(*lines: str) -> str:
     return "\n\n".join(("Examples:", *lines))
 
 
-# Options of version 0.2 that bear another name now, or had another meaning than in the other commands: what to give.
+# Options of version 0.2 that were renamed, because the same name means something else in other commands.
 MOVED = {
     ("explain", "--text-file"): "give --text FILE",
     ("explain", "--heads"): "give --patterns LAYER.HEAD,...; --heads is a number of heads",
-    ("probe", "--corpus"): "leave it out, the documentation inside Python is the default; --text FILE for yours",
+    (
+        "probe",
+        "--corpus",
+    ): "leave it out: the documentation that comes with Python is the default; --text FILE for yours",
     ("train", "--report"): "give --report-text PATH for text to publish numbers of; a page of a run is made by "
     "locater watch RUN --report PATH",
     ("reproduce", "--images"): "give --figures FOLDER",
@@ -44,7 +47,7 @@ class Command(TyperCommand):
         for word in args[: args.index("--") if "--" in args else len(args)]:
             option = word.partition("=")[0]
             if (ctx.info_name, option) in MOVED:
-                raise LocaterError(f"{ctx.info_name} has no {option} any more: {MOVED[ctx.info_name, option]}")
+                raise LocaterError(f"{ctx.info_name} no longer has {option}: {MOVED[ctx.info_name, option]}")
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> Any:
@@ -56,10 +59,10 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands. Those in `late` are built when they are called, because their options need modules with torch.
+    """The commands. Those in `late` are built when they are called, because their options need torch.
 
-    Status 1 means that --fail-on was crossed. Typer would also use it for a broken pipe and for a file that ends too
-    soon, which are handed on here as errors.
+    Status 1 means that a head met --fail-on. Typer would also use it for a broken pipe and for a file that ends too
+    soon, which are passed on here as errors.
     """
 
     late: dict[str, Callable[[], Any]] = {}  # name of a command: the function that builds it  # noqa: RUF012
@@ -79,12 +82,12 @@ class Group(TyperGroup):
 
 
 class UnexpectedEndError(Exception):
-    """An EOFError or BrokenPipeError, which typer would take for the end of a dialogue or of its reader."""
+    """An EOFError or BrokenPipeError, which typer would take for the end of a dialogue or a closed pipe."""
 
 
 class Output(io.FileIO):
-    """Standard output or standard error. Where the reader, such as `head -1`, has seen enough and gone, the rest goes
-    nowhere: the command still ends its work, writes its files, and says with its status what it found.
+    """Standard output or standard error. If the reader has closed the pipe, as `head -1` does, the rest is discarded:
+    the command still finishes its work, writes its files, and reports with its exit status.
     """
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
@@ -96,12 +99,12 @@ class Output(io.FileIO):
             os.close(nowhere)
             if isinstance(error, BrokenPipeError):
                 return super().write(data)
-            raise  # once, such as of a full disk: Python writes what is left again at its end
+            raise  # once, such as for a full disk: at exit Python writes what is left again
 
 
 def pipe_safe_output(stream: Any) -> Any:
-    """This stream in a form that a closed pipe does not end, and in which any letter can be written. None is a stream
-    that was closed before the start: `print` would take the other one in its place.
+    """This stream in a form that survives a closed pipe and can write any character. None is a stream that was closed
+    before the start: `print` would use the other one instead.
     """
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
@@ -123,7 +126,7 @@ def pipe_safe_output(stream: Any) -> Any:
 
 
 def hide_types(params: Any) -> Any:
-    """Parameters without `<bool>` beside switches and `<str>` beside arguments in the help."""
+    """Parameters without `<bool>` next to switches and `<str>` next to arguments in the help."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -137,7 +140,7 @@ def check_writable(
 ) -> None:
     """Refuse a file that cannot be written, before any work is done.
 
-    `refusal` is the message for an `other` file that is the same as one of the first two.
+    `refusal` is the message if `other` is the same file as one of the first two.
     """
     if report is not None and (report == "-" or _is_same_file(report, json)):
         raise LocaterError(f"--report {report}: give the page a file of its own")
@@ -158,14 +161,14 @@ def check_writable(
 
 
 def _is_same_file(path: str, other: str | None) -> bool:
-    """Whether two names are of one file: `out.html` and `./out.html`, or a link to it."""
+    """Whether two names are of the same file: `out.html` and `./out.html`, or a link to it."""
     return bool(path and other) and other != "-" and os.path.realpath(path) == os.path.realpath(str(other))
 
 
 def show_progress(
     parts: Iterable[Any], total: int, label: str = "reading heads", traffic: Traffic | None = None
 ) -> Iterable[Any]:
-    """A progress bar on standard error; none on a pipe. `traffic` adds the bytes that come from elsewhere."""
+    """A progress bar on standard error; none on a pipe. `traffic` adds the bytes that were downloaded."""
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
     class Bytes(ProgressColumn):
@@ -185,7 +188,7 @@ def show_progress(
 
 
 class _Console(Console):
-    """A console whose text cannot command the terminal. A string that is printed or in a table is one line."""
+    """A console whose text cannot control the terminal. Every printed string or table cell is one line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(emoji=False, **settings)  # the name of a tensor may hold `:cat:`
@@ -199,7 +202,7 @@ class _Console(Console):
 
 
 def stdout_console() -> Console:
-    """A console for tables: as wide as the terminal; on a pipe as wide as COLUMNS, or 140."""
+    """A console for tables: as wide as the terminal, or on a pipe as wide as COLUMNS or 140."""
     console = _Console()
     if console.is_terminal:
         return console

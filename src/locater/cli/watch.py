@@ -26,13 +26,13 @@ def command(
     ],
     other: Annotated[
         str | None,
-        typer.Argument(metavar="OTHER", help="Another run; its curves are drawn dashed over those of RUN."),
+        typer.Argument(metavar="OTHER", help="A second run, drawn dashed over RUN."),
     ] = None,
     json: JsonPath = None,
     report: ReportPath = None,
     port: Annotated[
         int,
-        typer.Option(metavar="N", min=0, max=65535, help="Port of the live page on this machine; 0 for any free one."),
+        typer.Option(metavar="N", min=0, max=65535, help="Port of the live page on this machine; 0 for any free port."),
     ] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
 ) -> None:
