@@ -113,8 +113,8 @@ def pack(tag: str, texts: Path, folder: Path, tell: Tell = print) -> None:
         with tempfile.TemporaryDirectory() as name:
             path = Path(name) / STREAM
             write_stream(path, plans.SOURCES, texts, plans.VOCABULARY, Path(name) / plans.TOKENIZER, every=plans.EVERY)
-            check_text(path)
             pack_stream(path, folder)
+    check_text(folder / STREAM)
     tell(f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB in {folder}")
 
 
@@ -279,7 +279,7 @@ def process_context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "locater_lab.train.loop", __name__])
+    context.set_forkserver_preload(["torch._dynamo", "locater_lab.train.loop", "locater_lab.engine.runs"])
     return context
 
 

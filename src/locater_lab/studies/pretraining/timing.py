@@ -37,7 +37,7 @@ def _prepare(barriers: Mapping[int, Any]) -> None:
 
 
 STEPS, MARKS, SHORT = 150, 25, 75  # of a timed run; steps between marks; of a run that only has to work
-SIDE_BY_SIDE = {"10M": (1, 4, 8, 2, 12), "30M": (1, 4, 8, 2), "85M": (1, 2, 4)}
+SIDE_BY_SIDE = {"10M": (1, 4, 8, 12, 2), "30M": (1, 4, 8, 2), "85M": (1, 2, 4)}
 OTHERS = (("10M", plans.NONE, "none"), ("10M", "mimetic", "sinusoidal"), ("masked", plans.NONE, "rotary"))
 
 
