@@ -251,24 +251,23 @@ def first_cells(bases: Bases = BASES) -> list[Cell]:
 
 
 def ranked(cells: Sequence[Cell], runs: Runs) -> list[tuple[float, str]] | None:
-    """Arms by what they change: select loss less that of no control, mean over judging seeds and positions, the best
-    first. None until every cell has its judging runs or has ended at an edge; an arm at an edge is left out.
+    """Arms by what they change: select loss at the best rate less that of no control, mean over choosing seeds and
+    positions, the best first. None until the rates of every cell have ended; an arm at an edge is left out. The seeds
+    that judge have no part in it, so that what they say of the arm that is chosen has no luck of the choice in it.
     """
-    losses: dict[tuple[str, str], list[float]] = {}
-    for cell in cells:
-        lines = cell.judged(runs)
-        if lines is not None:
-            losses[cell.positions, cell.arm] = [final_loss(line, "select_loss") for line in lines]
-        elif cell.grid(runs).end != "edge":
-            return None
+    grids = {(cell.positions, cell.arm): cell.grid(runs) for cell in cells}
+    if any(grid.end is None for grid in grids.values()):
+        return None
+    losses = {
+        key: grid.losses[grid.best] for key, grid in grids.items() if grid.end == "inside" and grid.best is not None
+    }
     kinds = list(dict.fromkeys(cell.positions for cell in cells))
     if any((positions, NONE) not in losses for positions in kinds):
         return None
     changes = []
     for arm in dict.fromkeys(cell.arm for cell in cells):
         if arm != NONE and all((positions, arm) in losses for positions in kinds):
-            pairs = [zip(losses[p, arm], losses[p, NONE], strict=True) for p in kinds]
-            changes.append((fmean(a - b for pair in pairs for a, b in pair), arm))
+            changes.append((fmean(losses[p, arm] - losses[p, NONE] for p in kinds), arm))
     return sorted(changes)
 
 
