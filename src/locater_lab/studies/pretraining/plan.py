@@ -354,13 +354,12 @@ def rows(runs: Runs, stages: Iterable[str] = STAGES, bases: Bases = BASES) -> li
 def tiny_bases(vocabulary: int, stream: str = STREAM) -> dict[str, Plan]:
     """The same plans at a size that a CPU runs in a moment, to try the queue with."""
     small: dict[str, Any] = dict(layers=1, width=16, heads=2, steps=4, batch=2, evaluate=2, observe=4, compile=False)
-    text = dict(vocabulary=vocabulary, length=8, corpus=(stream,))
+    text: dict[str, Any] = dict(vocabulary=vocabulary, length=8, corpus=(stream,))
     return {name: replace(plan, **small, **({} if plan.reads_images else text)) for name, plan in BASES.items()}
 
 
 # ---- how long it takes ----
 
-SECONDS: dict[str, float | None] = {"10M": None, "30M": None, "85M": None}  # of the whole GPU, a run: from timed runs
 FURTHER = 1  # rates beyond the first ones that an arm needs, as assumed for the count
 
 

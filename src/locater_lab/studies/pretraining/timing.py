@@ -53,7 +53,7 @@ def timed(held: Mapping[str, Any], data: str, parties: int) -> dict[str, Any]:
             met.append(event["step"])
             if parties in _barriers:
                 with suppress(threading.BrokenBarrierError):
-                    _barriers[parties].wait(120)
+                    _barriers[parties].wait(60)
         marks[event["step"]] = time.monotonic()
 
     if torch.cuda.is_available():
@@ -145,7 +145,8 @@ class Timings:
             self._open_pool()
 
     def _plan(self, stage: str, arm: str, positions: str, compiled: bool, steps: int) -> Plan:
-        some = dict(steps=steps, log=MARKS, evaluate=steps) if self.bases is BASES else dict(log=1)
+        whole = self.bases is BASES
+        some: dict[str, Any] = dict(steps=steps, log=MARKS, evaluate=steps) if whole else dict(log=1)
         return replace(self.bases[stage], compile=compiled, positions=positions, **some, **plans.ARMS[arm])
 
     def _entry(self, kind: tuple[str, str, str], jobs: int, compiled: bool) -> dict[str, Any]:
