@@ -199,21 +199,21 @@ def lines_of(path: Path) -> list[str]:
 
 def test_a_queue_that_was_cut_off_ends_with_equal_lines(data: Path, few: list[Row], tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    assert queue.drain(("10M",), Runs(whole), data, facts=FACTS, tell=lambda text: None) == []
+    assert queue.drain(("10M",), Runs(whole), data, facts=FACTS, log=lambda text: None) == []
 
     def killed(text: str) -> None:
         raise KeyboardInterrupt
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            queue.drain(("10M",), Runs(cut), data, facts=FACTS, tell=killed)
+            queue.drain(("10M",), Runs(cut), data, facts=FACTS, log=killed)
         with cut.open("a") as file:
             file.write('{"claim": "10M", "half a li')
     assert len(lines_of(cut)) == 2
-    queue.drain(("10M",), Runs(cut), data, facts=FACTS, tell=lambda text: None)
+    queue.drain(("10M",), Runs(cut), data, facts=FACTS, log=lambda text: None)
     assert lines_of(cut) == lines_of(whole)
     assert len(lines_of(whole)) == len(few)
-    queue.drain(("10M",), Runs(cut), data, facts=FACTS, tell=killed)  # nothing is left to do
+    queue.drain(("10M",), Runs(cut), data, facts=FACTS, log=killed)  # nothing is left to do
 
 
 def test_runs_of_earlier_files_are_skipped_and_no_run_begins_after_the_time(
@@ -224,7 +224,7 @@ def test_runs_of_earlier_files_are_skipped_and_no_run_begins_after_the_time(
     assert not first.exists()
     runs = Runs(first)
     runs.add(few[0], planted(few[0], 4.0))
-    queue.drain(("10M",), Runs(second, [first]), data, facts=FACTS, tell=lambda text: None)
+    queue.drain(("10M",), Runs(second, [first]), data, facts=FACTS, log=lambda text: None)
     assert len(lines_of(second)) == len(few) - 1
 
 
@@ -240,7 +240,7 @@ def test_a_run_that_breaks_stops_no_other(
 
     monkeypatch.setattr(queue, "train", train)
     out = tmp_path / "out.jsonl"
-    broken = queue.drain(("10M",), Runs(out), data, facts=FACTS, tell=lambda text: None)
+    broken = queue.drain(("10M",), Runs(out), data, facts=FACTS, log=lambda text: None)
     assert [text.rsplit(": ", 1)[1] for text in broken] == ["no memory"]
     assert len(lines_of(out)) == len(few) - 1
 

@@ -40,7 +40,7 @@ from locater_lab.engine.reproduction import round_numbers
 from locater_lab.engine.runs import Row, Runs, code_of, with_data_folder
 from locater_lab.studies.pretraining import plan as plans
 from locater_lab.studies.pretraining.plan import BASES, STAGES, STREAM, Bases
-from locater_lab.train.measured import SINK
+from locater_lab.train.measures import SINK
 from locater_lab.train.plan import Plan
 from locater_lab.train.streams import (
     StreamData,
@@ -52,7 +52,7 @@ from locater_lab.train.streams import (
     write_stream,
 )
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 DIGITS = 6
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "parameters", "tokens")  # of a result
 PACKAGES = ("locater", "locater_lab")
@@ -92,7 +92,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
         return b""
 
 
-def pack(tag: str, texts: Path, folder: Path, tell: Tell = print) -> None:
+def pack(tag: str, texts: Path, folder: Path, log: Log = print) -> None:
     """Sources of a tag, their stamp, and the stream, in a folder that can be copied to another machine."""
     tree = Path(locater.__file__).parents[2]
     commit = _git(tree, "rev-parse", f"{tag}^{{commit}}").decode().strip()[:12]
@@ -108,14 +108,14 @@ def pack(tag: str, texts: Path, folder: Path, tell: Tell = print) -> None:
             tar.extractall(name, filter="data")
         code = "-".join(code_of(Path(name) / "src" / package / "__init__.py") for package in PACKAGES)
     write_whole(folder / STAMP, json.dumps({"commit": commit, "code": code}) + "\n")
-    tell(f"{tag} is {commit}, code {code}")
+    log(f"{tag} is {commit}, code {code}")
     if not (folder / STREAM).is_file():
         with tempfile.TemporaryDirectory() as name:
             path = Path(name) / STREAM
             write_stream(path, plans.SOURCES, texts, plans.VOCABULARY, Path(name) / plans.TOKENIZER, every=plans.EVERY)
             pack_stream(path, folder)
     check_text(folder / STREAM)
-    tell(f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB in {folder}")
+    log(f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB in {folder}")
 
 
 def check_text(path: Path) -> None:
@@ -208,7 +208,7 @@ def drain(
     jobs: int = 1,
     minutes: float = float("inf"),
     bases: Bases = BASES,
-    tell: Tell = print,
+    log: Log = print,
 ) -> list[str]:
     """Make the runs that these stages lack, `jobs` at a time, and keep a line of each. None begins after `minutes`.
     Returns what went wrong: a run that breaks leaves no line, and stops no other.
@@ -242,10 +242,10 @@ def drain(
                     break
                 except Exception as error:  # of any kind: compilers, memory
                     broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
-                    tell(broken[-1])
+                    log(broken[-1])
                     continue
                 runs.add(row, line)
-                tell(f"{name}: {_outcome(line)}, {line['took']['whole']:.1f} s")
+                log(f"{name}: {_outcome(line)}, {line['took']['whole']:.1f} s")
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -362,18 +362,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"text ready after {time.monotonic() - began:.1f} s", flush=True)
     left = given.minutes - (time.monotonic() - began) / 60
 
-    def tell(text: str) -> None:
+    def log(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
     if given.act == "time":
         print(f"commit {commit_of_tree(given.stamp)}")
         from locater_lab.studies.pretraining.timing import Timings
 
-        Timings(data, bases, left, given.jobs, given.out, tell).all()
+        Timings(data, bases, left, given.jobs, given.out, log).all()
         return 0
     facts = facts_of(commit_of_tree(given.stamp), data)
     check_code(runs, stages)
-    broken = drain(stages, runs, data, facts=facts, jobs=given.jobs, minutes=left, bases=bases, tell=tell)
+    broken = drain(stages, runs, data, facts=facts, jobs=given.jobs, minutes=left, bases=bases, log=log)
     print(f"{len(broken)} runs broke" + "".join(f"\n{text}" for text in broken))
     return 1 if broken else 0
 

@@ -25,7 +25,7 @@ from locater.files import write_whole
 from locater_lab.engine.reproduction import round_numbers
 from locater_lab.studies.pretraining import plan as plans
 from locater_lab.studies.pretraining.plan import BASES, Bases
-from locater_lab.studies.pretraining.queue import Tell, prepare_process, process_context, train
+from locater_lab.studies.pretraining.queue import Log, prepare_process, process_context, train
 from locater_lab.train.plan import Plan
 
 _barriers: dict[int, Any] = {}  # by the number of processes that meet, in a process of a pool
@@ -77,8 +77,8 @@ class Timings:
     reach is left out; what was found is written after each.
     """
 
-    def __init__(self, data: Path, bases: Bases, minutes: float, jobs: int, out: Path, tell: Tell = print) -> None:
-        self.data, self.bases, self.out, self.tell = data, bases, out, tell
+    def __init__(self, data: Path, bases: Bases, minutes: float, jobs: int, out: Path, log: Log = print) -> None:
+        self.data, self.bases, self.out, self.log = data, bases, out, log
         self.until, self.jobs = time.monotonic() + 60 * minutes, jobs
         self.found: list[dict[str, Any]] = []
         self._open_pool()
@@ -155,7 +155,7 @@ class Timings:
 
     def _keep(self, entry: dict[str, Any]) -> None:
         self.found.append(entry)
-        self.tell(_timing_text(entry))
+        self.log(_timing_text(entry))
         write_whole(self.out, json.dumps(round_numbers(self.found, 8), indent=1) + "\n")
 
 
