@@ -69,11 +69,11 @@ def cost(shape: dict[str, Any], device: str, dtype: torch.dtype, tokens: int) ->
 
     @torch.no_grad()
     def one() -> None:
-        T.back(covectors[:1])
+        T.pull_back(covectors[:1])
 
     @torch.no_grad()
     def several() -> None:
-        T.back(covectors)
+        T.pull_back(covectors)
 
     works: dict[str, Callable[[], None]] = {"forward": forward, "one_row": one, "rows": several}
     times: dict[str, list[float]] = {name: [] for name in works}

@@ -215,9 +215,9 @@ def _commands() -> str:
     """Every command as its own --help describes it."""
     import typer.main
 
-    from locater.cli import with_offered
+    from locater.cli import load_offered_commands
 
-    group: Any = typer.main.get_command(with_offered())
+    group: Any = typer.main.get_command(load_offered_commands())
     top = group.make_context("locater", ["demo"], resilient_parsing=True)
     parts = [_command("locater", group, top)]
     for name in group.list_commands(top):

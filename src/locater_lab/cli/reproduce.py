@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from locater.cli.shell import Command, check_writable, examples, show_progress, stdout_console
+from locater.cli.shell import Command, check_writable, examples_text, show_progress, stdout_console
 from locater.errors import LocaterError
 from locater.files import write_whole
 
@@ -39,7 +39,7 @@ def command() -> None:
 
 def build() -> Any:
     app = typer.Typer(add_completion=False)
-    app.command("reproduce", cls=Command, help=HELP, epilog=examples(*EXAMPLES))(run)
+    app.command("reproduce", cls=Command, help=HELP, epilog=examples_text(*EXAMPLES))(run)
     return typer.main.get_command(app)
 
 

@@ -163,7 +163,8 @@ class Plan:
     )
     corpus: tuple[str, ...] = option(
         (),
-        "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation. "
+        "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; or a stream of tokens (.tokens.json), "
+        "which a run sees once. Default: Python's documentation. "
         "With --task classify, each is one class.",
     )
     select: tuple[str, ...] = option(
@@ -204,8 +205,8 @@ class Plan:
     patch: int = option(4, "Side of an image patch in pixels.", least=1)
     positions: str | None = option(
         None,
-        "rotary (the default for text), learned (for images), or sinusoidal: sines and cosines added to embeddings.",
-        choices=("rotary", "learned", "sinusoidal"),
+        "rotary (the default for text), learned (for images), sinusoidal: sines and cosines added to embeddings; or none.",
+        choices=("rotary", "learned", "sinusoidal", "none"),
     )
     qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
     attention: str = option(
