@@ -112,11 +112,11 @@ def judge(claim: Claim, value: float, spread: float) -> Judgement:
     low, high = value - abs(spread), value + abs(spread)
     slack = 1e-9 * max(abs(value), abs(spread))
     if claim.relation == "at most":
-        return _sided(high <= claim.stated + slack, low > claim.stated + slack)
+        return _judge_sides(high <= claim.stated + slack, low > claim.stated + slack)
     if claim.relation == "at least":
-        return _sided(low >= claim.stated - slack, high < claim.stated - slack)
+        return _judge_sides(low >= claim.stated - slack, high < claim.stated - slack)
     least, most = claim.stated - claim.tolerance - slack, claim.stated + claim.tolerance + slack
-    return _sided(least <= low and high <= most, high < least or low > most)
+    return _judge_sides(least <= low and high <= most, high < least or low > most)
 
 
 def p_of(claim: Claim, sample: Sequence[float]) -> float:
@@ -181,7 +181,7 @@ def corrections(seeded: Mapping[str, tuple[float, Judgement]]) -> dict[str, dict
     }
 
 
-def _sided(all_of_it: bool, none_of_it: bool) -> Judgement:
+def _judge_sides(all_of_it: bool, none_of_it: bool) -> Judgement:
     return "holds" if all_of_it else "fails" if none_of_it else "undecided"
 
 

@@ -55,7 +55,7 @@ def test_the_loops_are_the_definition_on_one_token() -> None:
 def test_loops_tell_a_wrong_gate(position: str) -> None:
     layer = gate_forms.DrawnLayer.draw(1)
     gated = gate_forms.gated_module(layer, 1, position=position)
-    q, k, v = layer.projected
+    q, k, v = layer.projections
     wrong = gated.get_parameter("gate.weight").flip(0)
     assert (
         gate_forms.relative_difference(

@@ -119,17 +119,17 @@ def apply_layer(variant: LayerVariant, weights: Weights, x: Pairs) -> Pairs:
     def affine(name: str, y: Tensor) -> Tensor:
         return (y.flatten(1, 2) @ weights[name] + weights[f"{name}_shift"]).unflatten(1, y.shape[1:3])
 
-    def normed(y: Tensor) -> Tensor:
+    def normalize(y: Tensor) -> Tensor:
         return functional.layer_norm(y, y.shape[-1:])
 
-    y = normed(affine("in", x))
+    y = normalize(affine("in", x))
     query, key, value = (
         affine(name, y).unflatten(-1, (HEADS, -1)).transpose(2, 3) for name in ("query", "key", "value")
     )
     mixed = functional.scaled_dot_product_attention(query, key, value).transpose(2, 3).flatten(3)
-    y = normed(affine("output", mixed) + (y if variant.skip else 0))
+    y = normalize(affine("output", mixed) + (y if variant.skip else 0))
     if variant.mlp:
-        y = normed(y + affine("narrow", functional.gelu(affine("wide", y))))
+        y = normalize(y + affine("narrow", functional.gelu(affine("wide", y))))
     output = affine("out", y)
     return x + output if variant.outer else output
 

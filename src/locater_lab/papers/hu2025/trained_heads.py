@@ -273,17 +273,17 @@ class Layers(torch.nn.Module):
         own = (x.flatten(1, 2) @ self.into + self.into_bias).reshape(B, n, self.places, HIDDEN) * self.by_place
         return torch.cat([own, self.anchors.expand(-1, n, -1, -1)], 2)
 
-    def _mapped(self, z: Tensor, weight: Tensor, bias: Tensor) -> Float[Tensor, "B n h p size"]:
+    def _map_tokens(self, z: Tensor, weight: Tensor, bias: Tensor) -> Float[Tensor, "B n h p size"]:
         B, n, p = z.shape[:3]
         return (z.flatten(1, 2) @ weight + bias).reshape(B, n, p, self.heads, -1).transpose(2, 3)
 
     def logits(self, z: Tensor) -> Float[Tensor, "B n h s p"]:
-        q = self._mapped(z[:, :, : self.places], self.query, self.query_bias)
-        return q @ self._mapped(z, self.key, self.key_bias).mT / math.sqrt(q.shape[-1])
+        q = self._map_tokens(z[:, :, : self.places], self.query, self.query_bias)
+        return q @ self._map_tokens(z, self.key, self.key_bias).mT / math.sqrt(q.shape[-1])
 
     def forward(self, x: Float[Tensor, "B n s d"]) -> Float[Tensor, "B n s hidden"]:
         z = self.tokens(x)
-        mixed = self.logits(z).softmax(-1) @ self._mapped(z, self.value, self.value_bias)
+        mixed = self.logits(z).softmax(-1) @ self._map_tokens(z, self.value, self.value_bias)
         B, n = x.shape[:2]
         flat = mixed.transpose(2, 3).reshape(B, n * self.places, HIDDEN)
         return (flat @ self.out + self.out_bias).reshape(B, n, self.places, HIDDEN)

@@ -79,7 +79,7 @@ class ProjectionWeights:
         """q, k, v (1, heads, N, d) as mechanisms take them."""
         return tuple(torch.einsum("nd,dhm->hnm", x, w)[None] for w in (self.query, self.key, self.value))  # type: ignore[return-value]
 
-    def projected(self, heads: Float[Tensor, "1 H N d"]) -> Float[Tensor, "N D"]:
+    def project_output(self, heads: Float[Tensor, "1 H N d"]) -> Float[Tensor, "N D"]:
         return torch.einsum("hnm,hmc->nc", heads[0], self.out)
 
 
@@ -128,14 +128,14 @@ def module_output(
     q, k, v = w.operands(x)
     sizes = dict(width=x.shape[1], heads=w.query.shape[1], kv_heads=w.key.shape[1], size=q.shape[3])
     if position is None:
-        return w.projected(attention_module("softmax", **sizes)(q, k, v, causal=causal)), None
+        return w.project_output(attention_module("softmax", **sizes)(q, k, v, causal=causal)), None
     layer = attention_module("gated", **sizes, position=position, per=per).double()
     gate = layer.gate
     assert isinstance(gate, GateModule)
     with torch.no_grad():
         gate.weight.normal_(generator=torch.Generator().manual_seed(7))
         out = layer(q, k, v, x[None], causal=causal)
-        return w.projected(out), gate(x[None])[0].expand(-1, -1, q.shape[3])
+        return w.project_output(out), gate(x[None])[0].expand(-1, -1, q.shape[3])
 
 
 def measure_mixture(setting: Setting) -> Results:

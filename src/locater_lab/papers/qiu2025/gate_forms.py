@@ -97,7 +97,7 @@ class DrawnLayer:
         return cls(x, W_Q, W_K, W_V, W_O)
 
     @property
-    def projected(self) -> tuple[Tensor, Tensor, Tensor]:
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, size), keys and values (B, K, T, size)."""
         return tuple(torch.einsum("btd,hde->bhte", self.x, W) for W in (self.W_Q, self.W_K, self.W_V))  # type: ignore[return-value]
 
@@ -149,7 +149,7 @@ def form_error(position: str, per: str, draws: int) -> float:
     for seed in range(draws):
         layer, causal = DrawnLayer.draw(seed), bool(seed % 2)
         gated = gated_module(layer, seed, position=position, per=per)
-        q, k, v = layer.projected
+        q, k, v = layer.projections
         W_g = gated.get_parameter("gate.weight")
         errors.append(
             relative_difference(
@@ -166,7 +166,7 @@ def half_gate_error(draws: int) -> float:
         layer = DrawnLayer.draw(seed)
         gated = gated_module(layer, seed, per=per)
         gated.get_parameter("gate.weight").zero_()
-        q, k, v = layer.projected
+        q, k, v = layer.projections
         plain = attention_module("softmax", width=WIDTH, heads=HEADS, size=SIZE)
         ratio = layer.out(gated(q, k, v, layer.x)) / layer.out(plain(q, k, v))
         distances.append(float((ratio - 0.5).abs().max()))
@@ -209,7 +209,7 @@ def row_masses(draws: int) -> tuple[float, float, list[float]]:
     after, within, values = 0.0, 0.0, []
     for seed in range(draws):
         layer, causal = DrawnLayer.draw(seed), bool(seed % 2)
-        q, k, _ = layer.projected
+        q, k, _ = layer.projections
         for position in POSITIONS:
             gated = gated_module(layer, seed, position=position)
             sums = gated.map(q, k, layer.x, causal=causal).sum(-1)
@@ -230,7 +230,7 @@ def constant_gate_error(draws: int) -> float:
     for seed, per in product(range(draws), ("head", "element")):
         layer = DrawnLayer.draw(seed)
         gated = gated_module(layer, seed, per=per, from_input=False)
-        q, k, v = layer.projected
+        q, k, v = layer.projections
         plain = attention_module("softmax", width=WIDTH, heads=HEADS, size=SIZE)(q, k, v, causal=True)
         # gates (H, size or 1, 1) on rows of W_O
         W_O = layer.W_O * gated.get_parameter("gate.weight").sigmoid()[..., None]

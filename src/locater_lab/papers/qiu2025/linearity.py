@@ -240,7 +240,7 @@ def head_rank(seed: int, position: str, per: str) -> float:
     size.
     """
     layer = DrawnLayer.draw(seed, tokens=12)
-    q, k, v = layer.projected
+    q, k, v = layer.projections
     mixed = gated_module(layer, seed, position=position, per=per)(q, k, v, layer.x, causal=True)
     shares = torch.einsum("bhte,hed->bhtd", mixed, layer.W_O).flatten(0, 1)
     return float(ranks(shares).numerical.max()) / layer.W_O.shape[1]
@@ -254,7 +254,7 @@ def map_dimensions(seed: int, per: str, position: str = "output") -> float:
     token j is A_ij times the map of the token whose gate acts.
     """
     layer = DrawnLayer.draw(seed, tokens=10, key_heads=4)
-    q, k, _ = layer.projected
+    q, k, _ = layer.projections
     gated = gated_module(layer, seed, position=position, per=per)
     options = gated.options(q, k, layer.x)
     last = q.shape[2] - 1
@@ -274,7 +274,7 @@ def map_dimensions(seed: int, per: str, position: str = "output") -> float:
 def merged_difference(seed: int) -> float:
     """A gate per head beside gate x (A X) M with M = W_V W_O made beforehand."""
     layer = DrawnLayer.draw(seed, key_heads=4)
-    q, k, v = layer.projected
+    q, k, v = layer.projections
     gated = gated_module(layer, seed)
     reference = layer.out(gated(q, k, v, layer.x, causal=True))
     A = mechanism("softmax").map(q, k, causal=True)
