@@ -266,7 +266,7 @@ class Training:
         """Start from the last checkpoint in the folder, or from the first step, and open the log."""
         self._resume()
         if isinstance(self.data, TextData | ClassData) and self.step == 0:
-            self.data.keep_tokenizer(self.folder)
+            self.data.save_tokenizer(self.folder)
         if self.monitor is not None:
             self.monitor.step = self.step
             self.monitor.attach(self.model)

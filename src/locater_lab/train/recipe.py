@@ -151,7 +151,11 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
-    except Exception as error:  # each backend raises its own kind
+    except (
+        RuntimeError,
+        AssertionError,
+        ImportError,
+    ) as error:  # of a name, of CUDA that was not compiled, of a backend
         raise LocaterError(f"device={name!r}: cannot be used here ({str(error).splitlines()[0]})") from None
     return device
 
