@@ -22,9 +22,8 @@ from locater.discovery.tape import Node, Tape
 from locater.discovery.tape.walking import LinearMap
 from locater.discovery.turning import Reading, Turning, frequencies, reading
 from locater.layers.gate import FUNCTIONS
-from locater.layers.layout import AttentionLayout, LogitsLayout
-from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout
-from locater.layers.vector_layouts import VectorLayout
+from locater.layers.layout import AttentionLayout, LogitsLayout, PairTermsLayout, RotaryLayout
+from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout, VectorLayout, runs_of
 
 # From a place on the tape to a layout: rows of the stored maps, norms of queries and keys, rotation.
 
@@ -170,7 +169,7 @@ def _stored(tape: Tape, part: Side, whole: Reading, wiring: Wiring) -> AnyMap:
         raise UnreadableError(
             "a vector is added to what several maps give, or their channels have factors of their own"
         )
-    return JoinedLayout(tuple(layouts), tuple(places.tolist()), len(whole.rows))
+    return JoinedLayout(tuple(layouts), runs_of(places.tolist()), len(whole.rows))
 
 
 def _firsts(rows: list[int]) -> tuple[list[int], list[int]]:
@@ -202,7 +201,7 @@ def _vector(tape: Tape, passage: Passage, values: Tensor) -> VectorLayout:
     for stored, name in _vectors(tape, passage):
         nearest = (stored - values[:, None]).abs().min(-1)
         if (nearest.values <= 1e-9 * values.abs().max()).all():
-            return VectorLayout(plain(name), tuple(nearest.indices.tolist()))
+            return VectorLayout(plain(name), runs_of(nearest.indices.tolist()))
     raise UnreadableError("a vector that is no parameter is added to its queries, keys or values")
 
 
@@ -214,7 +213,7 @@ def _learned(tape: Tape, passage: Passage, factors: Tensor) -> VectorLayout:
         for multiple in values[0] / made[made.abs() > 0]:
             nearest = (made * multiple - values[:, None]).abs().min(-1)
             if (nearest.values <= 1e-7 * values.abs().max()).all():
-                return VectorLayout(plain(name), tuple(nearest.indices.tolist()), float(multiple), function)
+                return VectorLayout(plain(name), runs_of(nearest.indices.tolist()), float(multiple), function)
     raise UnreadableError("channels of its queries, keys or values have factors of their own")
 
 
@@ -228,7 +227,7 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Laten
         bias = _stored_bias(tape, linear.bias, rows)
         if bias is None:
             raise UnreadableError(f"the bias of {name} is computed")
-    kept = tuple(rows[channel] for channel in channels)
+    kept = runs_of(rows[channel] for channel in channels)
     layout = MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed, axes=axes)
     if latent is None:
         return layout
@@ -294,6 +293,7 @@ def read_layout(tape: Tape, call: Call) -> AttentionLayout:
         query_norm=query.norm,
         key_norm=key.norm,
         kind="self" if place.memory is None else "cross",
+        provenance="discovered",
         product_scale=query.factor * key.factor,
     )
     return _with_output(tape, place, _with_logits(tape, place, _turned(tape, layout, query, key), query.factor))
@@ -306,7 +306,10 @@ def _with_logits(tape: Tape, place: Place, layout: AttentionLayout, factor: floa
         how, unknown = read_logits(tape, place, captured, place.queries / factor)
     except UnreadableError as error:
         return replace(layout, unknown_scale=str(error), unknown_logits=str(error), unknown_mask=str(error))
-    how = replace(how, scale=how.scale * layout.product_scale)
+    scale = how.scale * layout.product_scale
+    if isinstance(how.relative, PairTermsLayout):  # added before the scale
+        how = replace(how, relative=replace(how.relative, factor=how.relative.factor / scale))
+    how = replace(how, scale=scale)
     return _with_mask(replace(layout, logits=how, unknown_logits=unknown), captured[2])
 
 
@@ -409,7 +412,7 @@ def _positions(turn: Turning, known: list[Tensor]) -> dict[str, Any]:
     """Frequencies, or a table of angles where these are not position times frequency."""
     steps = frequencies(turn, known)
     if steps is not None:
-        return {"frequencies": tuple(steps[0]), "first_position": steps[1], "amplitude": turn.amplitude}
+        return {"rotary": RotaryLayout(tuple(steps[0]), turn.amplitude, steps[1])}
     if abs(turn.amplitude - 1) > 1e-6:
         raise UnreadableError("its angles are not position times frequency, and rotation changes sizes")
     return {"angles": tuple(map(tuple, turn.angles.tolist()))}

@@ -21,7 +21,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from locater.discovery.fold_graph import LayerStack, layer_stacks, tensor_kind
-from locater.discovery.reading_models import layers_of
+from locater.discovery.reading_models import Reading, whole_reading
 from locater.errors import LocaterError, first_line
 from locater.layers.effective import Effective, effective
 from locater.layers.layer import AttentionLayer
@@ -93,7 +93,7 @@ class FoldedStacks:
     """The chosen layers of a model, numbered as in a scan. Raises what reading or recording them raises.
 
     `fold` makes the maps of a layer; `inputs` are, by the number of a layer, further tensors for it, read anew at each
-    call. `layers` reads the layers that are numbered, where these are not those of a scan.
+    call. `read` finds the layers that are numbered, where these are not those of a scan.
 
     A model that moves to another device or dtype, or that gets an adapter, is recorded anew at the next call; though
     not inside a compiled step, so begin when the model is where it will be trained.
@@ -105,11 +105,11 @@ class FoldedStacks:
         chosen: Sequence[int],
         fold: Callable[..., Effective] = effective,
         inputs: Mapping[int, Inputs] | None = None,
-        layers: Callable[[ModuleWeights], list[AttentionLayer]] | None = None,
+        read: Callable[[ModuleWeights], Reading] | None = None,
     ) -> None:
         self.model, self.chosen, self.fold = model, list(chosen), fold
         self.inputs = inputs or {}
-        self._layers = layers or (lambda weights: list(layers_of(weights, config_of(model))))
+        self._read_model = read or (lambda weights: whole_reading(weights, config_of(model)))
         self._record()
 
     def maps(self) -> list[Maps]:
@@ -178,6 +178,9 @@ class FoldedStacks:
         }
         for name, (number, place) in self._places.items():
             weights.put(name, self.inputs[number]()[place])
+        self._reading: Reading | None = self._read_model(weights)
+        if any(isinstance(item, AttentionLayer) for item in self._reading.found):
+            self._reading = None  # a reader that reads tensors is recorded, too
         with weights.mode:
             list(self._fold())
         names, fakes = list(weights.tensors), list(weights.tensors.values())
@@ -199,11 +202,9 @@ class FoldedStacks:
         self._wrappers = [(wrapper, _active_copy(wrapper)) for wrapper in wrappers]
 
     def _fold(self) -> Iterator[Effective]:
-        layers = self._layers(self._weights)
-        for i in self.chosen:
-            yield self.fold(
-                layers[i], *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i)
-            )
+        reading = self._reading or self._read_model(self._weights)
+        for i, layer in zip(self.chosen, reading.build(self.chosen), strict=True):
+            yield self.fold(layer, *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i))
 
 
 def recorded_stacks(
@@ -211,11 +212,11 @@ def recorded_stacks(
     chosen: Sequence[int],
     fold: Callable[..., Effective] = effective,
     inputs: Mapping[int, Inputs] | None = None,
-    layers: Callable[[ModuleWeights], list[AttentionLayer]] | None = None,
+    read: Callable[[ModuleWeights], Reading] | None = None,
 ) -> FoldedStacks | None:
     """`FoldedStacks`, or None with a warning where the maps cannot be recorded; raises where they cannot be read."""
     try:
-        return FoldedStacks(model, chosen, fold, inputs, layers)
+        return FoldedStacks(model, chosen, fold, inputs, read)
     except LocaterError:
         raise
     except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced

@@ -14,6 +14,7 @@ from torch import nn
 
 from locater.calls.changes import CHANGES, changes
 from locater.discovery import attention_layers
+from locater.discovery.reading_models import Reading
 from locater.discovery.stacked_maps import FoldedStacks, Spectra, recorded_stacks, spectra_of, warn_unrecorded
 from locater.errors import LocaterError
 from locater.findings import key_variance
@@ -31,7 +32,7 @@ COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "di
 SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of logits over unit tokens
 _MEANS = tuple(name for name in COLUMNS if name != "max_logit")
 
-ReadLayers = Callable[[ModuleWeights], list[AttentionLayer]]
+ReadModel = Callable[[ModuleWeights], Reading]
 Table = dict[tuple[int, int], dict[str, Any]]  # (layer, head): columns
 
 
@@ -64,15 +65,15 @@ def add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[list
 class WeightSpectra:
     """Reads the query-key maps of chosen layers from a model's weights, again at each step.
 
-    Layers of one shape are read together. Where a model does not allow that, each layer is read on its own. `layers`
-    reads all layers of the model; without it they are those of a scan.
+    Layers of one shape are read together. Where a model does not allow that, each layer is read on its own. `read`
+    finds all layers of the model; without it they are those of a scan.
     """
 
-    def __init__(self, model: nn.Module, numbers: Sequence[int], layers: ReadLayers | None = None) -> None:
-        self.model, self.numbers, self._layers = model, list(numbers), layers
+    def __init__(self, model: nn.Module, numbers: Sequence[int], read: ReadModel | None = None) -> None:
+        self.model, self.numbers, self._read_model = model, list(numbers), read
         self.stacks: FoldedStacks | None = None
         with contextlib.suppress(LocaterError):  # `read` then goes layer by layer, and raises what cannot be read
-            self.stacks = recorded_stacks(model, self.numbers, layers=layers)
+            self.stacks = recorded_stacks(model, self.numbers, read=read)
 
     @torch.no_grad()
     def read(self) -> list[Spectra]:
@@ -94,7 +95,7 @@ class WeightSpectra:
     def _layer_by_layer(self) -> list[Spectra]:
         weights = ModuleWeights(self.model)
         # read anew: norm gains are folded in as they are at this step
-        layers = attention_layers(self.model) if self._layers is None else self._layers(weights)
+        layers = attention_layers(self.model) if self._read_model is None else self._read_model(weights).layers
         return [
             spectra_of(number, changed_maps(layers[number], weights.submodule(layers[number].name)))
             for number in self.numbers
