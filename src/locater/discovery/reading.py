@@ -228,7 +228,8 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Laten
         if bias is None:
             raise UnreadableError(f"the bias of {name} is computed")
     kept = runs_of(rows[channel] for channel in channels)
-    layout = MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed, axes=axes)
+    shape, bias = tuple(tape.tensor(name).shape), None if bias is None else plain(bias)
+    layout = MapLayout(plain(name), shape, kept, bias, transposed, axes=axes)
     if latent is None:
         return layout
     down, norm = _behind(tape, latent)

@@ -44,6 +44,7 @@ def decoder_layers(
     head_dim = config.get("head_dim") or width // heads
     matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
     expect_layers(weights, len(matches), config, "num_hidden_layers")
+    rotary = rotary_layout(config, head_dim)
     for prefix, index in matches:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
@@ -70,7 +71,7 @@ def decoder_layers(
             norm=norm_layout(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset)
             if normed
             else NormLayout(),
-            rotary=rotary_layout(config, head_dim),
+            rotary=rotary,
         )
 
 

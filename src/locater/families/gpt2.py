@@ -46,8 +46,8 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
 def _columns(weights: Weights, stem: str, start: int, stop: int) -> MapLayout:
     """Output columns start:stop of a Conv1D map, which is stored (in, out)."""
     name = f"{stem}.weight"
-    shape_of(weights, name)
-    return MapLayout(name, (range(start, stop),), present(weights, f"{stem}.bias"), transposed=True)
+    rows, bias = (range(start, stop),), present(weights, f"{stem}.bias")
+    return MapLayout(name, shape_of(weights, name), rows, bias, transposed=True)
 
 
 BLOCK = Block(

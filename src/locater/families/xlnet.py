@@ -56,7 +56,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
             expect(weights, f"{stem}.{part}", shape_of(weights, f"{stem}.{part}"), shape, "d_model, n_head, d_head")
         place = DistanceLayout(
             SinusoidLayout(width, config.get("clamp_len", -1)),
-            key=MapLayout(f"{stem}.r", rows, transposed=True),
+            key=MapLayout(f"{stem}.r", of_maps, rows, transposed=True),
             shift=(f"{stem}.r_r_bias", f"{stem}.r_w_bias"),
         )
         before = f"{prefix}layer.{index - 1}.ff.layer_norm"
@@ -66,11 +66,11 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
             heads=heads,
             kv_heads=heads,
             head_dim=head_dim,
-            query=MapLayout(f"{stem}.q", rows, transposed=True, shift=VectorLayout(f"{stem}.r_w_bias", rows)),
-            key=MapLayout(f"{stem}.k", rows, transposed=True),
+            query=MapLayout(f"{stem}.q", of_maps, rows, transposed=True, shift=VectorLayout(f"{stem}.r_w_bias", rows)),
+            key=MapLayout(f"{stem}.k", of_maps, rows, transposed=True),
             logits=LogitsLayout(head_dim**-0.5, relative=place, causal=causal),
-            value=MapLayout(f"{stem}.v", rows, transposed=True),
-            out=MapLayout(f"{stem}.o", (range(width),)),
+            value=MapLayout(f"{stem}.v", of_maps, rows, transposed=True),
+            out=MapLayout(f"{stem}.o", of_maps, (range(width),)),
             norm=norm_layout(weights, before, "layer", eps) if index else NormLayout(),
         )
 

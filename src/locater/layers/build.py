@@ -35,7 +35,7 @@ def map_layout(
     """
     layout = named_map(weights, f"{stem}.weight", f"{stem}.bias", rows)
     if shape:
-        expect(weights, layout.weight, shape_of(weights, layout.weight), shape, why)
+        expect(weights, layout.weight, layout.shape, shape, why)
     return layout
 
 
@@ -59,7 +59,7 @@ def named_map(weights: Weights, name: str, bias: str, rows: Rows | None = None) 
             "dequantise the checkpoint first (to bfloat16)"
         )
     runs = (range(shape[0]),) if rows is None else tuple(range(start, stop) for start, stop in rows)
-    return MapLayout(name, runs, present(weights, bias))
+    return MapLayout(name, shape, runs, present(weights, bias))
 
 
 def norm_layout(

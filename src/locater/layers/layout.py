@@ -250,14 +250,17 @@ class AttentionLayout:
         """What `build` reads: gains, biases, tables."""
         for part in (self.query, self.key, self.value, self.out, self.gate):
             yield from () if part is None else part.vectors(weights)
-        for name in (*_SHARED, *_OF_LOGITS):
-            part = getattr(self if name in _SHARED else self.logits, name)
-            yield from part.vectors(weights) if hasattr(part, "vectors") else ()
+        for part in (*(getattr(self, name) for name in _PARTS), *(getattr(self.logits, name) for name in _OF_LOGITS)):
+            yield from () if part is None else part.vectors(weights)
 
     def build(self, weights: Weights, quantised: str | None = None) -> AttentionLayer:
         """The layer of these weights."""
-        parts: dict[str, Any] = {name: _built(getattr(self, name), weights) for name in _SHARED}
-        parts |= {name: _built(getattr(self.logits, name), weights) for name in _OF_LOGITS}
+        parts: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
+        parts |= {name: getattr(self.logits, name) for name in _NUMBERS_OF_LOGITS}
+        for layout, names in ((self, _PARTS), (self.logits, _OF_LOGITS)):
+            for name in names:
+                part = getattr(layout, name)
+                parts[name] = None if part is None else part.build(weights)
         if self.unknown_scale is not None:
             parts["scale"] = math.nan
         norm = parts["norm"]
@@ -275,11 +278,11 @@ class AttentionLayout:
         )
 
 
-_OF_LAYER = {part.name for part in fields(AttentionLayer)}
-_MAPS = {"query", "key", "value", "out", "gate"}  # these need the norm in front of them
-_SHARED = [part.name for part in fields(AttentionLayout) if part.name in _OF_LAYER - _MAPS]
-_OF_LOGITS = [part.name for part in fields(LogitsLayout) if part.name in _OF_LAYER]
+def _names(kind: type, built: bool) -> list[str]:
+    """The fields of a layout that a layer has too: numbers, or what is built on its own."""
+    shared = {part.name for part in fields(AttentionLayer)} - {"query", "key", "value", "out", "gate"}
+    return [part.name for part in fields(kind) if part.name in shared and ("Layout" in str(part.type)) == built]
 
 
-def _built(part: Any, weights: Weights) -> Any:
-    return part.build(weights) if hasattr(part, "build") else part
+_NUMBERS, _PARTS = (_names(AttentionLayout, built) for built in (False, True))
+_NUMBERS_OF_LOGITS, _OF_LOGITS = (_names(LogitsLayout, built) for built in (False, True))

@@ -5,9 +5,10 @@ a `Norm`, a `Projection` or numbers.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -84,27 +85,41 @@ class _Rows:
 
     @staticmethod
     def of(runs: Runs, stored: int) -> _Rows:
+        if runs == (range(stored),):
+            return _Rows(None)
         if all(run.step == 1 for run in runs):
-            return _Rows(None if runs == (range(stored),) else [(run.start, run.stop) for run in runs])
-        spans = sorted((min(run[0], run[-1]), max(run[0], run[-1]) + 1) for run in runs)
-        ranges = [spans[0]]
-        for start, stop in spans[1:]:
-            first, last = ranges[-1]
-            if start <= last:
-                ranges[-1] = (first, max(last, stop))
-            else:
-                ranges.append((start, stop))
-        shift, before = {}, 0  # from a row to its place
-        for start, stop in ranges:
-            shift.update(dict.fromkeys((x for x, _ in spans if start <= x < stop), before - start))
-            before += stop - start
-        places = [row + shift[min(run[0], run[-1])] for run in runs for row in run]
+            return _Rows([(run.start, run.stop) for run in runs])
+        ranges, places = _covered(runs)
         return _Rows(None if ranges == [(0, stored)] else ranges, torch.tensor(places))
 
     def take(self, tensor: Tensor) -> Tensor:
         """These rows of a tensor in memory."""
         some = take_rows(tensor, self.ranges)
         return some if self.places is None else some[self.places]
+
+
+@lru_cache(maxsize=64)  # layers of a model have the same runs
+def _covered(runs: Runs) -> tuple[list[tuple[int, int]], list[int]]:
+    """Ranges in which all numbers of some runs are, and the place of each number in these.
+
+    >>> _covered((range(0, 4, 2), range(1, 4, 2), range(8, 12, 2)))
+    ([(0, 4), (8, 11)], [0, 2, 1, 3, 4, 6])
+    """
+    spans = [(min(run[0], run[-1]), max(run[0], run[-1]) + 1) for run in runs]
+    ranges: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], stop))
+        else:
+            ranges.append((start, stop))
+    starts, before = [start for start, _ in ranges], [0]
+    for start, stop in ranges:
+        before.append(before[-1] + stop - start)
+    places: list[int] = []
+    for run, (start, _) in zip(runs, spans, strict=True):
+        at = bisect_right(starts, start) - 1
+        places += [number + before[at] - starts[at] for number in run]
+    return ranges, places
 
 
 def rows_taken(tensor: Tensor, runs: Runs) -> Tensor:
@@ -177,6 +192,7 @@ class MapLayout:
     """Rows of a stored map, in the order wanted; `columns` reorders what it reads."""
 
     weight: str
+    shape: tuple[int, ...]  # as stored
     rows: Runs
     bias: str | None = None
     transposed: bool = False  # stored (in, out)
@@ -207,14 +223,14 @@ class MapLayout:
 
     def maps(self, weights: Weights) -> Reads:
         """What its matrix is read from."""
-        yield self.weight, None if self.transposed or self.axes > 1 else self._rows(weights).ranges
+        yield self.weight, None if self.transposed or self.axes > 1 else self._rows().ranges
         if self.latent is not None:
             yield from self.latent.maps(weights)
 
     def vectors(self, weights: Weights) -> Reads:
         """What `build` reads: where a norm is inside and something is added, the matrices too."""
         if self.bias is not None:
-            yield self.bias, self._rows(weights).ranges
+            yield self.bias, self._rows().ranges
         yield from ((x.name, None) for x in (self.shift, self.factors) if x is not None)
         for norm in (self.inner, self.latent_norm):
             yield from () if norm is None else norm.vectors(weights)
@@ -243,32 +259,34 @@ class MapLayout:
         return normed(plain, self.inner.build(weights), before, blocks=self.inner_blocks)
 
     def _plain(self, weights: Weights) -> Projection:
-        stored = weights.shape(self.weight)
-        width = math.prod(stored[: self.axes] if self.transposed else stored[self.axes :])
-        rows = self._rows(weights)
-        bias = None
+        rows, bias = self._rows(), None
         if self.bias is not None:
             bias = read_floats(weights, self.bias, rows.ranges)
             bias = bias if rows.places is None else bias[rows.places]
         if self.shift is not None:
             shift = self.shift.build(weights)
             bias = shift if bias is None else upcast(bias) + shift
-        shape = (count(self.rows), width)
+        shape = (count(self.rows), self.width)
         read = self._reader(weights, rows)
         if self.factors is None:
             return Projection(read, shape, bias)
         factors = self.factors.build(weights)  # a product of two 16-bit numbers is no 16-bit number
         return Projection(lambda: upcast(read()) * factors[:, None], shape, None if bias is None else bias * factors)
 
-    def _rows(self, weights: Weights) -> _Rows:
-        stored = weights.shape(self.weight)
-        return _Rows.of(self.rows, math.prod(stored[self.axes :] if self.transposed else stored[: self.axes]))
+    @property
+    def width(self) -> int:
+        """Of what it reads."""
+        return math.prod(self.shape[: self.axes] if self.transposed else self.shape[self.axes :])
+
+    def _rows(self) -> _Rows:
+        stored = self.shape[self.axes :] if self.transposed else self.shape[: self.axes]
+        return _Rows.of(self.rows, math.prod(stored))
 
     def _reader(self, weights: Weights, rows: _Rows) -> Callable[[], Tensor]:
         """What reads the map when it is needed, and ranges of its rows where it is a file's. A live model has it in
         memory already, and may have to merge adapters or gather shards for it: it is read there once, as a whole.
         """
-        if self.transposed or self.axes > 1 or self.columns is not None or len(weights.shape(self.weight)) != 2:
+        if self.transposed or self.axes > 1 or self.columns is not None or len(self.shape) != 2:
             return lambda: self._matrix(weights, rows)
         stored: Callable[[], Tensor] = StoredRows(partial(read_floats, weights, self.weight), rows.ranges)
         if isinstance(weights, ModuleWeights):
