@@ -171,7 +171,7 @@ def waits(step: Callable[[], Any], times: int = 3) -> int:
 
 def training(compiled: bool, turns: int, steps: int, every: int) -> dict[str, Any]:
     """Training steps of GPT-2 small in bfloat16, with the monitor and without, in turns."""
-    from locater.runs import Monitor
+    from locater import Monitor
 
     model = model_of(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).cuda().train()
     run = torch.compile(model) if compiled else model

@@ -30,8 +30,8 @@ from locater_lab.engine.mechanism_runs import BASE  # noqa: E402
 from locater_lab.engine.runs import mean_moments  # noqa: E402
 from locater_lab.train.loop import (  # noqa: E402
     Training,
-    deterministic,
-    own_randomness,
+    deterministic_algorithms,
+    seeded_randomness,
 )
 from locater_lab.train.plan import Plan  # noqa: E402
 
@@ -99,7 +99,7 @@ def queued(training: Training, count: int) -> float:
 def measure(gpu: bool, count: int) -> dict[str, Any]:
     clock, device = Clock(gpu), torch.device("cuda" if gpu else "cpu")
     clock.seconds["imports"] = IMPORTED
-    with tempfile.TemporaryDirectory() as name, own_randomness(0, device), deterministic(device):
+    with tempfile.TemporaryDirectory() as name, seeded_randomness(0, device), deterministic_algorithms(device):
         plan = plan_of(gpu, Path(name))
         begin: Callable[..., Training] = lambda plan: Training.begin(plan, Path(plan.out), device, lambda event: None)  # noqa: E731
         clock.time("tokens", lambda: begin(plan)).end()

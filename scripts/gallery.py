@@ -27,7 +27,13 @@ from locater.report.pages import assemble, prose_page
 from locater.report.plots import map_of_measured, map_of_scan
 from locater.report.sentences import roles_sentence, summary
 from locater.version import __version__
-from locater_lab.studies.kinds_of_heads.exhibits import Exhibit, given, installed, packaged, trained
+from locater_lab.studies.kinds_of_heads.exhibits import (
+    Exhibit,
+    given_models,
+    installed_models,
+    packaged_models,
+    trained_models,
+)
 
 DOCS = Path(__file__).parents[1] / "docs"
 KINDS = "kinds-of-heads.html"
@@ -155,9 +161,9 @@ def main() -> None:
     parser.add_argument("--demo", action="store_true", help="only the models in the package")
     options = parser.parse_args()
     try:
-        further = given(options.models)
-        more = [] if options.demo else chain(installed(), trained(options.out / "models"))
-        gallery(told(chain(packaged(), more, further)), options.out, options.tokens)
+        further = given_models(options.models)
+        more = [] if options.demo else chain(installed_models(), trained_models(options.out / "models"))
+        gallery(told(chain(packaged_models(), more, further)), options.out, options.tokens)
         print(f"open {options.out / 'index.html'}")
     except LocaterError as error:
         print(f"gallery: {error}", file=sys.stderr)

@@ -159,8 +159,8 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nobody_listens_on() -> Iterator[None]:
     """A test that leaves something attached would change what the tests after it see."""
-    from locater.calls import interface
+    from locater.calls import attention_interface
 
-    before = interface._users
+    before = attention_interface._users
     yield
-    assert interface._users == before, "something was left attached"
+    assert attention_interface._users == before, "something was left attached"

@@ -157,7 +157,7 @@ def test_the_command_line_tries_by_itself(
     assert VARIABLES[0] not in os.environ, "these run no layer"
     first, second = (run("probe", tmp_path / "nothing", "--json", "-") for _ in range(2))
     assert (first.err.startswith(SAID), "AMX" in second.err, os.environ[VARIABLES[0]]) == (True, False, LIMIT)
-    monkeypatch.setattr("locater_lab.cli.reproducing.reproduce", lambda *given: sys.exit(0))
+    monkeypatch.setattr("locater_lab.engine.reproduction.reproduce", lambda *given: sys.exit(0))
     train = ["train", "--corpus", tmp_path / "nothing", "--out", tmp_path / "run"]
     for command in (train, ["reproduce", "dong2021", "--claim", "a1", "--quick"]):
         monkeypatch.delenv(VARIABLES[0])

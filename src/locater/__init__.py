@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     )
     from locater.discovery import Discovered, attention_layers, discover
     from locater.families import Block, Family, register
+    from locater.integrations.monitor import Monitor
     from locater.layers import AttentionLayer
     from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.results.probe import Probe
     from locater.results.scan import HeadRow, Scan
     from locater.results.series import ComparisonSeries
-    from locater.runs import Monitor
     from locater.spectrum import Moments, moments
 
 __all__ = [
@@ -115,7 +115,7 @@ _NAMES = {  # module: what it gives to the package
     "discovery": ("Discovered", "attention_layers", "discover"),
     "families": ("Block", "Family", "register"),
     "layers": ("AttentionLayer",),
-    "runs": ("Monitor",),
+    "integrations.monitor": ("Monitor",),
     "observing": ("Observation", "attention_pattern", "observe", "statistics"),
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),

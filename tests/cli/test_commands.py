@@ -427,7 +427,7 @@ def test_the_options_of_train_stand_in_groups(run: Run) -> None:
     """Every field of a plan is in one group, and with it on the command line."""
     from dataclasses import fields
 
-    from locater_lab.cli.train_options import PANELS
+    from locater_lab.cli.train import PANELS
     from locater_lab.train.plan import Plan
 
     names = [name for group in PANELS.values() for name in group]

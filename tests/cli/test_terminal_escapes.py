@@ -19,7 +19,7 @@ import locater
 from locater.cli.shell import _Console
 from locater.errors import LocaterError
 from locater.escapes import escaped_output, one_line
-from locater_lab.train.display import Live
+from locater_lab.cli.train import ProgressLine
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint
 from tests.conftest import Result
@@ -179,7 +179,7 @@ def test_fleets(run: Run, tmp_path: Path) -> None:
 
 def test_the_log_of_a_run(run: Run, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
-    lines = next((ROOT / "tests/golden/files/run").glob("*.jsonl")).read_text().splitlines()
+    lines = next((ROOT / "tests/golden/files-0.2/run").glob("*.jsonl")).read_text().splitlines()
     header = json.loads(lines[0])
     header["source"] = HOSTILE
     log.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
@@ -209,7 +209,7 @@ def test_what_is_warned_of_and_logged() -> None:
 
 def test_progress_still_rewrites_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     with escaped_output():
-        live = Live(label=HOSTILE)
+        live = ProgressLine(label=HOSTILE)
         live.terminal = True
         live.clear()
     assert capsys.readouterr().err == "\r\x1b[K"

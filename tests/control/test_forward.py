@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater import LocaterError
+from locater import LocaterError, Monitor
 from locater.calls.call import Call
 from locater.control import Control, Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.control.forward import ForwardControl
@@ -25,7 +25,6 @@ from locater.discovery import attention_layers
 from locater.kernels import Terms, attention_entropy
 from locater.layers.norm import Norm
 from locater.observing import observe
-from locater.runs import Monitor
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make
 from tests.observing.test_observe import batch_of, tensors, use

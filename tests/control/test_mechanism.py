@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater import LocaterError
-from locater.calls.changes import AttentionChange, AttentionRequest, put, take
+from locater import LocaterError, Monitor
+from locater.calls.interceptors import AttentionRequest, Interceptor, add_interceptor, remove_interceptor
 from locater.control import Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.discovery import attention_layers
 from locater.observing import observe
-from locater.runs import Monitor
 from locater_lab.mechanisms import mechanism, mechanisms
 from locater_lab.mechanisms.swap import SwapMechanism
 from locater_lab.train import Shape, Transformer
@@ -52,7 +51,7 @@ def encoder(how: str = "sdpa") -> Any:
     return model
 
 
-class Noted(AttentionChange):
+class Noted(Interceptor):
     """Keeps the queries and keys that come first, before any control."""
 
     order = -1
@@ -78,14 +77,14 @@ def last_layer(model: Any, batch: dict[str, Tensor] = BATCH, **kw: Any) -> tuple
     )
     held: dict[str, Tensor] = {}
     note = Noted()
-    put(part, note)
+    add_interceptor(part, note)
     hooks = [
         value.register_forward_hook(lambda m, args, y: held.update(v=y)),
         out.register_forward_pre_hook(lambda m, args: held.update(out=args[0])),
     ]
     with torch.no_grad():
         model(**batch, **kw)
-    take(part, note)
+    remove_interceptor(part, note)
     for hook in hooks:
         hook.remove()
     q, k = note.seen[-1]

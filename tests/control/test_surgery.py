@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater import LocaterError
+from locater import LocaterError, Monitor
 from locater.control import Controls, Surgery, Temperature, carried, surgery
 from locater.discovery import attention_layers
 from locater.families.registry import types_with_blocks
 from locater.measures import rank_residual
 from locater.observing import observe
-from locater.runs import Monitor
 from locater.sources.sources import config_of
 from locater_lab.train import Plan, Shape, Transformer, run
 from locater_lab.train.controls import parse_control
@@ -719,7 +718,7 @@ def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no more")
         return real(*args)
 
-    monkeypatch.setattr(surgery, "instead", failing)
+    monkeypatch.setattr(surgery, "replace_method", failing)
     control = Surgery(no_skip=True, no_mlp=True, no_norm=True)
     with pytest.raises(RuntimeError, match="no more"):
         control.attach(model)

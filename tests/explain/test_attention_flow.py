@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import locater
 from locater import LocaterError, explain, register
-from locater.calls.changes import CHANGES
+from locater.calls.interceptors import CHANGES
 from locater.calls.listeners import KEY
 from locater.explain import attention_event
 from locater.explain.attention_flow import RelevanceMatrices, carried_norms

@@ -27,9 +27,7 @@ from locater.kernels.dispatch import mask_spans  # noqa: E402
 from locater.kernels.terms import Terms  # noqa: E402
 from locater_lab.mechanisms.kernels import (  # noqa: E402
     triton_delta,
-    triton_delta_backward,
     triton_doubly,
-    triton_doubly_backward,
     triton_features,
     triton_polynomial,
     triton_recurrence,
@@ -159,13 +157,13 @@ def doubly_normalized(q: Tensor, k: Tensor, v: Tensor) -> None:
     mix = torch.ones(2)
     triton_doubly.forward(q, k, v, None, None, None, 1.0)
     kept = triton_doubly.forward(q, k, v, None, None, mix, 1.0)
-    triton_doubly_backward.backward(q, k, v, kept, v, None, None, mix, 1.0)
+    triton_doubly.backward(q, k, v, kept, v, None, None, mix, 1.0)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor) -> None:
     gate = torch.ones(1, 2, 256)
     kept = triton_delta.forward(q, k, v, gate, gate, None, 1.0, True)[1]
-    triton_delta_backward.backward(q, k, v, gate, gate, None, kept, v, 1.0, True)
+    triton_delta.backward(q, k, v, gate, gate, None, kept, v, 1.0, True)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> None:

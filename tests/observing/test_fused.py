@@ -47,7 +47,7 @@ def same(plain: list[Any], fused: list[Any], tolerance: float) -> None:
 
 def check_fused(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Every call goes to the kernel, and its statistics are not computed again."""
-    from locater.calls import interface as one_pass
+    from locater.calls import attention_interface as one_pass
     from locater.kernels import fused, reference, triton_kernels
 
     model = llama(device, dtype)

@@ -111,7 +111,7 @@ def test_a_monitor_follows_a_compiled_model(given: str, tmp_path: Path) -> None:
     """
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from locater.runs import Monitor
+    from locater import Monitor
     from locater.runs.record_sinks import read_run
 
     model = llama(**ONE_LAYER if given == "compiled" else {}).train()

@@ -109,7 +109,7 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     assert run.steps[0]["heads"]["entropy_ratio"] == [[0.5, None]]
     assert [(step, math.isnan(loss)) for step, loss in run.losses] == [(0, True)]
     assert "NaN" not in run.to_json()
-    # as earlier versions wrote what they did not know
+    # as other writers may put what they do not know
     path.write_text(path.read_text().replace('"loss":"NaN"', '"loss":null'))
     assert read_run(path).losses == []
     path.write_text(path.read_text().replace('"loss":null', '"loss":NaN'))  # as some other writer may put it

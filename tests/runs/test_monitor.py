@@ -4,6 +4,7 @@ leaves alone.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -17,15 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import locater
-from locater import LocaterError
+from locater import LocaterError, Monitor
 from locater.calls.call import Call
 from locater.discovery import attention_layers, fold_graph, stacked_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
-from locater.observing import observe
-from locater.observing import site as tally
-from locater.runs import Monitor, head_table
+from locater.observing import accumulate, observe
+from locater.runs import head_table
 from locater.runs.record_sinks import read_run
 from locater.runs.run_monitor import controls_that_fit, warning_line
 from tests.control.test_distributed import batch, shard
@@ -450,8 +450,8 @@ def test_an_observed_step_ends_in_few_operations_and_one_read(tmp_path: Path) ->
 
 def test_a_call_is_counted_in_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(2, 4, 6, 8)
-    found = tally.row_statistics(q, q, Terms(causal=True))
-    monkeypatch.setattr(tally, "row_statistics", lambda *args, **kw: found)
+    found = accumulate.row_statistics(q, q, Terms(causal=True))
+    monkeypatch.setattr(accumulate, "row_statistics", lambda *args, **kw: found)
     for padding, most in ((None, 22), (torch.ones(2, 6, dtype=torch.bool), 70)):
         with Counted() as seen:
             counted(q, q, padding=padding)
@@ -461,13 +461,13 @@ def test_a_call_is_counted_in_few_operations(monkeypatch: pytest.MonkeyPatch) ->
 def counted(q: Tensor, k: Tensor, causal: bool = True, **more: Any) -> tuple[Tensor, Tensor]:
     """Sums and maxima of one call."""
     sums, maxima = (
-        torch.zeros(q.shape[1], len(tally.COLUMNS), dtype=torch.float64),
+        torch.zeros(q.shape[1], len(accumulate.COLUMNS), dtype=torch.float64),
         torch.full((q.shape[1], 1), -torch.inf),
     )
     pairs = torch.zeros(q.shape[1], 0, 2, dtype=torch.float64)
     call = Call(q, k, Terms(0.4, causal, **more))
-    into = tally.Accumulators(sums, maxima, pairs, None)
-    tally.add_call(call, into, tally.StatisticsOptions(), own=True, heads=None)
+    into = accumulate.Accumulators(sums, maxima, pairs, None)
+    accumulate.add_call(call, into, accumulate.StatisticsOptions(), own=True, heads=None)
     return sums, maxima
 
 
@@ -491,7 +491,7 @@ def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
     generator = torch.Generator().manual_seed(queries)
     q, k = torch.randn(3, 4, queries, 8, generator=generator), torch.randn(3, 2, 6, 8, generator=generator)
     short = counted(q, k, causal, **MORE[more])
-    monkeypatch.setattr(tally, "STACKED", stacked)
+    monkeypatch.setattr(accumulate, "STACKED", stacked)
     long = counted(q, k, causal, padding=torch.ones(3, 6, dtype=torch.bool), **MORE[more])
     torch.testing.assert_close(short, long, rtol=1e-5, atol=1e-5)
 
@@ -572,15 +572,26 @@ def test_what_cannot_be_recorded_is_read_layer_by_layer(
     """And said so once, whether a monitor or a control reads it."""
     together = spectrum_of(llama(), tmp_path / "a.jsonl")
 
-    def fails(*args: Any) -> None:
+    def fails(*args: Any, **kw: Any) -> None:
         raise RuntimeError("not recorded")
 
-    for name in ("__init__", "spectra"):
+    for when in ("at first", "after a change"):
         caplog.clear()
         model = llama()
         with monkeypatch.context() as patch:
-            patch.setattr(stacked_maps.FoldedStacks, name, fails)
-            apart = spectrum_of(model, tmp_path / f"{name}.jsonl")
+
+            def stop_recording(model: Any) -> Any:
+                patch.setattr(stacked_maps, "make_fx", fails)
+                return model
+
+            def replace_part(model: Any) -> Any:
+                attention = model.model.layers[0].self_attn
+                attention.q_proj = copy.deepcopy(attention.q_proj)
+                return stop_recording(model)
+
+            if when == "at first":
+                stop_recording(model)
+            apart = spectrum_of(model, tmp_path / f"{when}.jsonl", None if when == "at first" else replace_part)
             locater.LocAteR().attach(model).loss()
         assert [line for line in messages(caplog) if "layer by layer" in line] == [
             "the maps of LlamaForCausalLM are re-read layer by layer at each step, which is slower: they cannot be "
@@ -866,7 +877,7 @@ def watch_sharded(rank: int, folder: Path) -> None:
         monitor = Monitor(path, every=1).attach(model)
         model(batch().chunk(2)[rank] if group else batch())
         monitor.after_step()
-        assert monitor._weights.stacks is not None
+        assert monitor._weights._stacks.stacks is not None
         monitor.detach()
         if rank == 0:
             logged.append(read_run(path).steps[0]["heads"])
@@ -983,7 +994,8 @@ def test_the_state_has_the_step_and_what_was_warned_of(tmp_path: Path) -> None:
     later.detach()
     with pytest.raises(LocaterError, match="this state holds warned, and step, warned was expected"):
         later.load_state_dict({"warned": []})
-    later.load_state_dict({})  # of an earlier version
+    with pytest.raises(LocaterError, match="this state holds nothing"):
+        later.load_state_dict({})
     assert later.step == 3
 
 

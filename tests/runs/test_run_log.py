@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from locater import LocaterError, Monitor
 from locater.findings import QUANTITIES, explain, parse_conditions
+from locater.integrations.monitor import find_trainer
 from locater.runs.head_table import COLUMNS, SPECTRUM
 from locater.runs.record_sinks import JsonlSink, read_run
 from tests.families.decoders import GROUPED, make
@@ -130,6 +131,44 @@ def test_a_trainer_that_cannot_be_listened_to_leaves_its_logged_means(tmp_path: 
     assert read_run(tmp_path).losses == [(3, 2.5)]
     assert [x["over"] for x in lines(tmp_path / "locater.jsonl") if x["kind"] == "loss"] == [3]
     assert "null" not in (tmp_path / "locater.jsonl").read_text()
+
+
+def test_a_trainer_is_found_and_its_class_restored(tmp_path: Path) -> None:
+    """Callbacks are not handed their trainer. The one with a `training_step` of its own is listened to as any other; one
+    that takes its batches from elsewhere leaves its logged means.
+    """
+    from transformers import Trainer
+
+    class OwnStep(Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = 2 * model(**inputs).loss
+            loss.backward()
+            return loss.detach()
+
+    class OwnBatches(Trainer):  # type: ignore[misc]
+        def get_batch_samples(self, batches: Any, count: int, device: Any) -> Any:
+            return [next(batches) for _ in range(count)], None
+
+    before = Trainer.get_batch_samples
+    for kind, steps in ((OwnStep, [*range(1, 8)]), (OwnBatches, [7])):
+        trainer = trainer_for(tmp_path / kind.__name__, Monitor(every=3), logging_steps=7)
+        trainer.__class__ = kind
+        trainer.train()
+        assert [step for step, _ in read_run(tmp_path / kind.__name__ / "locater.jsonl").losses] == steps
+        assert Trainer.get_batch_samples is before
+    assert "get_batch_samples" in vars(OwnBatches)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_searches_for_trainers_may_end_in_any_order(first: int) -> None:
+    from transformers import Trainer
+
+    before = Trainer.get_batch_samples
+    searches = [find_trainer(object(), lambda trainer: None) for _ in range(2)]
+    assert Trainer.get_batch_samples is not before
+    for at in (first, 1 - first):
+        searches[at]()
+    assert Trainer.get_batch_samples is before
 
 
 def test_a_run_resumed_from_a_checkpoint_goes_on_in_its_log(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from locater.calls.functions import CHANNELS_SECOND, MAPS, MOVES, PRODUCTS
+from locater.calls.function_table import CHANNELS_SECOND, MAPS, MOVES, PRODUCTS
 from locater.errors import LocaterError
 from locater.torch_private import base_of_view, tree_leaves, tree_map, write_count
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from locater.calls.functions import (
+from locater.calls.function_table import (
     CASTS,
     COPIES,
     ENDS,

@@ -20,8 +20,8 @@ from locater.explain import METHODS, Run, deletion, paths
 from locater.explain.explanation import Explanation, Target, vectors
 from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
-from locater.observing.collecting import Progress
-from locater.observing.inputs import run as run_model
+from locater.observing.collect_statistics import Progress
+from locater.observing.forward_pass import run_model
 from locater.report.sentences import counted
 from locater.results.explanations import (
     DeletionCurve,
@@ -309,7 +309,7 @@ def _output(model: nn.Module, read: ExplainInput) -> Any:
         return run_model(model, read.batch)
     except LocaterError:
         raise
-    except Exception as error:
+    except Exception as error:  # raised by the code of a foreign model
         raise LocaterError(f"{type(model).__name__}: does not run on this input ({first_line(error)})") from error
 
 

@@ -51,7 +51,7 @@ def load_model(source: str) -> Any:
         kind = getattr(transformers, named, None) or AutoModel
         transformers.logging.disable_progress_bar()
         return kind.from_pretrained(source, dtype=torch.float32, trust_remote_code=False).eval()
-    except Exception as error:
+    except Exception as error:  # transformers, and the code of the model, raise many kinds
         raise LocaterError(f"{source}: cannot be run ({first_line(error)})") from None
 
 

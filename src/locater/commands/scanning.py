@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.coverage import folded_paths, unread
+from locater.calls.attention_like import folded_paths, unread
 from locater.commands.head_rows import ScanOptions, rows_of
 from locater.commands.layer_moments import Work, layer_moments
 from locater.discovery import read_source

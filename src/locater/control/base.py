@@ -59,7 +59,7 @@ class Control:
         """Whether `attach` would take the model as it is. Nothing is changed."""
         try:
             self._check(model)
-        except Exception:  # whatever reading the weights of a model from elsewhere does
+        except Exception:  # a foreign model may raise anything while its weights are read: then the answer is no
             return False
         return self.model is None
 

@@ -34,11 +34,17 @@ from torch import Tensor, nn
 from locater.control.base import Control, Layers, chosen_layers, device_of
 from locater.control.penalty_maps import size_counts, sized_maps, stored_maps, token_maps
 from locater.discovery import attention_layers
-from locater.discovery.stacked_maps import Inputs, Maps, maps_of, recorded_stacks
+from locater.discovery.stacked_maps import FoldedStacks, Inputs, Maps
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.effective import Effective
-from locater.observing.token_sample import Listener, TokenSample, on_training_tokens, samples_of, share_samples
+from locater.observing.token_sample import (
+    TokenListener,
+    TokenSample,
+    listen_to_training_tokens,
+    samples_of,
+    share_samples,
+)
 from locater.observing.token_size import TokenSize, share_sizes, sizes_of
 
 # The query and key maps of a live model in the form that a penalty is on; read anew at each step.
@@ -68,9 +74,9 @@ class ModelMaps:
             **{number: partial(_tokens, sample) for number, sample in self.samples.items()},
             **{number: partial(_mean_square, size) for number, size in self.sizes.items()},
         }
-        self._stacks = recorded_stacks(model, self.numbers, self.fold, self._inputs)
-        listeners: list[Listener] = [*self.samples.values(), *self.sizes.values()]
-        self._ends = on_training_tokens(model, listeners) if listeners else []
+        self._stacks = FoldedStacks(model, self.numbers, self.fold, self._inputs)
+        listeners: list[TokenListener] = [*self.samples.values(), *self.sizes.values()]
+        self._ends = listen_to_training_tokens(model, listeners) if listeners else []
 
     def now(self) -> list[Maps]:
         """Queries (L, H, h, d), keys (L, K, h, d) and logit scales (L,) of each stack; gradients flow to the weights.
@@ -81,10 +87,7 @@ class ModelMaps:
             self._finish_samples()
         if self.sizes:
             self._finish_sizes()
-        if self._stacks is not None:
-            return self._stacks.maps()
-        layers = attention_layers(self.model)
-        return [maps_of(self.fold(layers[number], *self._inputs_of(number))) for number in self.numbers]
+        return self._stacks.maps()
 
     def forget(self) -> None:
         """After a step: the samples were of the weights before it. Sizes of tokens stay until the next pass."""
@@ -119,10 +122,6 @@ class ModelMaps:
         for end in reversed(self._ends):
             end()
         self._ends = []
-
-    def _inputs_of(self, number: int) -> tuple[Tensor, ...]:
-        """Copies, since the next pass writes over a sample while a graph may still need it."""
-        return tuple(x.clone() for x in self._inputs[number]()) if number in self._inputs else ()
 
     def _finish_sizes(self) -> None:
         sizes = list(self.sizes.values())

@@ -4,7 +4,7 @@ Finding the heads takes names, patterns and a configuration, and folding each la
 operations: milliseconds for a model of twelve layers, and as much again on a GPU that waits for them to be launched.
 torch.compile cannot trace the search at all. So the operations that lead from the tensors to each layer's maps are
 recorded once, without data. Layers with the same operations are stacked and folded as one from then on, with the
-tensors as they are at that moment. What cannot be recorded can still be folded layer by layer.
+tensors as they are at that moment. What cannot be recorded is folded layer by layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from locater.discovery.fold_graph import LayerStack, layer_stacks, tensor_kind
-from locater.discovery.reading_models import Reading, whole_reading
+from locater.discovery.record_or_discovery import Reading, whole_reading
 from locater.errors import LocaterError, first_line
 from locater.layers.effective import Effective, effective
 from locater.layers.layer import AttentionLayer
@@ -90,14 +90,17 @@ def maps_of(folded: Effective) -> Maps:
 
 
 class FoldedStacks:
-    """The chosen layers of a model, numbered as in a scan. Raises what reading or recording them raises.
+    """The chosen layers of a model, numbered as in a scan. Raises LocaterError where they cannot be read.
 
-    `fold` makes the maps of a layer; `inputs` are, by the number of a layer, further tensors for it, read anew at each
+    `fold` makes the maps of a layer; `inputs` are, by the number of a layer, further tensors for it, re-read at each
     call. `read` finds the layers that are numbered, where these are not those of a scan.
 
-    A model that moves to another device or dtype, or that gets an adapter, is recorded anew at the next call; though
-    not inside a compiled step, so begin when the model is where it will be trained.
+    A model that moves to another device or dtype, or that gets an adapter, is recorded again at the next call; though
+    not inside a compiled step, so begin when the model is where it will be trained. Where a model cannot be recorded,
+    each call folds layer by layer, and a warning says so once for a model.
     """
+
+    stacks: list[LayerStack] | None  # None where the model cannot be recorded
 
     def __init__(
         self,
@@ -114,23 +117,36 @@ class FoldedStacks:
 
     def maps(self) -> list[Maps]:
         """Maps of each stack, from the weights as they are now; gradients flow to these."""
-        return self._replayed(self._maps)
+        return self._of_each(self._maps, lambda number, folded: maps_of(folded))
 
     @torch.no_grad()
     def spectra(self) -> list[Spectra]:
         """Spectra of each stack, from the weights as they are now. Nothing here waits for the device."""
-        return self._replayed(self._spectra)
+        return self._of_each(self._spectra, spectra_of)
 
-    def _replayed(self, replay: Callable[[LayerStack], Result]) -> list[Result]:
-        """`replay` of each stack; a model that has changed is recorded anew first."""
-        if torch.compiler.is_compiling():
+    def _of_each(
+        self, replay: Callable[[LayerStack], Result], of_layer: Callable[[int, Effective], Result]
+    ) -> list[Result]:
+        """`replay` of each stack, of a model that has changed after another recording; `of_layer` of each layer where
+        the model cannot be recorded.
+        """
+        if self.stacks is not None and torch.compiler.is_compiling():
             return [replay(stack) for stack in self.stacks]
-        try:
-            self._check_modules()
+        if self.stacks is not None:
+            try:
+                self._check_modules()
+                return [replay(stack) for stack in self.stacks]
+            except _ChangedError:
+                self._record()
+        if self.stacks is not None:
             return [replay(stack) for stack in self.stacks]
-        except _ChangedError:
-            self._record()
-            return [replay(stack) for stack in self.stacks]
+        layers = self._read_model(ModuleWeights(self.model)).build(self.chosen)
+        folded = (self.fold(layer, *self._copied_inputs(i)) for i, layer in zip(self.chosen, layers, strict=True))
+        return [of_layer(i, maps) for i, maps in zip(self.chosen, folded, strict=True)]
+
+    def _copied_inputs(self, number: int) -> tuple[Tensor, ...]:
+        """Copies, since what fills them may write over them while a graph still needs them."""
+        return tuple(x.clone() for x in self.inputs[number]()) if number in self.inputs else ()
 
     def _maps(self, stack: LayerStack) -> Maps:
         query, key = stack.fold_maps(*self._read(stack))
@@ -168,8 +184,18 @@ class FoldedStacks:
         ):
             raise _ChangedError
 
-    @torch.no_grad()
     def _record(self) -> None:
+        """Record the stacks, or warn that there are none."""
+        self.stacks = None
+        try:
+            self.stacks = self._recorded()
+        except LocaterError:
+            raise
+        except Exception as error:  # what a reader of somebody else's family does may not be traceable
+            _warn_unrecorded(self.model, error)
+
+    @torch.no_grad()
+    def _recorded(self) -> list[LayerStack]:
         self._weights = weights = _Shapes(self.model)
         self._places = {
             f"input {place} of layer {number}": (number, place)
@@ -195,11 +221,12 @@ class FoldedStacks:
         with torch.autocast(fakes[0].device.type, enabled=False):
             whole = make_fx(functionalize(maps), tracing_mode="fake")(*fakes)
             weights.tensors = {}
-            self.stacks = list(layer_stacks(whole, self.chosen, names, folded))
+            stacks = list(layer_stacks(whole, self.chosen, names, folded))
         own = [weights.live_tensor(name).module for name in names if name not in self._places]
         self._edges = _edges(self.model, own)
         wrappers = [part for part in self.model.modules() if is_a(part, "peft.utils.other", "ModulesToSaveWrapper")]
         self._wrappers = [(wrapper, _active_copy(wrapper)) for wrapper in wrappers]
+        return stacks
 
     def _fold(self) -> Iterator[Effective]:
         reading = self._reading or self._read_model(self._weights)
@@ -207,24 +234,7 @@ class FoldedStacks:
             yield self.fold(layer, *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i))
 
 
-def recorded_stacks(
-    model: nn.Module,
-    chosen: Sequence[int],
-    fold: Callable[..., Effective] = effective,
-    inputs: Mapping[int, Inputs] | None = None,
-    read: Callable[[ModuleWeights], Reading] | None = None,
-) -> FoldedStacks | None:
-    """`FoldedStacks`, or None with a warning where the maps cannot be recorded; raises where they cannot be read."""
-    try:
-        return FoldedStacks(model, chosen, fold, inputs, read)
-    except LocaterError:
-        raise
-    except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
-        warn_unrecorded(model, error)
-        return None
-
-
-def warn_unrecorded(model: nn.Module, error: Exception) -> None:
+def _warn_unrecorded(model: nn.Module, error: Exception) -> None:
     """Once for a model, whoever reads its maps."""
     if model not in _warned:
         _warned.add(model)

@@ -16,8 +16,8 @@ from locater.explain.attention_event import AttentionEvent
 from locater.explain.explanation import Explanation, Target, TargetChoice, choose_target
 from locater.explain.recorded_run import Inputs, Run, recorded
 from locater.explain.streams import StreamsOf, StreamStep, ends_of, last_of, main_stream, read_rows, sizes_of, steps_of
-from locater.observing.accumulators import wide
-from locater.observing.map_of_heads import attention_maps
+from locater.observing.accumulate import wide
+from locater.observing.attention_maps import attention_maps
 
 
 @torch.inference_mode(False)

@@ -25,7 +25,7 @@ from locater.layers.joined import JoinedProjection
 from locater.layers.layer import Projection
 from locater.layers.normed import NormedProjection
 from locater.numerics import upcast
-from locater.observing.map_of_heads import attention_maps
+from locater.observing.attention_maps import attention_maps
 from locater.torch_private import apply_expert_gate
 
 Mlp = Literal["source", "linear"]

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.patching import instead
+from locater.calls.patching import replace_method
 from locater.errors import LocaterError
 from locater.explain.explanation import Explanation, Target, TargetChoice, choose_target
 from locater.explain.recorded_run import Inputs, Run, frozen, recorded
 from locater.explain.streams import main_stream
 from locater.numerics import upcast
-from locater.observing.inputs import as_keywords, run_checked
+from locater.observing.forward_pass import as_keywords, run_checked
 from locater.torch_private import unwrap_compiled
 
 # What the first embedding of a model returns: the input that gradients are taken with respect to.
@@ -69,7 +69,7 @@ class EmbeddedInputs:
         with ExitStack() as stack:
             for path, module in self.model.named_modules():
                 if _embeds(path, module):
-                    stack.callback(instead(module, "forward", partial(self._embed, features, met)))
+                    stack.callback(replace_method(module, "forward", partial(self._embed, features, met)))
             yield
 
     def _embed(

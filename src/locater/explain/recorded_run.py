@@ -20,9 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.changes import AttentionChange, AttentionRequest, put, take
+from locater.calls.interceptors import AttentionRequest, Interceptor, add_interceptor, remove_interceptor
 from locater.calls.listeners import Switch
-from locater.calls.patching import instead
+from locater.calls.patching import replace_method
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.explain.attention_event import AttentionEvent, values_behind
@@ -30,9 +30,9 @@ from locater.families.record import Block, BlockModules, Part
 from locater.families.registry import block_of, family_of
 from locater.families.taps import is_tapped
 from locater.layers import AttentionLayer
-from locater.observing.inputs import IDS, as_keywords, attention_input, check_tokens, run_checked
-from locater.observing.listen import heard
-from locater.observing.map_of_heads import attention_maps, without_autocast
+from locater.observing.attention_maps import attention_maps, without_autocast
+from locater.observing.forward_pass import IDS, as_keywords, attention_input, check_tokens, run_checked
+from locater.observing.listen import listening_to
 from locater.sources.sources import config_of
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import unwrap_compiled
@@ -115,15 +115,15 @@ class Run:
         tapped = {key for key, site in sites.items() if is_tapped(site.module, family)}
         if self.gradients and not tapped:  # PyTorch's encoder goes past its attention where nothing needs a gradient
             stack.enter_context(frozen(self.model))
-        stack.enter_context(heard(self.model, list(sites.values())))
+        stack.enter_context(listening_to(self.model, list(sites.values())))
         for key, site in sites.items():
             if not self.gradients:
                 continue
             if key in tapped:
-                stack.callback(instead(site.module, "forward", site.around))
+                stack.callback(replace_method(site.module, "forward", site.around))
                 continue
-            put(site.module, site.keeper)
-            stack.callback(take, site.module, site.keeper)
+            add_interceptor(site.module, site.keeper)
+            stack.callback(remove_interceptor, site.module, site.keeper)
 
     def _record_blocks(self, stack: ExitStack, record: _Record, block: Block) -> None:
         """Input and output of the modules that a block names, and the last stream."""
@@ -132,9 +132,9 @@ class Run:
         copied = {blocks.modules(layer).find(block.mlp or block.down) for layer in self.layers}
         for path in blocks.watched():
             keep = partial(_record_passage, record.passages.setdefault(path, []), path in copied)
-            stack.callback(instead(self.weights.submodule(path), "forward", keep))
+            stack.callback(replace_method(self.weights.submodule(path), "forward", keep))
         last = self.weights.submodule(blocks.final_norm() or block.path(self.layers[-1]))
-        stack.callback(instead(last, "forward", record.pass_end_on))
+        stack.callback(replace_method(last, "forward", record.pass_end_on))
 
     @property
     def output(self) -> Any:
@@ -379,7 +379,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
 
 
-class _Keeper(AttentionChange):
+class _Keeper(Interceptor):
     """Keeps the values and the output of a call, until the call is announced. After all other changes."""
 
     order = 1000
@@ -435,7 +435,7 @@ class _EventSite:
                 self.events[-1] = AttentionEvent(event.layer, event.call, values.value, output, values.to_heads)
         return out
 
-    def see(self, call: Call) -> None:
+    def receive(self, call: Call) -> None:
         value, output = self.keeper.kept
         self.keeper.kept = (None, None)
         if value is not None:  # keys beyond those of the call are empty places of a cache

@@ -119,7 +119,7 @@ def tokenizer_of_run(folder: Path, vocabulary: int, make: Callable[[], Tokenizer
         return PairTokenizer(_library(vocabulary).Tokenizer.from_str(saved))
     except LocaterError:
         raise
-    except Exception as error:  # the package raises plain exceptions
+    except Exception as error:  # the tokenizers package raises plain Exception
         raise LocaterError(
             f"{path}: not a readable tokenizer ({error}): remove the run's folder and start again"
         ) from None

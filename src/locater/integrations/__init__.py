@@ -1,4 +1,7 @@
-"""Controls inside the trainers of transformers and Lightning. The controls themselves are in `locater.control`."""
+"""`Monitor` and controls inside the trainers of transformers and Lightning.
+
+The controls themselves are in `locater.control`; what a monitor writes and warns of is in `locater.runs`.
+"""
 
 from importlib import import_module
 from types import ModuleType

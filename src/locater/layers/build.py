@@ -15,7 +15,7 @@ from locater.layers.layer import AttentionLayer, Projection
 from locater.layers.map_layouts import AnyMap, MapLayout, NormLayout, VectorLayout, count
 from locater.layers.norm import Norm, NormKind
 from locater.layers.row_readers import PickedRows, read_floats
-from locater.sources.settings import configuration, remedy
+from locater.sources.config_rules import configuration, remedy
 from locater.sources.weights import Rows, Weights
 
 # Layouts: what readers name in a source. No tensor is read here, only names and shapes.

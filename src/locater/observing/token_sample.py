@@ -19,12 +19,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from locater.calls.listeners import Switch, is_on, run_pass
-from locater.calls.patching import instead
+from locater.calls.listeners import Switch, is_listening, run_pass
+from locater.calls.patching import replace_method
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
-from locater.observing.inputs import attention_input
-from locater.observing.stream import Padding
+from locater.observing.forward_pass import attention_input
+from locater.observing.residual_stream import Padding
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import in_backward_pass
 
@@ -35,12 +35,12 @@ _samples: WeakValueDictionary[int, TokenSample] = WeakValueDictionary()
 _numbers = count()
 
 
-class Listener(Protocol):
+class TokenListener(Protocol):
     """What is told the tokens that one attention module reads."""
 
     name: str  # of the module
 
-    def see(self, x: Tensor, shown: Tensor | None) -> None:
+    def receive(self, x: Tensor, shown: Tensor | None) -> None:
         """Tokens x (B, T, d); `shown` (B, T) says which are no padding, None that none is."""
 
 
@@ -59,7 +59,7 @@ class TokenSample:
         self.passes, self.filled = 0, False
         _samples[self.number] = self
 
-    def see(self, x: Tensor, shown: Tensor | None) -> None:
+    def receive(self, x: Tensor, shown: Tensor | None) -> None:
         """Take tokens of x (B, T, d); `shown` (B, T) says which are no padding, None that none is."""
         precise = torch.promote_types(self.tokens.dtype, x.dtype)
         if (self.tokens.device, self.tokens.dtype) != (x.device, precise):  # the model has moved since
@@ -190,7 +190,7 @@ def samples_of(model: nn.Module, layers: Mapping[int, AttentionLayer], size: int
     }
 
 
-def on_training_tokens(model: nn.Module, listeners: Iterable[Listener]) -> list[Callable[[], None]]:
+def listen_to_training_tokens(model: nn.Module, listeners: Iterable[TokenListener]) -> list[Callable[[], None]]:
     """From now on, tell the listeners whenever their modules run in training mode, in a pass that begins with gradients
     enabled: a reference model and a rollout run without. Returns functions that end it.
     """
@@ -199,9 +199,9 @@ def on_training_tokens(model: nn.Module, listeners: Iterable[Listener]) -> list[
     ends: list[Callable[[], None]] = []
     for listener in listeners:
         module = weights.submodule(listener.name)
-        ends.append(instead(module, "forward", partial(_listening, listener, padding, switch, _names(module))))
+        ends.append(replace_method(module, "forward", partial(_listening, listener, padding, switch, _names(module))))
     # last, so that masks are noted first where the model is itself the attention module
-    ends.append(instead(model, "forward", partial(_noting_masks, padding, switch, _names(model))))
+    ends.append(replace_method(model, "forward", partial(_noting_masks, padding, switch, _names(model))))
     return ends
 
 
@@ -224,7 +224,7 @@ def _noting_masks(
 
 
 def _listening(
-    listener: Listener,
+    listener: TokenListener,
     padding: Padding,
     switch: Switch,
     names: list[str],
@@ -233,7 +233,7 @@ def _listening(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if module.training and is_on(switch):
+    if module.training and is_listening(switch):
         read = attention_input(module, args, kwargs, names)
         if read is not None and hasattr(read.x, "full_tensor"):  # under sequence parallelism
             read = replace(read, x=read.x.full_tensor())
@@ -241,7 +241,7 @@ def _listening(
             shown = read.real if read.real is not None else padding.of(read.x, listener.name)
             if not padding.masks and shown is None:  # the model was not run as a whole
                 shown = _shown(dict(zip(names, args, strict=False)) | kwargs, read.x)
-            listener.see(read.x, shown)
+            listener.receive(read.x, shown)
     return forward(*args, **kwargs)
 
 

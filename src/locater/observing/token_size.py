@@ -27,7 +27,7 @@ class TokenSize:
     `passes` counts the calls of the module that share the sums, `filled` says whether there was one at all.
 
     >>> size = TokenSize("attention", torch.zeros(()))
-    >>> size.see(torch.tensor([[[3.0, 4.0], [1.0, 1.0], [9.0, 9.0]]]), torch.tensor([[True, True, False]]))
+    >>> size.receive(torch.tensor([[[3.0, 4.0], [1.0, 1.0], [9.0, 9.0]]]), torch.tensor([[True, True, False]]))
     >>> size.mean_square()                                             # (25 / 2 + 2 / 2) / 2
     tensor([6.7500])
     """
@@ -38,7 +38,7 @@ class TokenSize:
         self.passes, self.filled = 0, False
         _sizes[self.number] = self
 
-    def see(self, x: Tensor, shown: Tensor | None) -> None:
+    def receive(self, x: Tensor, shown: Tensor | None) -> None:
         """Add the tokens of x (B, T, d); `shown` (B, T) says which are no padding, None that none is."""
         precise = torch.promote_types(self.sums.dtype, x.dtype)
         if (self.sums.device, self.sums.dtype) != (x.device, precise):  # the model has moved since

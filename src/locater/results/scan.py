@@ -215,7 +215,6 @@ class HeadRow:
 
 
 OPTIONAL = ("eigenvalues", "drive", "profile", "quantised")  # columns that a document has only where they are filled
-ADDED = ("residual_kept", "effective_rank")  # columns that documents of earlier versions do not have
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
 
@@ -284,7 +283,7 @@ class Scan(Document):
             document = parsed(file.read_text(encoding="utf-8"))
             if document["schema"] not in READ or isinstance(document["schema"], bool):
                 raise ValueError(f"schema {document['schema']!r:.40}, not {' or '.join(map(str, READ))}")
-            check_scan(document, NUMERIC_COLUMNS, OPTIONAL + ADDED)
+            check_scan(document, NUMERIC_COLUMNS, OPTIONAL)
             rows = [_row_of(head) for head in document["heads"]]
             found = cls(document["source"], document["assumptions"], document["layers"], rows)
             return found if document["schema"] == SCAN_SCHEMA else found.labelled_old()
@@ -422,6 +421,5 @@ def _lacks_details(row: HeadRow) -> bool:
 
 
 def _row_of(head: dict[str, Any]) -> HeadRow:
-    head = {**dict.fromkeys(ADDED), **head}
-    head.pop("faults", None)  # derived from the rest
-    return HeadRow(**{**head, "flags": tuple(head["flags"])})
+    stored = {name: value for name, value in head.items() if name != "faults"}  # faults are derived from the rest
+    return HeadRow(**{**stored, "flags": tuple(head["flags"])})

@@ -1,5 +1,5 @@
 """A training run, logged and warned of."""
 
-from locater.runs.run_monitor import Monitor
+from locater.runs.run_monitor import RunMonitor
 
-__all__ = ["Monitor"]
+__all__ = ["RunMonitor"]

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from locater.calls.changes import CHANGES, changes
+from locater.calls.interceptors import INTERCEPTORS, interceptors
 from locater.discovery import attention_layers
-from locater.discovery.reading_models import Reading
-from locater.discovery.stacked_maps import FoldedStacks, Spectra, recorded_stacks, spectra_of, warn_unrecorded
+from locater.discovery.record_or_discovery import Reading
+from locater.discovery.stacked_maps import FoldedStacks, Spectra, spectra_of
 from locater.errors import LocaterError
 from locater.findings import key_variance
 from locater.layers import AttentionLayer, effective
 from locater.layers.effective import Effective
 from locater.numerics import finite_or_none
-from locater.observing.known_layers import parts_of
-from locater.observing.rows import numbers_of, totals
-from locater.observing.site import Site
+from locater.observing.layers_by_record import parts_of
+from locater.observing.listening_site import Site
+from locater.observing.seen_heads import head_numbers, totals
 from locater.runs.first_batch import DiscoveredLayers
 from locater.sources.live_tensors import next_training_pass
 from locater.sources.weights import ModuleWeights
@@ -42,7 +42,7 @@ def head_table(sites: Sequence[Site], numbers: Sequence[list[float]]) -> Table:
     for site, total in zip(sites, totals(sites, numbers), strict=True):
         if total.called:
             for head, sums, top in zip(site.heads, total.sums, total.tops, strict=True):
-                table[site.number, head] = numbers_of(site, sums, top, _MEANS)
+                table[site.number, head] = head_numbers(site, sums, top, _MEANS)
     return table
 
 
@@ -65,36 +65,30 @@ def add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[list
 class WeightSpectra:
     """Reads the query-key maps of chosen layers from a model's weights, again at each step.
 
-    Layers of one shape are read together. Where a model does not allow that, each layer is read on its own. `read`
-    finds all layers of the model; without it they are those of a scan.
+    Layers of one shape are read together, except under changes that controls have put on attention. `read` finds all
+    layers of the model; without it they are those of a scan.
     """
 
     def __init__(self, model: nn.Module, numbers: Sequence[int], read: ReadModel | None = None) -> None:
         self.model, self.numbers, self._read_model = model, list(numbers), read
-        self.stacks: FoldedStacks | None = None
-        with contextlib.suppress(LocaterError):  # `read` then goes layer by layer, and raises what cannot be read
-            self.stacks = recorded_stacks(model, self.numbers, read=read)
+        self._stacks: FoldedStacks | None = None
+        with contextlib.suppress(LocaterError):  # `read` raises it again, and a run goes on without
+            self._stacks = FoldedStacks(model, self.numbers, read=read)
 
     @torch.no_grad()
     def read(self) -> list[Spectra]:
-        """Of the weights as they are now, as the next training pass uses them: parametrized, and under changes that
-        controls have put on attention.
+        """Of the weights as they are now, as the next training pass uses them: parametrized, and under the changes of
+        controls.
         """
         parts = parts_of(self.model)
         with next_training_pass(parts):
-            if any(CHANGES in part.__dict__ for part in parts):
+            if self._stacks is None or any(INTERCEPTORS in part.__dict__ for part in parts):
                 return self._layer_by_layer()
-            if self.stacks is not None:
-                try:
-                    return self.stacks.spectra()
-                except Exception as error:
-                    self.stacks = None  # from here on layer by layer
-                    warn_unrecorded(self.model, error)
-            return self._layer_by_layer()
+            return self._stacks.spectra()
 
     def _layer_by_layer(self) -> list[Spectra]:
         weights = ModuleWeights(self.model)
-        # read anew: norm gains are folded in as they are at this step
+        # re-read: norm gains are folded in as they are at this step
         layers = attention_layers(self.model) if self._read_model is None else self._read_model(weights).layers
         return [
             spectra_of(number, changed_maps(layers[number], weights.submodule(layers[number].name)))
@@ -105,7 +99,7 @@ class WeightSpectra:
 def changed_maps(layer: AttentionLayer, module: nn.Module) -> Effective:
     """The effective maps of a layer, under the changes that controls have put on its module."""
     fold: Callable[[AttentionLayer], Effective] = effective
-    for change in changes(module):
+    for change in interceptors(module):
         fold = partial(change.fold, fold=fold)
     return fold(layer)
 

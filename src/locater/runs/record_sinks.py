@@ -474,7 +474,7 @@ class RecordSinks:
         for sink in self._sinks:
             try:
                 sink.write(record)
-            except Exception as error:  # a full disk or a lost connection; the next record is tried again
+            except Exception as error:  # of any tracker: a full disk, a lost connection; the next record is tried
                 self._report(f"the run goes on without records: {type(sink).__name__}: {error}", about=sink)
 
     def close(self) -> None:
@@ -482,6 +482,6 @@ class RecordSinks:
         for sink in self._sinks:
             try:
                 sink.close()
-            except Exception as error:
+            except Exception as error:  # of any tracker: the other sinks are still to be closed
                 self._report(f"{type(sink).__name__}: {error}")
         self._sinks = []

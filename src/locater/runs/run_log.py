@@ -260,7 +260,7 @@ class RunReader:
             self._place(self.steps, record, itemgetter("step"))
 
     def _add_numbers(self, record: Record) -> None:
-        """Loss and scalars of a line. Null counts as not known: logs of earlier versions wrote it."""
+        """Loss and scalars of a line. Null counts as not known: other writers may put it."""
         value = record.get("loss")
         if value is None:
             record.pop("loss", None)

@@ -1,7 +1,8 @@
-"""`Monitor`: logs every attention head of a training run, and warns by name when one is about to fail.
+"""`RunMonitor`: logs every attention head of a training run, and warns by name when one is about to fail.
 
-    trainer = transformers.Trainer(..., callbacks=[locater.Monitor()])   # or lightning.Trainer
-    monitor = locater.Monitor("run.jsonl").attach(model)                 # or any loop: monitor.after_step(loss=loss)
+    monitor = locater.Monitor("run.jsonl").attach(model)    # in any loop: monitor.after_step(loss=loss)
+
+`locater.Monitor` is this, and the callbacks that trainers call (`integrations/monitor.py`).
 
 Between observed steps nothing is computed and nothing waits for the device. The loss of such a step is written as soon
 as it has arrived from there.
@@ -23,12 +24,12 @@ from torch import Tensor, nn
 from locater.discovery.stacked_maps import Spectra
 from locater.errors import LocaterError, first_line
 from locater.findings import FLAGS, Condition, Remedy, parse_conditions, reasons, remedy_for
-from locater.observing.accumulators import StatisticsOptions
-from locater.observing.choosing import Choice
+from locater.observing.accumulate import StatisticsOptions
+from locater.observing.layer_choice import Choice
+from locater.observing.listening_site import Site
 from locater.observing.observation import Observation
-from locater.observing.ranks import ranks_agree
-from locater.observing.rows import accumulators, fetched
-from locater.observing.site import Site
+from locater.observing.reduce_ranks import ranks_agree
+from locater.observing.seen_heads import accumulators, fetch_numbers
 from locater.options import parse_call
 from locater.runs.first_batch import discover_layers
 from locater.runs.head_table import (
@@ -42,7 +43,6 @@ from locater.runs.head_table import (
 )
 from locater.runs.record_sinks import RecordSinks, Sink
 from locater.runs.records import Record, end_record, header, loss_record, step_record, warning_record
-from locater.runs.trainer_events import TrainerEvents
 
 # Losses on their way from the device to the log: copied without waiting, and read once they have arrived.
 
@@ -127,22 +127,8 @@ WARN_ON = "nonfinite, exploding, spread>5"
 logger = logging.getLogger("locater")
 
 
-class Monitor(TrainerEvents):
-    """Observe every `every`-th step of a run, write it to sinks, and warn once per head and reason.
-
-    `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close();
-    without any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in
-    `observe`. `warn_on` lists flags and comparisons as --fail-on does, such as "exploding, entropy_ratio<0.1".
-    `spectrum` adds M and the logit spread of each head's query-key map, from its weights. `passes="loss"` counts the
-    forward passes that a loss comes from: in training mode, with gradients enabled when they begin. A reference, a
-    rollout or an evaluation runs without; the log has how many were left out. `passes="all"` counts every pass in
-    training mode.
-
-    A warning is a reason to look, and silence is no promise. On small runs that had no part in choosing `warn_on`, 32
-    of 66 failures were warned of 10 steps or more before the loss showed them (32 of 58 without those of bad data),
-    and 2 of 110 ordinary runs were warned of. Sudden faults, such as a jump of the rate or bad data, show in the loss
-    first (docs/monitor.md).
-    """
+class RunMonitor:
+    """Observes a run, writes it to sinks and warns about heads; `locater.Monitor` describes the options."""
 
     def __init__(
         self,
@@ -175,6 +161,15 @@ class Monitor(TrainerEvents):
         self._weights: WeightSpectra | None = None
         self._log_sites: list[Site] = []  # the layers of the log
         self._folder = Path()
+
+    @property
+    def attached(self) -> bool:
+        return self.observation is not None
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that is running is observed."""
+        return self.observation is not None and self.observation.switch.on
 
     def attach(self, model: nn.Module, folder: str | os.PathLike[str] = ".") -> Self:
         """Begin. The next step is observed; call `after_step` after each, and `detach` at the end."""
@@ -242,10 +237,9 @@ class Monitor(TrainerEvents):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the step of a checkpoint, without repeating its warnings; before or after `attach`."""
-        if not state:  # of an earlier version, which saved nothing
-            return
         if state.keys() != {"step", "warned"}:
-            raise LocaterError(f"Monitor: this state holds {', '.join(state)}, and step, warned was expected")
+            held = ", ".join(state) or "nothing"
+            raise LocaterError(f"Monitor: this state holds {held}, and step, warned was expected")
         self.step = int(state["step"])
         self.warned = {(int(layer), int(head), str(reason)) for layer, head, reason in state["warned"]}
         if self.observation is not None:
@@ -296,7 +290,7 @@ class Monitor(TrainerEvents):
         found, reason = None, "ranks found other layers than this one"
         try:
             found = discover_layers(self._log_sites, *call)
-        except Exception as error:
+        except Exception as error:  # a copy of a foreign model runs, and its errors must not end a training run
             reason = first_line(error)
         # maps that are split over ranks are read by all of them or by none
         numbers = [] if found is None else [site.number for site in found.sites.values()]
@@ -320,7 +314,7 @@ class Monitor(TrainerEvents):
         values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
         plain = [name for name, x in values.items() if type(x) in (Tensor, nn.Parameter)]
         of_sites, of_weights = accumulators(sites), [x for part in spectra for x in part.tensors]
-        fetched_numbers = iter(fetched([*of_sites, *of_weights, *(values[name] for name in plain)]))
+        fetched_numbers = iter(fetch_numbers([*of_sites, *of_weights, *(values[name] for name in plain)]))
         self.observation.clear()
         table = head_table(sites, list(islice(fetched_numbers, len(of_sites))))
         add_spectra(table, spectra, list(islice(fetched_numbers, len(of_weights))))
@@ -341,7 +335,7 @@ class Monitor(TrainerEvents):
             return [], None
         try:
             return self._weights.read(), None
-        except Exception as error:
+        except Exception as error:  # reported with the step: it must not end a training run
             return [], error
 
     def _report_gaps(self, table: Table, error: Exception | None) -> None:
@@ -358,10 +352,10 @@ class Monitor(TrainerEvents):
             self._report_once(
                 f"no pass had gradients, so none is counted ({switch.left_out} without): a loss comes from passes with "
                 'gradients; Monitor(passes="all") counts every pass in training mode',
-                about=Monitor,
+                about="no gradients",
             )
         elif not table:
-            reason = f"the model was not in training mode, or {self.observation.nothing()}"
+            reason = f"the model was not in training mode, or {self.observation.why_nothing()}"
             self._report_once(reason, about=self.observation)
         if error is not None and table:
             self.spectrum = False

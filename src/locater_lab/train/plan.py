@@ -12,8 +12,8 @@ from typing import Any, Self, get_type_hints
 from locater.errors import LocaterError
 from locater.inputs.tokenizer import BYTES
 from locater_lab.mechanisms import mechanisms
+from locater_lab.mechanisms.stack import LayerAttention, parse_attention
 from locater_lab.mechanisms.swap import check_causality
-from locater_lab.mechanisms.text import Named, parse_attention
 
 # What a plan is refused for: sizes that do not fit together, data that a task does not read, attention that does
 # not fit.
@@ -128,7 +128,7 @@ def check_plan_attention(plan: Plan) -> None:
         raise LocaterError(f"convert_at={plan.convert_at}: the run ends at step {plan.steps}")
 
 
-def _check_mechanism(plan: Plan, layer: Named) -> None:
+def _check_mechanism(plan: Plan, layer: LayerAttention) -> None:
     size = plan.width // plan.heads
     check_causality(layer.mechanism, plan.is_causal, f"task={plan.task}")
     if layer.name == "differential" and plan.where == "rotary" and size % 4:
@@ -273,7 +273,7 @@ class Plan:
         return self.task in ("causal", "copy", "ngram")
 
     @property
-    def attention_after(self) -> tuple[Named, ...]:
+    def attention_after(self) -> tuple[LayerAttention, ...]:
         """The mechanism of each layer at the end of the run."""
         return parse_attention(self.convert or self.attention, self.layers)
 

@@ -58,7 +58,7 @@ def connected(address: str) -> Any:
     _refuse_silence(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    except Exception as error:  # ConnectionError, ValueError, RuntimeError: by kind of address
+    except Exception as error:  # ConnectionError, ValueError or RuntimeError, depending on the kind of address
         raise LocaterError(
             f"--ray {address}: no connection to a cluster ({first_line(error)}): start one with `ray start --head`, or "
             "leave --ray out (a cluster that asks for a token needs RAY_AUTH_MODE=token and ~/.ray/auth_token)"

@@ -258,7 +258,7 @@ def _looked_at(entry: Listed, settings: Settings, few: bool) -> list[Job] | Outc
     try:
         mark = identity(entry.source)
         size = size_of(entry.source) if few or remote_address(entry.source) is None else None
-    except Exception as error:  # libraries of the hub and of buckets raise many kinds
+    except Exception as error:  # the libraries for the hub and for buckets raise many kinds
         return Outcome(job(""), reason_of(error))
     seconds = REMOTE if size is None else EACH + PER_BYTE * size
     count = 1 if size is None or size <= LARGE else _pieces(entry.source, size)
@@ -273,7 +273,7 @@ def _pieces(source: str, size: int) -> int:
         with session():  # closes remote files
             weights, config = open_source(source)
             layers = read_source(weights, config).layers
-    except Exception:  # whoever scans it will say what is wrong
+    except Exception:  # the scan will say what is wrong with it
         return 1
     elements = sum(math.prod(weights.shape(name)) for name in weights.names())
     wanted = sum(math.prod(layer.query.shape) + math.prod(layer.key.shape) for layer in layers)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from locater.calls.functions import fills, name_of, writes_in_place
-from locater.discovery.tape.rewriting import has_both, in_double, rewritten
+from locater.calls.function_table import fills, name_of, writes_in_place
+from locater.discovery.tape.canonical_calls import has_both, in_double, rewritten
 from locater.torch_private import tree_flatten, tree_map
 
 # functions of torch.nn.functional that hide attention: what they call is written down, not they

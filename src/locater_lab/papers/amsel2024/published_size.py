@@ -180,9 +180,9 @@ def train_missing_arms(letter: str, arms: Sequence[Encoder], runs: Runs, setting
             continue
         try:
             result = {**train_encoders(arm, "cuda"), **versions("cuda")}
-        except Exception as error:  # of any kind: compilers, memory
+        except Exception as error:  # anything can end a run (compilers, memory); it has no line and is run again
             broken.append(f"{name_of(arm)}: {type(error).__name__}: {first_line(error)}")
-            setting.tell(broken[-1])
+            setting.log(broken[-1])
             continue
         line = round_numbers({"claim": letter, "arm": name_of(arm), "options": arm.options, **result}, 6)
         runs.lines[key_of(arm)] = line
@@ -190,7 +190,7 @@ def train_missing_arms(letter: str, arms: Sequence[Encoder], runs: Runs, setting
             append_line(runs.path, line)
         ends = losses_of(line)
         outcome = f"loss {min(ends):.4f} to {max(ends):.4f}" if ends else "a seed without a finite loss"
-        setting.tell(f"{name_of(arm)}: {outcome}, {line['seconds']:.0f} s")
+        setting.log(f"{name_of(arm)}: {outcome}, {line['seconds']:.0f} s")
     if broken:
         raise LocaterError(f"{len(broken)} arms broke and can be run again, the first: {broken[0]}")
 
