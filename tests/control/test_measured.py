@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from locater.control import LocAteR
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.observing.token_sample import TokenSample, chosen_tokens
+from locater.observing.training_tokens import TokenSample, chosen_tokens
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from tests.families import CASES

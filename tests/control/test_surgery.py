@@ -709,7 +709,7 @@ def test_a_block_without_an_mlp_has_none_to_lose() -> None:
 
 def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, count = small("Bert"), 0
-    real = surgery.instead
+    real = surgery.replace_method
 
     def failing(*args: Any) -> Any:
         nonlocal count

@@ -261,7 +261,9 @@ def test_a_clipped_query_is_refused(clip: float) -> None:
     model = build("Olmo", **{**BASE, **EVERY_HEAD}, clip_qkv=clip)
     discovered = locater.discover(model)
     assert not discovered.layers
-    assert {refusal.reason for refusal in discovered.refused} == {"its queries, keys or values are clipped or bent"}
+    assert {refusal.reason for refusal in discovered.refused} == {
+        "its queries, keys or values are clipped, or no linear function of their maps"
+    }
     with pytest.raises(LocaterError, match="clipped"):
         locater.attention_layers(model)
 

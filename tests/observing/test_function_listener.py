@@ -168,7 +168,7 @@ def test_maps_of_each_head_are_no_attention_by_themselves() -> None:
         model(x)
     q, k = (torch.einsum("bte,hed->bhtd", x.double(), w.double()) for w in (model.to_q, model.to_k))
     assert [row.entropy for row in seen.rows] == pytest.approx(entropies((q @ k.mT).softmax(-1).detach()), abs=1e-5)
-    with pytest.raises(LocaterError, match="no softmax attention was heard"), observe(PerHead(True)) as seen:
+    with pytest.raises(LocaterError, match="no softmax attention was found"), observe(PerHead(True)) as seen:
         seen.model(x)
 
 

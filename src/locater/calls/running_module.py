@@ -28,7 +28,7 @@ class RunningModule:
     arguments: dict[str, Any]
     calls: list[tuple[DirectCall, CodePlace | None]] = field(default_factory=list)  # and where; None: by the interface
     at_interface: list[DirectCall] = field(default_factory=list)  # what the interface said of the latter
-    errors: list[Exception] = field(default_factory=list)  # for which calls of it were not heard
+    errors: list[Exception] = field(default_factory=list)  # for which calls of it were missed
 
     @property
     def tokens(self) -> int | None:

@@ -92,7 +92,7 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     formats = sorted({x.quantised for x in layers if x.quantised is not None})
     if formats:
         notes.append(f"quantised weights ({', '.join(formats)}): the numbers describe the quantised model")
-    notes += [] if raw else _unnormed(layers)
+    notes += [] if raw else _layers_without_norm(layers)
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
         notes.append("query and key norms in mean field: each token's own norm is replaced by its root mean square")
     if any(norm_inside(part) for x in layers for part in (x.query, x.key)):
@@ -121,7 +121,7 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     return notes
 
 
-def _unnormed(layers: list[AttentionLayer]) -> list[str]:
+def _layers_without_norm(layers: list[AttentionLayer]) -> list[str]:
     """Which layers have no known norm in front of their queries, or of their keys where these read another stream."""
     queries = [x.name for x in layers if x.norm.kind == "none" and x.unknown_norm is None]
     keys = [x.name for x in layers if x.kind == "cross" and (x.memory_norm is None or x.memory_norm.kind == "none")]
@@ -320,7 +320,7 @@ def scan(
         gaps = [f"an adapter, read on its base model {opened_base}", *gaps]
     read_numbers = record.end()
     return Scan(
-        _shown(source),
+        _source_name(source),
         {
             **({"read": read_numbers} if read_numbers else {}),
             **assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
@@ -335,7 +335,7 @@ def scan(
     )
 
 
-def _shown(source: Source) -> str:
+def _source_name(source: Source) -> str:
     """The name of a source; what a URL has after `?` may be a secret."""
     if isinstance(source, nn.Module):
         return type(source).__name__
@@ -369,10 +369,10 @@ def _scan_with_details(reference: Callable[[], Source | None], **settings: Any) 
     return scan(source, details=True, **settings)
 
 
-def parsed_shard(text: str | None) -> tuple[int, int] | None:
+def parse_shard(text: str | None) -> tuple[int, int] | None:
     """`2/8` as (2, 8).
 
-    >>> parsed_shard("2/8")
+    >>> parse_shard("2/8")
     (2, 8)
     """
     if text is None:

@@ -81,7 +81,7 @@ def class_and_settings(weights: Weights, config: Config) -> tuple[type, Any]:
     try:
         settings = transformers.CONFIG_MAPPING[model_type].from_dict(given)
         return _class_of(transformers, settings, config.get("architectures")), settings
-    except Exception as error:
+    except Exception as error:  # configurations check themselves in the code of their class
         raise _unbuildable(where, model_type, error) from None
 
 
@@ -110,7 +110,7 @@ def build_model(kind: type, settings: Any, device: str, where: str, most: int | 
                 stack.enter_context(initialization.no_init_weights())
                 stack.enter_context(initialization.meta_device_safe_creation_ops())
             model: nn.Module = kind(copy.deepcopy(settings)).eval()
-    except Exception as error:
+    except Exception as error:  # of the constructor of any class
         raise _unbuildable(where, getattr(settings, "model_type", None), error) from None
     return model
 

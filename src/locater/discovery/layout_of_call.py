@@ -142,9 +142,9 @@ def _refuse_split_rotation(whole: HeadRows, late: HeadRows, where: str) -> None:
         or late.turn is None
         or (whole.turn.first, whole.turn.second) != (late.turn.first, late.turn.second)
     ):
-        raise UnreadableError(f"its channels turn before and after {where}")
+        raise UnreadableError(f"its channels rotate before and after {where}")
     if (torch.exp(1j * (whole.turn.angles - late.turn.angles)) - 1).abs().max() > 1e-6:
-        raise UnreadableError(f"its channels turn before and after {where}")
+        raise UnreadableError(f"its channels rotate before and after {where}")
 
 
 def _count_groups(heads: list[int]) -> int:
@@ -152,7 +152,7 @@ def _count_groups(heads: list[int]) -> int:
     count = len(set(heads))
     group = len(heads) // count
     if len(heads) % count or heads != [head // group * group for head in range(len(heads))]:
-        raise UnreadableError("its queries share keys otherwise than in groups of neighbours")
+        raise UnreadableError("its queries share keys, and not in groups of neighbours")
     return count
 
 
@@ -358,7 +358,7 @@ def _with_output(tape: Tape, site: AttentionSite, layout: AttentionLayout) -> At
         own = None if same and part.front == site.key.front else part.front
         value = projected_heads(tape, part, order, tokens)
         if value.turn is not None:
-            raise UnreadableError("its values turn with position")
+            raise UnreadableError("its values rotate with position")
         if value.factor != 1:
             raise UnreadableError(f"its values are multiplied by {value.factor:.4g}")
         layout, value = _as_many_keys_as_values(layout, value)
@@ -409,11 +409,11 @@ def _with_rotation(tape: Tape, layout: AttentionLayout, query: ProjectedHeads, k
     if one is None and two is None:
         return layout
     if one is None or two is None or (one.first, one.second) != (two.first, two.second):
-        raise UnreadableError("its queries turn otherwise than its keys")
+        raise UnreadableError("its queries rotate in other pairs of channels than its keys")
     if one.angles.shape != two.angles.shape or (one.angles - two.angles).abs().max() > 1e-6:
-        raise UnreadableError("its queries turn by other angles than its keys")
+        raise UnreadableError("its queries rotate by other angles than its keys")
     if (query.norm or key.norm) and query.norm_last != key.norm_last:
-        raise UnreadableError("of its queries and keys, one is normalised before it turns and the other after")
+        raise UnreadableError("of its queries and keys, one is normalised before its rotation and the other after")
     still = [channel for channel in range(query.size) if channel not in {*one.first, *one.second}]
     order = [*one.first, *one.second, *still]
     known = [tensor for tensor in tape.buffers() if tensor.is_floating_point() and tensor.numel() >= len(one.first)]

@@ -77,7 +77,7 @@ def _scale_and_cap(
         relative_difference(ours, cap * torch.tanh(factor * scale * products / cap), seen) > 1e-6
         for factor, ours in sizes
     ):
-        raise UnreadableError("its logits are bent otherwise than by a soft-cap")
+        raise UnreadableError("its logits are a nonlinear function of the products that is no soft-cap")
     return scale, cap
 
 
@@ -90,7 +90,7 @@ def _scale_of_differences(
     for factor in (1e-6, 1e6) if site.call.product is not None else ():
         ours = centred(site.grid.products_by_head(with_products(site.call, factor)), seen) - start
         if relative_difference(ours, factor * scale * products, seen) > 1e-6:
-            raise UnreadableError("its logits are bent otherwise than by a soft-cap")
+            raise UnreadableError("its logits are a nonlinear function of the products that is no soft-cap")
     return scale
 
 

@@ -152,7 +152,7 @@ def light_copy(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
         copied = copy.deepcopy(model, memo)
     except LocaterError:
         raise
-    except Exception as error:
+    except Exception as error:  # modules copy themselves as they like
         raise LocaterError(
             f"{where}: it cannot be copied ({type(error).__name__}: {first_line(error):.120})"
         ) from error
@@ -161,7 +161,7 @@ def light_copy(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
     copied = _cast(copied, dtype).eval().requires_grad_(False)
     choose: Any = getattr(copied, "set_experts_implementation", None)
     if choose is not None:  # fused products of experts do not run in float64
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # else it runs as it is, and that is judged
             choose("eager")
     return copied
 
@@ -349,7 +349,7 @@ class RedrawnCopy:
         return changed_facts(self._facts, facts_of(self.model))
 
     def run(self, seed: int | None) -> TapedPass:
-        """One pass with every parameter drawn anew; with None, as they are. Passes before it keep their activations,
+        """One pass with every parameter redrawn; with None, as they are. Passes before it keep their activations,
         not their parameters. A pass in which the model puts other modules in place of its own is run again: BigBird
         changes to full attention when it meets short inputs.
         """
@@ -412,7 +412,7 @@ def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str)
     before = list(parameter_versions(model))
     try:
         tape, draws = _record_pass(model, inputs)
-    except Exception as error:
+    except Exception as error:  # the model's own code, on inputs that it may not take
         if isinstance(error, LocaterError):  # of the pass itself, whatever its inputs are
             raise LocaterError(f"{where}: {error}") from error
         if is_dynamo_error(error) or "BatchedTensor" in str(error):
@@ -440,7 +440,7 @@ def _record_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tape, bool]:
     """
     unclear: tuple[Tape, bool] | None = None
     for precise, default in ((True, torch.get_default_dtype()), (True, torch.float64)):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the last way, below, says what is wrong
             taped = _record_once(model, inputs, precise, default)
             if not _has_nan(taped[0]):
                 return taped

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from locater.calls.function_table import CASTS, FUSED, JOINS, KEEPING, LARGEST, fused_arguments
-from locater.calls.recognise import continues, softmax_axis
+from locater.calls.recognise import makes_logits, softmax_axis
 from locater.discovery.errors import UnreadableError
 from locater.discovery.tape import Node, Tape, replay
 
@@ -60,7 +60,9 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[TapedCall
         elif node.name in PRODUCTS and len(node.inputs) > 1 and all(x.moving for x in node.inputs[-2:]):
             products[node] = node, False
         else:
-            before = [products[x] for x in node.inputs if x in products and continues(node.name, x.value, node.value)]
+            before = [
+                products[x] for x in node.inputs if x in products and makes_logits(node.name, x.value, node.value)
+            ]
             if before:  # the first is that of contents, where distances have products of their own
                 product, turned = min(before, key=lambda known: known[0].order)
                 products[node] = product, turned or node.name in TRANSPOSING

@@ -2,7 +2,7 @@
 
 So the copy of the model runs again with such a setting made smaller than the example, at two sizes. A layer whose mask
 follows has a window of that setting, by the one rule that explains both sizes. Where no mask follows, the model may
-have built the size in when it was made: then it is made anew from its configuration.
+have built the size in when it was made: then it is rebuilt from its configuration.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _made_anew(copied: RedrawnCopy) -> nn.Module:
     try:
         with _without_initialization():
             other: nn.Module = type(copied.model)(copy.deepcopy(config))
-    except Exception as error:
+    except Exception as error:  # of the constructor of any class
         raise LocaterError("it cannot be made from its configuration") from error
     every = [model.named_parameters(remove_duplicate=False) for model in (copied.model, other)]
     shapes = [{name: p.shape for name, p in named} for named in every]

@@ -68,7 +68,7 @@ def _run(*arguments: Any) -> Placement:
     try:
         if 0 not in sizes:
             return _placement(terms, cut, heads, sizes, own, spans)
-    except Exception as error:
+    except Exception as error:  # as in `accumulate`
         if not mailbox:
             raise
         report_uncounted(mailbox, error)

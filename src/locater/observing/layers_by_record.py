@@ -3,7 +3,7 @@
 Finding the layers takes names, patterns and a configuration: milliseconds, in which a GPU waits. The form of a model is
 all that they follow from: its modules by name and class, the shapes of the parameters of attention, its configuration,
 the settings of its attention modules, and the registered families. It is compared at each observation, so that a layer
-that was replaced, pruned or adapted is found anew. Modules are referred to weakly: nothing is kept from being freed.
+that was replaced, pruned or adapted is found again. Modules are referred to weakly: nothing is kept from being freed.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _unchanged(before: _CachedForm) -> list[nn.Module] | None:
             and before.settings == _settings(before.known.layers, there)
             and before.shapes == _shapes(before.known.layers, there)
         )
-    except Exception:
+    except Exception:  # attributes of a configuration that cannot be compared count as changed
         return None
     return there if same else None
 

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from locater.calls.function_table import JOINS, MOVES, PARTING, SOFTMAXES, writes_in_place
-from locater.calls.recognise import Made, Product, contraction, in_order, outer_sum, softmax_axis, softmax_written_out
+from locater.calls.recognise import (
+    Operation,
+    Product,
+    broadcast_contraction,
+    contraction,
+    in_order,
+    softmax_axis,
+    softmax_written_out,
+)
 from locater.torch_private import tree_flatten, tree_map
 
 # a tensor -> (the function that made it, its inputs, whether it depends on the inputs of the pass)
@@ -112,7 +120,7 @@ def _sum_of_products(args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: O
     name, factors, _ = origin(args[0])
     if name != "mul" or len(factors) != 2 or not all(origin(x)[2] for x in factors):
         return None
-    terms = outer_sum(factors[0], factors[1], axis)
+    terms = broadcast_contraction(factors[0], factors[1], axis)
     return None if terms is None else partial(product, terms)
 
 
@@ -122,9 +130,9 @@ def _whole_softmax(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     if kwargs.get("rounding_mode") is not None:
         return None
 
-    def made(x: Tensor) -> Made[Tensor] | None:
+    def made(x: Tensor) -> Operation[Tensor] | None:
         name, inputs, moving = origin(x)
-        return Made(name, inputs) if moving and inputs else None
+        return Operation(name, inputs) if moving and inputs else None
 
     logits = softmax_written_out(name, tensors, made, lambda x: x.shape)
     if logits is None:

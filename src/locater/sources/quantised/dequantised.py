@@ -182,7 +182,7 @@ def _map_of(weights: Weights, settings: Settings, held: set[str], stem: str, las
     return None
 
 
-REPACKED = 32  # rows in a block of codes that are packed anew
+REPACKED = 32  # rows in a block of codes that are repacked
 PACKED = (torch.uint8, *KINDS)
 
 
@@ -226,7 +226,7 @@ def _four_bit(where: str, weight: Any) -> Stored:
 
 @dataclass(frozen=True)
 class _RepackedFourBit:
-    """Four-bit codes as bitsandbytes packs them anew at the first pass on a processor with AVX512-BF16: a byte holds
+    """Four-bit codes as bitsandbytes repacks them at the first pass on a processor with AVX512-BF16: a byte holds
     the codes of two rows that are 16 apart in their block of 32, and scales are rounded to bfloat16.
     """
 

@@ -92,7 +92,7 @@ def ask_bucket(address: Address, question: Callable[[], T]) -> T:
         raise LocaterError(f"{address}: no such object or bucket") from None
     except (LocaterError, Stopped):
         raise
-    except Exception as error:
+    except Exception as error:  # obstore has a class for each kind of failure, and more with each version
         raise LocaterError(f"{address}: {_reason(address, error)}") from None
 
 

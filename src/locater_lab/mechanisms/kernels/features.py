@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from locater.kernels.dispatch import on_a_kernel
+from locater.kernels.dispatch import runs_on_kernel
 
 # ---- The gradient of an operation ----
 
@@ -49,7 +49,7 @@ WIDEST = 128  # channels of queries and of values: the sums of a chunk are kept 
 
 def has_feature_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether `feature_attention` can take them: on CUDA, up to 128 channels, not float64."""
-    return on_a_kernel(q, v, WIDEST)
+    return runs_on_kernel(q, v, WIDEST)
 
 
 def feature_attention(

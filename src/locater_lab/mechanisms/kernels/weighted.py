@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.kernels.dispatch import on_a_kernel
+from locater.kernels.dispatch import runs_on_kernel
 
 WIDEST, WIDEST_FULL = 256, 128  # channels of a head, in half precision and in float32: what fits a GPU's shared memory
 
@@ -19,7 +19,7 @@ def has_weighted_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether `weighted_attention` can take them: on CUDA, in half precision up to 256 channels, in float32 up to
     128.
     """
-    return on_a_kernel(q, v, WIDEST_FULL if q.dtype == torch.float32 else WIDEST)
+    return runs_on_kernel(q, v, WIDEST_FULL if q.dtype == torch.float32 else WIDEST)
 
 
 def weighted_attention(

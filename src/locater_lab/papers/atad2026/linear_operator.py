@@ -79,7 +79,7 @@ def operator_rows(T: FrozenOperator, i: int) -> Tensor:
     length, width = T.x.shape
     covectors = T.x.new_zeros(width, length, width)
     covectors[:, i] = torch.eye(width).to(T.x)
-    return T.back(covectors)
+    return T.pull_back(covectors)
 
 
 def jacobian_rows(model: nn.Module, ids: Tensor, i: int) -> tuple[Tensor, Tensor]:
