@@ -97,7 +97,7 @@ def _heads_normed_together(
     if sorted(channels) != list(range(len(channels))) or len(channels) != len(part.maps[0].weight):
         raise UnreadableError(f"{where} reads channels that its heads do not")
     _refuse_split_rotation(whole, late, where)
-    inner = replace(layout, channels=tuple(channels))
+    inner = layout.picked(channels)
     return replace(heads, map=replace(heads.map, inner=inner), factor=late.factor)
 
 
@@ -127,7 +127,7 @@ def _heads_normed_apart(
             raise UnreadableError(f"{where} reads a multiple of its map")
     norm_last = late.turn is None and heads.turn is not None
     channels = late.rows[0].tolist()
-    norm = layout if channels == sorted(channels) else replace(layout, channels=tuple(channels))
+    norm = layout.picked(channels)
     if late.factors is not None:
         norm = replace(norm, factors=_learned_factors(tape, after, late.factors[0]))
     return replace(heads, factor=late.factor, norm=norm, norm_last=norm_last)

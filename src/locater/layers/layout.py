@@ -26,8 +26,16 @@ from locater.sources.weights import Weights
 from locater.torch_private import without_dispatch_modes
 
 
+class Part:
+    """A part of a layout that is built on its own."""
+
+    def vectors(self, weights: Weights) -> Reads:
+        """What `build` reads."""
+        yield from ()
+
+
 @dataclass(frozen=True)
-class RotaryLayout:
+class RotaryLayout(Part):
     """Rotary positions: the angle of each pair of channels per position."""
 
     frequencies: tuple[float, ...]
@@ -48,14 +56,11 @@ def rotary_layout(
 
 
 @dataclass(frozen=True)
-class AlibiLayout:
+class AlibiLayout(Part):
     """-slope * distance, one slope for each head."""
 
     slopes: tuple[float, ...]
     rounded: float | None = None  # a factor of it, where positions are rounded to bfloat16 as in Falcon
-
-    def vectors(self, weights: Weights) -> Reads:
-        yield from ()
 
     def build(self, weights: Weights) -> Alibi:
         slopes = torch.tensor(self.slopes, dtype=torch.float64)
@@ -113,14 +118,11 @@ class PairTermsLayout:
 
 
 @dataclass(frozen=True)
-class SinusoidLayout:
+class SinusoidLayout(Part):
     """A distance as sines and cosines (XLNet)."""
 
     width: int
     farthest: int  # distances beyond it count as it, where it is positive
-
-    def vectors(self, weights: Weights) -> Reads:
-        yield from ()
 
     def build(self, weights: Weights) -> Callable[[Tensor], Tensor]:
         return sinusoid(self.width, self.farthest)

@@ -160,7 +160,8 @@ class NormLayout:
         """The same with its channels in this order."""
         channels = order if self.channels is None else [self.channels[place] for place in order]
         factors = None if self.factors is None else self.factors.picked(order)
-        return replace(self, channels=tuple(channels), factors=factors)
+        as_stored = list(channels) == list(range(len(channels)))
+        return replace(self, channels=None if as_stored else tuple(channels), factors=factors)
 
     def vectors(self, weights: Weights) -> Reads:
         """What `build` reads."""
@@ -207,9 +208,7 @@ class MapLayout:
 
     def picked(self, places: Sequence[int]) -> MapLayout:
         """The same with these of its rows."""
-        inner = self.inner
-        if inner is not None and inner.channels is not None:
-            inner = replace(inner, channels=tuple(inner.channels[place] for place in places))
+        inner = None if self.inner is None else self.inner.picked(places)
         shift, factors = (None if x is None else x.picked(places) for x in (self.shift, self.factors))
         return replace(self, rows=picked(self.rows, places), inner=inner, shift=shift, factors=factors)
 
