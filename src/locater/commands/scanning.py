@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from locater.calls.attention_like import folded_paths, unread
 from locater.commands.head_rows import ScanOptions, rows_of
-from locater.commands.layer_moments import NumberedLayer, Work, layer_moments
+from locater.commands.layer_moments import Work, layer_moments
 from locater.discovery import read_source
-from locater.discovery.from_config_json import search_once
-from locater.discovery.planning import planned_reads
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.bias import PairBias
@@ -32,6 +30,7 @@ from locater.results.scan import LENGTH, Scan
 from locater.sources.adapter_folder import base_name_of
 from locater.sources.remote import Traffic, session
 from locater.sources.remote.address import remote_address
+from locater.sources.remote.prefetch import planned_reads
 from locater.sources.sources import Source, open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights
 from locater.torch_private import unsaved_buffers
@@ -292,16 +291,20 @@ def scan(
         raise LocaterError(f"length {length} is out of range: give 2 to 1,000,000,000 tokens")
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
     names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
-    with session(traffic) as remote, search_once():
+    with session(traffic) as remote:
         weights, config = open_source(source, download, base)
         record = ReadingRecord(weights)
-        read = partial(read_source, weights, config, **names, example=example)
-        choose = partial(_choose_layers, statistics, shard, where=weights.where, length=length, raw=raw)
+        reading = read_source(weights, config, **names, example=example)
+        if not reading.found:
+            raise LocaterError(f"{weights.where}: no attention layer found")
+        measured = None if statistics is None else {entry.layer for entry in statistics.inputs}
+        chosen = [number for number in range(len(reading.found)) if measured is None or number in measured]
+        chosen = chosen if shard is None else _part(chosen, *shard)
         if remote.files:
-            remote.prefetch(planned_reads(read, lambda layers: choose(layers)[1], raw))
-        reading = read()  # maps are still where they are stored
-        layers = reading.layers
-        inputs, numbered = choose(layers)
+            remote.prefetch(planned_reads(reading.steps(reading.found[number] for number in chosen)))
+        layers = reading.layers  # maps are still where they are stored
+        inputs = None if statistics is None else _inputs_by_layer(statistics, layers, weights.where, length, raw)
+        numbered = [(number, layers[number]) for number in chosen]
         options = ScanOptions(length, raw, eigenvalues, details, inputs)
         shown = progress(numbered, len(numbered)) if progress else numbered
         threads = torch.get_num_threads()
@@ -337,22 +340,6 @@ def _source_name(source: Source) -> str:
     if isinstance(source, nn.Module):
         return type(source).__name__
     return str(remote_address(str(source)) or source)
-
-
-def _choose_layers(
-    statistics: Statistics | None,
-    shard: tuple[int, int] | None,
-    layers: list[AttentionLayer],
-    where: str,
-    length: int,
-    raw: bool,
-) -> tuple[dict[int, Input] | None, list[NumberedLayer]]:
-    """What was measured by layer number, and the layers to read."""
-    if not layers:
-        raise LocaterError(f"{where}: no attention layer found")
-    inputs = None if statistics is None else _inputs_by_layer(statistics, layers, where, length, raw)
-    numbered = [(n, layer) for n, layer in enumerate(layers) if inputs is None or n in inputs]
-    return inputs, numbered if shard is None else _part(numbered, *shard)
 
 
 def column_of(rows: Iterable[Any], number: int, column: str) -> list[float | None]:
@@ -396,7 +383,7 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
     return int(number), int(count)
 
 
-def _part(layers: list[NumberedLayer], number: int, count: int) -> list[NumberedLayer]:
+def _part(layers: list[int], number: int, count: int) -> list[int]:
     if not 1 <= number <= count:
         raise LocaterError(f"shard {number}/{count}: the first number counts from 1 to the second")
     size = len(layers)
