@@ -38,6 +38,7 @@ from locater.calls.recognise import (
     broadcast_contraction,
     contraction,
     in_order,
+    part_name,
     softmax_axis,
 )
 from locater.calls.torch_calls import call_of_fused, call_of_multi_head, call_of_softmax
@@ -184,8 +185,9 @@ class FunctionListener(TorchFunctionMode):
         if logits is not None:
             self._softmax(numbers[0], logits, -1)
             return
+        part = part_name(name, args, kwargs, tensors[0].ndim) if tensors else name
         for x in numbers:
-            before = self._logits.follow(name, tensors, x)
+            before = self._logits.follow(name, tensors, x, part)
             if before is not None and name in JOINS and self._trace.of(x) is None:
                 self._trace.record_same_rows(before, x)
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from locater.calls.function_table import fills, name_of, writes_in_place
-from locater.discovery.tape.canonical_calls import has_both, in_double, rewritten
+from locater.calls.recognise import part_name
+from locater.discovery.tape.canonical_calls import Origin, has_both, in_double, rewritten
 from locater.torch_private import tree_flatten, tree_map
 
 # functions of torch.nn.functional that hide attention: what they call is written down, not they
@@ -148,10 +149,12 @@ class Tape(TorchFunctionMode):
             known = self._put(x, Node(x, 0, moving=given is True, from_ids=given is False))
         return known
 
-    def _origin(self, x: Tensor) -> tuple[str, list[Tensor], bool]:
-        """(the function that made a tensor, the tensors that it was made of, whether these depend on the inputs)."""
+    def _origin(self, x: Tensor) -> Origin:
+        """How a tensor was made."""
         node = self.node(x)
-        return node.name, [y.value for y in node.inputs], node.moving
+        inputs = [y.value for y in node.inputs]
+        part = part_name(node.name, node.args, node.kwargs, inputs[0].ndim) if inputs else node.name
+        return Origin(node.name, part, inputs, node.moving)
 
     def parameter(self, node: Node, depth: int = 12) -> str | None:
         """Name of the one parameter or buffer that a constant is made of."""
