@@ -226,7 +226,7 @@ def test_an_error_while_listening_does_not_end_the_run(monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("of the listener")
 
-    monkeypatch.setattr(FunctionListener, "_softmax", fail)
+    monkeypatch.setattr(FunctionListener, "_on_softmax", fail)
     model, x = Attention(by_module), torch.randn(BATCH, TOKENS, WIDTH)
     plain = model(x)
     with pytest.raises(LocaterError, match="not measured: the model itself: of the listener"), observe(model):

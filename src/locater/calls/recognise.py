@@ -84,7 +84,7 @@ def contraction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
         return broadcast_contraction(one, two, axis_of(args, kwargs, 2) or -1)
     else:
         return None
-    return None if equation is None else _checked(Product(equation, one, two))
+    return None if equation is None else _valid_product(Product(equation, one, two))
 
 
 def broadcast_contraction(one: Tensor, two: Tensor, axis: int) -> Product | None:
@@ -107,7 +107,7 @@ def broadcast_contraction(one: Tensor, two: Tensor, axis: int) -> Product | None
         words.append("".join(letter for at, letter in enumerate(letters) if at not in missing))
         shapes.append(torch.Size(size for at, size in enumerate(mine) if at not in missing))
     out = letters.replace(letters[axis % ndim], "")
-    return _checked(Product(f"{words[0]},{words[1]}->{out}", one, two, (shapes[0], shapes[1])))
+    return _valid_product(Product(f"{words[0]},{words[1]}->{out}", one, two, (shapes[0], shapes[1])))
 
 
 def in_order(product: Product) -> Product:
@@ -121,7 +121,7 @@ def in_order(product: Product) -> Product:
     return Product(f"{two},{one}->{out}", product.two, product.one, shapes)
 
 
-def _checked(product: Product) -> Product | None:
+def _valid_product(product: Product) -> Product | None:
     """The same where each letter is one size, stands once in each tensor, and one at least is summed over."""
     terms, _, out = product.equation.partition("->")
     one, _, two = terms.partition(",")
@@ -317,7 +317,7 @@ class LogitsTracker:
             self._largest[out] = True
         return before
 
-    def moved(self, known: KnownLogits) -> KnownLogits:
+    def after_move(self, known: KnownLogits) -> KnownLogits:
         """What is known of logits whose axes were moved."""
         return known if known is PLAIN or known.unclear is not None else KnownLogits(unclear=MOVED)
 

@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 OriginOf = Callable[[Tensor], Origin]
 
 
-def rewritten(
+def canonical_form(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: OriginOf
 ) -> Callable[[], Any] | None:
     """What a call is written down as, to be called in its place; None where it stays as it is."""
@@ -69,8 +69,8 @@ def _other_form(
         return _whole_softmax(name, args, kwargs, origin)
     if name in ("stack", *JOINS):
         return _joined_products(func, args, kwargs, origin)
-    parts = as_map(func, args, kwargs)
-    return None if parts is None else partial(mapped, *parts)
+    parts = map_of_convolution(func, args, kwargs)
+    return None if parts is None else partial(apply_map, *parts)
 
 
 def product(terms: Product) -> Tensor:
@@ -90,14 +90,14 @@ def product(terms: Product) -> Tensor:
     left, right = ([letter for letter in out if letter in part and letter not in both] for part in (first, second))
     sizes = {**dict(zip(first, one.shape, strict=True)), **dict(zip(second, two.shape, strict=True))}
     shape = [sizes[letter] for letter in both]
-    a = _placed(one, first, [*both, *left, *summed], [*shape, _size(sizes, left), _size(sizes, summed)])
-    b = _placed(two, second, [*both, *summed, *right], [*shape, _size(sizes, summed), _size(sizes, right)])
+    a = _arrange_axes(one, first, [*both, *left, *summed], [*shape, _size(sizes, left), _size(sizes, summed)])
+    b = _arrange_axes(two, second, [*both, *summed, *right], [*shape, _size(sizes, summed), _size(sizes, right)])
     order = [*both, *left, *right]
     result = torch.matmul(a, b).reshape([sizes[letter] for letter in order])
     return result if order == list(out) else result.permute([order.index(letter) for letter in out])
 
 
-def _placed(x: Tensor, letters: str, order: list[str], shape: list[int]) -> Tensor:
+def _arrange_axes(x: Tensor, letters: str, order: list[str], shape: list[int]) -> Tensor:
     if list(letters) != order:
         x = x.permute([letters.index(letter) for letter in order])
     return x if list(x.shape) == shape else x.reshape(shape)
@@ -187,7 +187,9 @@ AXES = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
-def as_map(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def map_of_convolution(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
     """(input, weight, bias) of a convolution that is one map of all places; None for other calls.
 
     >>> x, w = torch.zeros(2, 4, 7), torch.zeros(6, 4, 1)
@@ -207,7 +209,7 @@ def as_map(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return (x, weight, given.get("bias")) if single and plain else None
 
 
-def mapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def apply_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The result of the convolution.
 
     >>> x, w = torch.randn(2, 4, 7), torch.randn(6, 4, 1)
