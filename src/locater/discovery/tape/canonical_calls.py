@@ -193,7 +193,8 @@ def map_of_convolution(
     """(input, weight, bias) of a convolution that is one map of all places; None for other calls.
 
     >>> x, w = torch.zeros(2, 4, 7), torch.zeros(6, 4, 1)
-    >>> as_map(torch.conv1d, (x, w), {}) is not None, as_map(torch.conv1d, (x, torch.zeros(6, 4, 3)), {})
+    >>> wide = torch.zeros(6, 4, 3)
+    >>> map_of_convolution(torch.conv1d, (x, w), {}) is not None, map_of_convolution(torch.conv1d, (x, wide), {})
     (True, None)
     """
     axes = AXES.get(func)
@@ -213,7 +214,7 @@ def apply_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The result of the convolution.
 
     >>> x, w = torch.randn(2, 4, 7), torch.randn(6, 4, 1)
-    >>> torch.allclose(mapped(x, w, None), torch.conv1d(x, w), atol=1e-6)
+    >>> torch.allclose(apply_map(x, w, None), torch.conv1d(x, w), atol=1e-6)
     True
     """
     return functional.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
