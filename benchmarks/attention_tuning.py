@@ -45,7 +45,7 @@ FEW: list[tuple[Tile, int]] = [(tile, programs) for tile in ((64, 4, 3), (128, 4
                                for programs in (264, 528, 1056)]  # fmt: skip
 
 
-def drawn(T: int, D: int, batch: int = 1) -> list[torch.Tensor]:
+def draw_operands(T: int, D: int, batch: int = 1) -> list[torch.Tensor]:
     return [torch.randn(batch, HEADS, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 
 
@@ -82,7 +82,7 @@ def runner(
 
 def compare(T: int, D: int, extended: bool, rounds: int = 2) -> list[dict[str, Any]]:
     """Milliseconds of every candidate, in turns, so that all see the clock of a warm card."""
-    q, k, v = drawn(T, D)
+    q, k, v = draw_operands(T, D)
     flash, cudnn = (
         round(median_ms(lambda: fused(backend, q, k, v, True), 3), 4)  # noqa: B023
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)

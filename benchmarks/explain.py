@@ -158,7 +158,7 @@ def _peak(device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
 
 
-def measured(device: str, out: Path, again: bool) -> dict[str, Any]:
+def measure_shape(device: str, out: Path, again: bool) -> dict[str, Any]:
     """All parts; those that `out` has already only where they are asked for again."""
     results: dict[str, Any] = json.loads(out.read_text()) if out.exists() and not again else {}
     results |= device_and_torch(device == "cuda")
@@ -204,7 +204,7 @@ def main() -> None:
         return
     if not args.gpu:
         torch.set_num_threads(1)
-    measured("cuda" if args.gpu else "cpu", place(args), again=not args.missing)
+    measure_shape("cuda" if args.gpu else "cpu", place(args), again=not args.missing)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from locater import Probe, Scan, compare, probe, scan
-from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, judge, untrained
+from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, is_untrained, judge
 from locater.report.sentences import summary
 from locater.report.terminal import print_meanings
 from locater_lab.engine.trained_models import sentence_model, why_unavailable
@@ -143,9 +143,9 @@ def test_untrained_models_of_every_width_are_recognised(width: int) -> None:
     alarm.
     """
     found = scan(gpt2(2, 8, n_embd=width))
-    assert untrained([vars(row) for row in found.rows])
+    assert is_untrained([vars(row) for row in found.rows])
     assert not any(held.faults for held in found.verdicts)
-    assert not untrained([vars(row) for row in scan(DEMO).rows])
+    assert not is_untrained([vars(row) for row in scan(DEMO).rows])
 
 
 # ---- models ----

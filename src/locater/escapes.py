@@ -15,10 +15,10 @@ from typing import Any
 ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-def escaped(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Text without characters that a terminal acts on; in JSON the escapes mean the same as the characters.
 
-    >>> escaped("a\\x1b[31m"), escaped("two\\nlines")
+    >>> escaped("a\\x1b[31m"), escape_controls("two\\nlines")
     ('a\\\\u001b[31m', 'two\\nlines')
     """
     return ACTED_ON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -30,7 +30,7 @@ def one_line(text: object) -> str:
     >>> one_line("two\\nlines")
     'two\\\\nlines'
     """
-    return escaped(str(text).replace("\r\n", "\n").replace("\n", "\\n"))
+    return escape_controls(str(text).replace("\r\n", "\n").replace("\n", "\\n"))
 
 
 class Escaping:
@@ -42,7 +42,7 @@ class Escaping:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        self.rich_proxied_file.write(escaped(text))
+        self.rich_proxied_file.write(escape_controls(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

@@ -46,7 +46,7 @@ def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
     if regular_file(path) > most:
         raise LocaterError(f"{path}: more than {most:,} bytes, too large for a configuration or an index")
     try:
-        return parsed_json(path.read_text(encoding="utf-8"), unique)
+        return parse_json(path.read_text(encoding="utf-8"), unique)
     except RecursionError:
         raise LocaterError(f"{path}: not readable as JSON (nested too deep)") from None
     except ValueError as error:
@@ -55,17 +55,17 @@ def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
         raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def parsed_json(text: str, unique: bool = False) -> Any:
+def parse_json(text: str, unique: bool = False) -> Any:
     """The content of a JSON text; ValueError where it is none, and where it has more values than real ones have.
 
     A value takes one byte in the text or more, and a hundred times as much as an object.
     """
     if len(text) > VALUES and text.count(",") + text.count("[") + text.count("{") > VALUES:
         raise ValueError(f"more than {VALUES:,} values")
-    return json.loads(text, object_pairs_hook=no_duplicates if unique else None)
+    return json.loads(text, object_pairs_hook=refuse_duplicates if unique else None)
 
 
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For `json.loads(object_pairs_hook=...)`: the object, or ValueError where a key occurs twice."""
     document = dict(pairs)
     if len(document) < len(pairs):

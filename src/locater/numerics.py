@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 _thread = threading.local()
 
 
-def _begin() -> None:
+def _use_one_thread() -> None:
     torch.set_num_threads(1)
     _thread.alone = True
 
@@ -39,7 +39,7 @@ def lone_workers(count: int) -> Iterator[ThreadPoolExecutor]:
     """Workers with one PyTorch thread each, which have no workers of their own in `spread_over_workers`."""
     before = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(count, initializer=_begin) as pool:
+        with ThreadPoolExecutor(count, initializer=_use_one_thread) as pool:
             yield pool
     finally:
         torch.set_num_threads(before)  # workers have changed what later threads begin with

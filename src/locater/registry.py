@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 
-def _unchanged(name: str) -> str:
+def _same_name(name: str) -> str:
     return name
 
 
 @cache
-def offered(group: str) -> dict[str, EntryPoint]:
+def offered_entries(group: str) -> dict[str, EntryPoint]:
     """What installed packages offer under `locater.<group>`, by name. Nothing of them is imported."""
     from importlib.metadata import entry_points  # 30 ms, which only unknown names and lists of all commands need
 
@@ -63,11 +63,11 @@ class Registry(Mapping[str, Entry]):
         kind: str,
         *,
         replaceable: bool = False,
-        spelling: Callable[[str], str] = _unchanged,
+        spelling: Callable[[str], str] = _same_name,
         group: str | None = None,
     ) -> None:
         self.kind, self.replaceable, self.spelling, self.group = kind, replaceable, spelling, group
-        self._entries: dict[str, Entry | _Later] = {}
+        self._entries: dict[str, Entry | _LazyEntry] = {}
         self.changes = 0  # how often a name was added, replaced or removed
 
     def add(self, entry: Entry, *names: str) -> Entry:
@@ -96,7 +96,7 @@ class Registry(Mapping[str, Entry]):
         first used.
         """
         for file in files:
-            self.add(cast("Entry", _Later(f"{package}.{file}", attribute)), file.replace("_", "-"))
+            self.add(cast("Entry", _LazyEntry(f"{package}.{file}", attribute)), file.replace("_", "-"))
 
     def lookup(self, name: str) -> Entry:
         """The entry of a name. An unknown one is refused in one line that lists the others."""
@@ -120,7 +120,7 @@ class Registry(Mapping[str, Entry]):
         if key not in self._entries and (point := self._offered().get(key)) is not None:
             self.add(point.load(), key)
         entry = self._entries[key]
-        if isinstance(entry, _Later):
+        if isinstance(entry, _LazyEntry):
             entry = self._entries[key] = entry.load()
         return entry
 
@@ -131,7 +131,11 @@ class Registry(Mapping[str, Entry]):
         return key in self._entries or key in self._offered()
 
     def _offered(self) -> dict[str, EntryPoint]:
-        return {} if self.group is None else {self.spelling(name): point for name, point in offered(self.group).items()}
+        return (
+            {}
+            if self.group is None
+            else {self.spelling(name): point for name, point in offered_entries(self.group).items()}
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -140,7 +144,7 @@ class Registry(Mapping[str, Entry]):
         return len(self._entries)
 
 
-class _Later:
+class _LazyEntry:
     """An entry that is an attribute of a module not yet imported."""
 
     def __init__(self, module: str, attribute: str) -> None:

@@ -22,11 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import scan
-from locater.cli import with_offered
+from locater.cli import load_offered_commands
 from locater.cli.options import MEANINGS
 from locater.cli.shell import MOVED
 from locater.findings import FLAGS, flags_of
 from tests.conftest import Result
+from tests.processes import python
 
 Run = Callable[..., Result]
 
@@ -242,7 +243,7 @@ def test_a_reader_that_has_seen_enough_changes_no_verdict(
 def test_the_status_of_a_pipeline_in_a_shell() -> None:
     """Standard output and standard error to a reader that goes; a full disk, which is an error of its own."""
     demo = files("locater") / "demo"
-    command = f"{sys.executable} -m locater scan {demo} --eigenvalues --json - --fail-on 'variance>0'"
+    command = f"{python()} -m locater scan {demo} --eigenvalues --json - --fail-on 'variance>0'"
     ends = {"2>&1 | head -1": (1, ""), ">/dev/full": (2, "locater: output: No space left on device\n")}
     started = [
         subprocess.Popen(["bash", "-o", "pipefail", "-c", f"{command} {end}"], stdout=-1, stderr=-1, text=True)
@@ -324,7 +325,7 @@ import locater, locater_lab.train
 print(*(type(getattr(locater, name)).__name__ for name in locater.__all__ if name.islower()))
 print(locater.explain.decompose.__name__, locater.integrations.hf.attach.__name__, locater_lab.train.load.__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=True)
     *orders, kinds, documented = done.stdout.splitlines()
     assert orders == [f"{order}{' True' * 5} Scan True False" for order in ORDERS], done.stderr
     assert set(kinds.split()) == {"module", "function", "str"}
@@ -370,7 +371,7 @@ def test_help_has_examples_and_no_type_beside_a_switch(run: Run) -> None:
 
 def every_command() -> dict[str, Any]:
     """Also those whose options are built when they are called."""
-    root: Any = typer.main.get_command(with_offered())
+    root: Any = typer.main.get_command(load_offered_commands())
     return {name: root.resolve_command(typer.Context(root), [name])[1] for name in root.commands}
 
 
@@ -416,7 +417,7 @@ def test_an_old_name_of_an_option_names_the_new_one(run: Run, command: str, opti
     """It does nothing else, such as writing a page where a text was meant."""
     result = run(command, *([f"{option}=x"] if glued else [option, "x"]))
     assert (result.status, result.out) == (2, "")
-    assert result.err == f"locater: {command} has no {option} any more: {MOVED[command, option]}\n"
+    assert result.err == f"locater: {command} no longer has {option}: {MOVED[command, option]}\n"
     options = {name for other, made in every_option() if other == command for name in made.opts}
     assert option not in options
     given = re.match(r"give (--\S+)", MOVED[command, option])

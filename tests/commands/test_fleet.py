@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,10 +24,10 @@ from locater.commands.fleet.running import jobs_of, tasks_of
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import perform
 from locater.errors import LocaterError
-from locater.results.run_names import labelled, listing
+from locater.results.run_names import label_source, list_checkpoints
 from tests import ROOT, benchmark
 from tests.commands.fleet_folders import checkpoint, make_run, rewritten, table
-from tests.processes import finished, forked
+from tests.processes import finished, forked, python
 
 pytest.importorskip("pyarrow")
 Run = Callable[..., Any]
@@ -119,7 +118,7 @@ def test_layers_of_a_large_checkpoint_are_dealt_out(
     steps: Path, scanned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "LARGE", 2_500)  # of queries and keys there are 6,144 bytes per layer
-    found = listing([str(steps / "step-00000100")]).entries
+    found = list_checkpoints([str(steps / "step-00000100")]).entries
     jobs, _ = jobs_of(found, Settings())
     assert [job.piece for job in jobs] == [(1, 3), (2, 3), (3, 3)]
     for shard in ((1, 2), (2, 2)):  # fewer checkpoints than shards: pieces are dealt out
@@ -142,7 +141,7 @@ def test_pieces_that_nobody_joined_are_joined(
 
 
 def test_small_checkpoints_share_a_task_and_the_largest_come_first(steps: Path) -> None:
-    jobs, _ = jobs_of(listing([str(steps / "step-*")]).entries * 40, Settings())
+    jobs, _ = jobs_of(list_checkpoints([str(steps / "step-*")]).entries * 40, Settings())
     tasks = tasks_of(jobs)
     assert 2 < len(tasks) < 8
     assert sum(map(len, tasks)) == 200
@@ -220,7 +219,7 @@ def test_a_part_with_more_rows_than_bytes_is_not_read(scanned: Path, tmp_path: P
     with pytest.raises(parts.DamagedPartError, match=r"damaged \(10,000,000 rows in [0-9,]+ bytes\)"):
         parts.read_rows(path)
     with pytest.raises(parts.DamagedPartError, match=r"not a whole part \(10,000,000 rows"):
-        parts.header(path)
+        parts.read_header(path)
 
 
 def test_flipped_bytes_are_noticed(scanned: Path, tmp_path: Path) -> None:
@@ -237,7 +236,7 @@ def test_flipped_bytes_are_noticed(scanned: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     (folder,) = make_run(tmp_path / "run", 1)
     store = Store.create(tmp_path / "heads", Settings())
-    ((job,), _) = jobs_of(listing([str(folder)]).entries, Settings())
+    ((job,), _) = jobs_of(list_checkpoints([str(folder)]).entries, Settings())
     rewritten(folder, 1.5)
     outcome = perform(job, store.folder)
     assert "changed while the fleet ran" in str(outcome.reason)
@@ -326,7 +325,7 @@ def test_a_job_that_killed_its_process_is_done_in_a_worker(
     steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.create(tmp_path / "heads", Settings())
-    ((job,), _) = jobs_of(listing([str(steps / "step-00000100")]).entries, Settings())
+    ((job,), _) = jobs_of(list_checkpoints([str(steps / "step-00000100")]).entries, Settings())
 
     def work() -> None:
         with store.started(job):
@@ -464,18 +463,18 @@ def test_bad_usage_is_one_line(
     ],
 )
 def test_steps_come_from_names(name: str, run_name: str | None, step: int | None) -> None:
-    assert asdict(labelled(name)) == {"source": name, "run": run_name, "step": step}
+    assert asdict(label_source(name)) == {"source": name, "run": run_name, "step": step}
 
 
 def test_lists(tmp_path: Path) -> None:
     path = tmp_path / "list.csv"
     path.write_text("Step,Checkpoint Directory\n1000,https://host/step1000-unsharded/\n,/data/step-7\n")
-    assert [(x.source, x.step) for x in listing([f"@{path}"]).entries] == [
+    assert [(x.source, x.step) for x in list_checkpoints([f"@{path}"]).entries] == [
         ("https://host/step1000-unsharded", 1000),
         ("/data/step-7", 7),
     ]
     path.write_text("/data/a\n/data/b\n")
-    found = listing([f"@{path}"])
+    found = list_checkpoints([f"@{path}"])
     assert [x.source for x in found.entries] == ["/data/a", "/data/b"]
     assert "2 of 2 names tell no step" in found.notes[0]
     for text, words in (
@@ -489,14 +488,14 @@ def test_lists(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(LocaterError, match=words):
-            listing([f"@{path}"])
+            list_checkpoints([f"@{path}"])
 
 
 def test_patterns_leave_out_what_is_no_checkpoint(steps: Path, tmp_path: Path) -> None:
     shutil.copytree(steps, tmp_path / "run")
     (tmp_path / "run" / "plan.json").write_text("{}")
     (tmp_path / "run" / "step-00000500").mkdir()  # a gap is no error
-    found = listing([str(tmp_path / "run" / "*")])
+    found = list_checkpoints([str(tmp_path / "run" / "*")])
     assert len(found.entries) == 5
     assert found.notes == ["left out, because they hold no weights: plan.json, step-00000500"]
 
@@ -504,7 +503,7 @@ def test_patterns_leave_out_what_is_no_checkpoint(steps: Path, tmp_path: Path) -
 def test_the_reader_version_covers_what_a_scan_imports() -> None:
     code = "import sys, locater.commands.scanning; print(*(m for m in sys.modules if m.startswith('locater.')))"
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", code], env=variables, capture_output=True, text=True, check=True)
     modules = [Path(*name.split(".")[1:]) for name in done.stdout.split()]
     left_out = {Path(place).with_suffix("") for place in UNRELATED}
     assert not [module for module in modules if left_out & {module, *module.parents}]

@@ -21,14 +21,15 @@ import pytest
 import locater
 from locater.commands.fleet import running
 from locater.commands.fleet.jobs import Job, Settings
-from locater.commands.fleet.parts import header
+from locater.commands.fleet.parts import read_header
 from locater.commands.fleet.running import _Supervisor, jobs_of, run_in_workers
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import Outcome
-from locater.results.run_names import listing
+from locater.results.run_names import list_checkpoints
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint, make_run, table
+from tests.processes import python
 
 pytest.importorskip("pyarrow")
 LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
@@ -51,7 +52,7 @@ def undisturbed(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs_in(steps: Path) -> list[Job]:
-    jobs, failed = jobs_of(listing([str(steps / "step-*")]).entries, Settings())
+    jobs, failed = jobs_of(list_checkpoints([str(steps / "step-*")]).entries, Settings())
     assert not failed
     return jobs
 
@@ -59,7 +60,7 @@ def jobs_in(steps: Path) -> list[Job]:
 def assert_whole(out: Path) -> None:
     """Every visible part can be read, whatever was killed."""
     for path in out.glob("*.parquet"):
-        header(path)
+        read_header(path)
 
 
 def test_a_killed_worker_costs_nothing(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -148,6 +149,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def driver(pattern: str, out: Path, *options: str, home: str | None = None) -> subprocess.Popen[bytes]:
+    """A process that is found, with those below it, by its number."""
     command = [sys.executable, "-m", "locater", "fleet", pattern, "--out", str(out), *options]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     if home is not None:  # where the token of a Ray cluster is
@@ -195,7 +197,7 @@ def test_a_disk_that_is_full_costs_what_was_not_written(
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (small, small))
 
-    command = [sys.executable, "-m", "locater", "fleet", str(steps / "step-*"), "--out", str(out), "--workers", workers]
+    command = [python(), "-m", "locater", "fleet", str(steps / "step-*"), "--out", str(out), "--workers", workers]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, preexec_fn=full, timeout=120)
     assert done.returncode == 2, done
@@ -212,8 +214,9 @@ def test_a_disk_that_is_full_costs_what_was_not_written(
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc is a folder that nobody can write to")
 def test_a_folder_that_cannot_be_written(steps: Path) -> None:
-    done = driver(str(steps / "step-*"), Path("/proc/heads"), "--workers", "2")
-    said = done.communicate(timeout=60)[1].decode()
+    command = [python(), "-m", "locater", "fleet", str(steps / "step-*"), "--out", "/proc/heads", "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = done.stderr
     assert done.returncode == 2
     assert said.startswith("locater: /proc/heads"), said
     assert len(said.splitlines()) == 1

@@ -54,7 +54,7 @@ def test_the_schema_names_the_fields_in_their_order() -> None:
     names = [argument.split()[-1] for argument in Terms.SCHEMA.split(", ")]
     assert names == [f.name for f in fields(Terms)]
     assert len(names) == Terms.ARGUMENTS == len(every_term().flat())
-    for operator in (accumulate._operator, rows._rows._opoverload, rows._gradient._opoverload):
+    for operator in (accumulate._operator, rows._row_entropy_op._opoverload, rows._entropy_gradient_op._opoverload):
         arguments = [argument.name for argument in operator._schema.arguments]
         start = arguments.index("scale")
         assert arguments[start : start + Terms.ARGUMENTS] == names

@@ -7,7 +7,6 @@ import math
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from locater.runs.record_sinks import JsonlSink, Sink, open_sink, read_run
 from locater.runs.run_log import RunReader
 from locater.runs.watch_page import Server, watch_page
 from tests.conftest import Result
-from tests.processes import hears_interrupts
+from tests.processes import hears_interrupts, python
 from tests.report.visits import Visit, data_of, needs_browser
 
 COLUMNS = ["entropy_ratio", "max_logit"]
@@ -158,8 +157,8 @@ BAD = [
     (json.dumps(header()) + "\n" + json.dumps(step(0, loss="low")) + "\n", "loss 'low'"),
     (json.dumps(header()) + "\n" + json.dumps(header(2)) + "\n", "other layers"),
     (json.dumps(header()) + "\n" + json.dumps(warning(0) | {"layer": [3]}) + "\n", "warning whose layer"),
-    ("", "holds no run yet"),
-    ("\x00\x01\xff", "holds no run yet"),
+    ("", "has no run yet"),
+    ("\x00\x01\xff", "has no run yet"),
 ]
 
 
@@ -209,7 +208,7 @@ def test_sinks_by_name(tmp_path: Path) -> None:
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "a corpus"}\n')
-    with pytest.raises(LocaterError, match="something else than a run log"):
+    with pytest.raises(LocaterError, match="is not a run log"):
         JsonlSink(tmp_path / "data.jsonl")
     assert (tmp_path / "data.jsonl").read_text() == '{"text": "a corpus"}\n'
 
@@ -229,9 +228,9 @@ def test_a_large_run_weighs_little_and_says_what_is_drawn() -> None:
     numbers = torch.randn(32, 32, generator=g).tolist()
     steps = [step(at * 50, 32, 32, heads=dict.fromkeys(names, numbers)) for at in range(500)]
     reader = RunReader(Path("run.jsonl"))
-    reader._add(header(32, 32, columns=names))
+    reader._add_record(header(32, 32, columns=names))
     for record in [*steps, *(warning(at * 50, head=at % 32) for at in range(0, 500, 7))]:
-        reader._add(record)
+        reader._add_record(record)
     run = reader.run()
     assert run is not None
     page = watch_page(run)
@@ -580,7 +579,7 @@ def test_the_live_page_follows_the_run(browser: Any, server: Server) -> None:
 
 def test_the_command_serves_and_stops(tmp_path: Path) -> None:
     write(tmp_path / "run.jsonl", header(), step(0))
-    command = [sys.executable, "-m", "locater", "watch", str(tmp_path)]
+    command = [python(), "-m", "locater", "watch", str(tmp_path)]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, preexec_fn=hears_interrupts, **pipes) as process:
         assert process.stdout is not None

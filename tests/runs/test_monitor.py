@@ -858,7 +858,7 @@ def test_maps_that_cannot_be_discovered_are_told_once(tmp_path: Path, caplog: py
     monitor.detach()
     said = [line for line in messages(caplog) if "M and spread" in line]
     assert len(said) == 1
-    assert said[0].startswith("step 1: the run goes on without M and spread: TrainsAlone: its forward pass ")
+    assert said[0].startswith("step 1: the run continues without M and spread: TrainsAlone: its forward pass ")
     assert "call train() first" in said[0]
     steps = read_run(tmp_path / "run.jsonl").steps
     assert len(steps) == 3

@@ -25,7 +25,7 @@ from locater.sources.remote.address import remote_address
 from locater.sources.remote.folders import read_range
 from tests import ROOT
 from tests.conftest import Result
-from tests.processes import hears_interrupts
+from tests.processes import hears_interrupts, python
 from tests.range_server import Fault, RangeServer, Request
 from tests.sources.test_remote_scan import rows, saved
 
@@ -439,7 +439,7 @@ def test_an_interrupt_ends_a_stalled_scan(server: RangeServer, kept: Path) -> No
 
     server.fault = stall
     process = subprocess.Popen(
-        [sys.executable, "-m", "locater", "scan", f"{server.url}/files/x"],
+        [python(), "-m", "locater", "scan", f"{server.url}/files/x"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=hears_interrupts,
     )  # fmt: skip

@@ -111,7 +111,7 @@ def find_target(
         return choose_target(output, index)
     tokens = values.shape[1]
     if position is None:
-        position = _masked(entries.tokenizer, ids)
+        position = _mask_position(entries.tokenizer, ids)
     if not isinstance(position, int) or isinstance(position, bool):
         raise LocaterError(f"position {position!r}: give a whole number, an output token from 0")
     if not -tokens <= position < tokens:
@@ -131,7 +131,7 @@ def choice_of(target: Target) -> TargetChoice:
     return target.position, target.index
 
 
-def _masked(tokenizer: Any, ids: list[int] | None) -> int:
+def _mask_position(tokenizer: Any, ids: list[int] | None) -> int:
     """The first [MASK] of the prompt, else the last token."""
     mask = getattr(tokenizer, "mask_token_id", None)
     return ids.index(mask) if ids is not None and mask is not None and mask in ids else -1

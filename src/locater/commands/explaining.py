@@ -22,7 +22,7 @@ from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
 from locater.observing.collect_statistics import Progress
 from locater.observing.forward_pass import run_model
-from locater.report.sentences import counted
+from locater.report.sentences import amount
 from locater.results.explanations import (
     DeletionCurve,
     Explanations,
@@ -115,7 +115,7 @@ def head_patterns(
     chosen, which = every, "all of them."
     if heads is not None:
         chosen, which = list(heads), "those chosen with --patterns."
-    elif (most := _with_room(every, ends, shares)) != every:
+    elif (most := _heads_that_fit(every, ends, shares)) != every:
         largest = "those with the largest shares" if shares else "those of the last layers"
         chosen = most
         which = (
@@ -131,11 +131,11 @@ def head_patterns(
         if weights.shape == (len(queries.tokens), len(keys.tokens)):
             patterns.append(Pattern(layer, head, weights, queries.name, keys.name))
     if missing := len(maps) - len(patterns):
-        which += f" Those of {counted(missing, 'head')} are left out: their maps are not token by token."
+        which += f" Those of {amount(missing, 'head')} are left out: their maps are not token by token."
     return patterns, which
 
 
-def _with_room(
+def _heads_that_fit(
     every: list[tuple[int, int]], ends: Mapping[int, tuple[TokenStream, TokenStream]], shares: Sequence[HeadShare]
 ) -> list[tuple[int, int]]:
     """Heads whose patterns have at most PATTERN_CELLS numbers together, the largest shares first; at least one."""
@@ -160,7 +160,7 @@ def _maps(run: Run, chosen: Sequence[tuple[int, int]]) -> dict[tuple[int, int], 
     return maps
 
 
-def checked_heads(heads: Any, layers: Sequence[AttentionLayer]) -> list[tuple[int, int]]:
+def check_heads(heads: Any, layers: Sequence[AttentionLayer]) -> list[tuple[int, int]]:
     """(layer, head) that a user chose; refused where there is no such head."""
     try:
         pairs = [(index(layer), index(head)) for layer, head in heads]
@@ -252,7 +252,7 @@ def explanations(
     (layer, head) whose patterns the page shows, where there is no room for all. `deletion` also runs the model without
     the tokens of largest and smallest score, to see how far the scores can be trusted.
     """
-    names = _known(methods)
+    names = _check_methods(methods)
     if not isinstance(model, nn.Module | str | os.PathLike):
         raise LocaterError(f"{model!r:.60} is no model: give a module, the folder of a checkpoint, or a hub id")
     source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
@@ -261,11 +261,11 @@ def explanations(
     output, run = _output(module, read), Run(module, read.batch)
     entries = entries_of(module, read.tokenizer, vectors(output)[0], None if image is None else text)
     if heads is not None:
-        heads = checked_heads(heads, run.layers)  # before the long part
+        heads = check_heads(heads, run.layers)  # before the long part
     chosen = find_target(output, entries, target, position, read.streams[-1].ids)
-    results, skipped = _explained(run, read, chosen, names, methods is not None, progress)
-    streams, picture = _fitted(read, results)
-    results = [_in_streams(result, streams, picture) for result in results]
+    results, skipped = _explain(run, read, chosen, names, methods is not None, progress)
+    streams, picture = _fit_streams(read, results)
+    results = [_name_streams(result, streams, picture) for result in results]
     parts = parts_of(run, streams, results, chosen, heads, deletion, progress)
     assumptions = {
         "text": text,
@@ -274,7 +274,7 @@ def explanations(
         "output_stream": streams[-1].name if streams[-1].name == "decoder" else streams[0].name,
         "without_matrix": _without_matrix(results),
         **parts.reasons,
-        "notes": _left_out(skipped),
+        "notes": _skipped_notes(skipped),
     }
     return Explanations(
         source,
@@ -293,7 +293,7 @@ def explanations(
     )
 
 
-def _known(methods: Sequence[str] | None) -> list[str]:
+def _check_methods(methods: Sequence[str] | None) -> list[str]:
     methods = methods.split(",") if isinstance(methods, str) else methods
     names = list(dict.fromkeys(methods)) if methods is not None else [name for name in DEFAULT if name in METHODS]
     if not names:
@@ -313,7 +313,7 @@ def _output(model: nn.Module, read: ExplainInput) -> Any:
         raise LocaterError(f"{type(model).__name__}: does not run on this input ({first_line(error)})") from error
 
 
-def _explained(
+def _explain(
     run: Run, read: ExplainInput, target: Target, names: list[str], named: bool, progress: Progress | None
 ) -> tuple[list[Explanation], dict[str, str]]:
     """One explanation per method. Methods that the user did not name and that do not apply are left out, with the
@@ -359,7 +359,7 @@ def _check_sum(result: Explanation) -> None:
         )
 
 
-def _left_out(skipped: dict[str, str]) -> list[str]:
+def _skipped_notes(skipped: dict[str, str]) -> list[str]:
     """One note for each reason."""
     reasons: dict[str, list[str]] = {}
     for name, why in skipped.items():
@@ -383,7 +383,7 @@ def _options(name: str, read: ExplainInput, target: Target) -> dict[str, Any]:
     return {"baseline": empty[0]} if name == "integrated_gradients" and empty else {}
 
 
-def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenStream], Picture | None]:
+def _fit_streams(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenStream], Picture | None]:
     """Streams with as many tokens as the model has: those of a picture also have tokens that are no patch."""
     if read.picture is None:
         return read.streams, None
@@ -399,7 +399,7 @@ def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenS
     return [fitted, *read.streams[1:]], replace(picture, before=before)
 
 
-def _in_streams(result: Explanation, streams: list[TokenStream], picture: Picture | None) -> Explanation:
+def _name_streams(result: Explanation, streams: list[TokenStream], picture: Picture | None) -> Explanation:
     """The explanation with the names of these streams, checked. Tokens without a score get NaN: a method that scores
     patches has none for the class token.
     """

@@ -23,7 +23,7 @@ from locater.layers import AttentionLayer, Tokens, effective
 from locater.layers.head_blocks import head_blocks
 from locater.numerics import lone_workers, one_thread
 from locater.predict.input_statistics import Input
-from locater.spectrum import Moments, joined_moments, lost_in_float32
+from locater.spectrum import Moments, join_moments, lost_in_float32
 
 NumberedLayer = tuple[int, AttentionLayer]
 # numbers of query and key maps that are folded at a time, 160 MiB in float32: room for a key head of Llama-405B and its
@@ -51,7 +51,7 @@ class LayerMoments:
 
 
 @dataclass(frozen=True)
-class _One:
+class _LayerPart:
     number: int
     layer: AttentionLayer
     moments: Moments
@@ -92,15 +92,15 @@ def layer_moments(
     if workers > 1:
         measured = _by_workers(numbered, work, workers)
     else:  # one that fills the room has all threads
-        measured = _in_turn(numbered, work, alone=room > 1 and work.inputs is None)
-    group: list[_One] = []
+        measured = _one_by_one(numbered, work, alone=room > 1 and work.inputs is None)
+    group: list[_LayerPart] = []
     for one in measured:
         if group and (one.kind != group[0].kind or _size(*group, one) > _limit(one.key_bias.device)):
-            yield from _joined(group, work)
+            yield from _join_group(group, work)
             group = []
         group.append(one)
     if group:
-        yield from _joined(group, work)
+        yield from _join_group(group, work)
 
 
 def _held_by_worker(layer: AttentionLayer, work: Work) -> int:
@@ -108,30 +108,30 @@ def _held_by_worker(layer: AttentionLayer, work: Work) -> int:
     return min(_numbers(layer), _block(layer)) if work.by_threads or work.held else _numbers(layer)
 
 
-def _in_turn(numbered: Iterable[NumberedLayer], work: Work, alone: bool) -> Iterator[_One]:
+def _one_by_one(numbered: Iterable[NumberedLayer], work: Work, alone: bool) -> Iterator[_LayerPart]:
     """One layer after the other."""
     for number, layer in numbered:
         with one_thread() if alone else nullcontext():
-            read = layer if work.by_threads or _numbers(layer) > BLOCK else _in_memory(layer)
-            one = _One(number, layer, *_moments(read, work.raw, work.input_of(number)))
+            read = layer if work.by_threads or _numbers(layer) > BLOCK else _load_maps(layer)
+            one = _LayerPart(number, layer, *_moments(read, work.raw, work.input_of(number)))
         yield one
 
 
-def _by_workers(numbered: Iterable[NumberedLayer], work: Work, workers: int) -> Iterator[_One]:
+def _by_workers(numbered: Iterable[NumberedLayer], work: Work, workers: int) -> Iterator[_LayerPart]:
     """In the order of the layers. Maps on a GPU are multiplied there, without waiting for it."""
     waiting: deque[tuple[int, AttentionLayer, Future[tuple[Moments, Tensor]]]] = deque()
 
-    def first() -> _One:
+    def first() -> _LayerPart:
         number, layer, future = waiting.popleft()
-        return _One(number, layer, *future.result())
+        return _LayerPart(number, layer, *future.result())
 
     with lone_workers(workers) as pool:
         for number, layer in numbered:
-            read = layer if work.by_threads else _in_memory(layer)
+            read = layer if work.by_threads else _load_maps(layer)
             if not work.by_threads and read.query.weight().device.type != "cpu":
                 while waiting:
                     yield first()
-                yield _One(number, layer, *_moments(read, work.raw, None))
+                yield _LayerPart(number, layer, *_moments(read, work.raw, None))
                 continue
             waiting.append((number, layer, pool.submit(_moments, read, work.raw, None)))
             if len(waiting) > workers:
@@ -141,7 +141,7 @@ def _by_workers(numbered: Iterable[NumberedLayer], work: Work, workers: int) -> 
 
 
 @dataclass(frozen=True)
-class _Read:
+class _LoadedWeight:
     """The weight of a projection that was read before."""
 
     tensor: Tensor
@@ -150,9 +150,9 @@ class _Read:
         return self.tensor
 
 
-def _in_memory(layer: AttentionLayer) -> AttentionLayer:
+def _load_maps(layer: AttentionLayer) -> AttentionLayer:
     """The layer with its maps read: by this thread, since not every source can be read by several."""
-    query, key = (replace(part, weight=_Read(part.weight())) for part in (layer.query, layer.key))
+    query, key = (replace(part, weight=_LoadedWeight(part.weight())) for part in (layer.query, layer.key))
     return replace(layer, query=query, key=key)
 
 
@@ -175,14 +175,14 @@ def _moments(
     parts = [block_moments(block, double=double) for block in _blocks(layer, tokens)]
     if len({moments.query_gram.dtype for moments, _ in parts}) > 1:  # one block needs float64: as one, all have it
         parts = [block_moments(block, double=True) for block in _blocks(layer, tokens)]
-    return joined_moments([moments for moments, _ in parts]), torch.cat([bias for _, bias in parts])
+    return join_moments([moments for moments, _ in parts]), torch.cat([bias for _, bias in parts])
 
 
 def _blocks(layer: AttentionLayer, tokens: Tokens | None) -> Iterable[AttentionLayer]:
     """Parts of a layer; whole groups of heads where they fit, so that the products are those of the whole layer."""
     if tokens is not None:
         return [layer]
-    if isinstance(layer.query.weight, _Read) and layer.query.weight.tensor.device.type != "cpu":
+    if isinstance(layer.query.weight, _LoadedWeight) and layer.query.weight.tensor.device.type != "cpu":
         return head_blocks(layer, BLOCK)
     return head_blocks(layer, _block(layer))
 
@@ -200,29 +200,29 @@ def _block_moments(layer: AttentionLayer, raw: bool, tokens: Tokens | None, doub
     return folded.moments(), folded.key_bias
 
 
-def _joined(group: list[_One], work: Work) -> Iterator[LayerMoments]:
+def _join_group(group: list[_LayerPart], work: Work) -> Iterator[LayerMoments]:
     """The records of a group. On the CPU heads that need float64 have it already; those of a GPU are known once their
     numbers have arrived, and layers with such heads are multiplied again.
     """
     numbered, counts = [(one.number, one.layer) for one in group], [len(one.key_bias) for one in group]
     with one_thread():
-        moments = joined_moments([one.moments for one in group])
+        moments = join_moments([one.moments for one in group])
         bias = torch.cat([one.key_bias for one in group])
         group.clear()  # and with it the matrices of each layer
         single = moments.query_gram.dtype == torch.float32
         heads = lost_in_float32(moments).cpu() if single else torch.zeros(sum(counts), dtype=torch.bool)
         lost = [bool(part.any()) for part in heads.split(counts)]
-        whole = LayerMoments(numbered, *_kept(moments, bias))
+        whole = LayerMoments(numbered, *_move_to_cpu(moments, bias))
     for again, layers in _runs(counts, lost, moments.head_dim**2, _limit(whole.key_bias.device)):
         if not again:
             yield whole.part(layers)
             continue
         for number, layer in numbered[layers]:
             double = _moments(layer, work.raw, work.input_of(number), double=True)
-            yield LayerMoments([(number, layer)], *_kept(*double))
+            yield LayerMoments([(number, layer)], *_move_to_cpu(*double))
 
 
-def _kept(moments: Moments, key_bias: Tensor) -> tuple[Moments, Tensor]:
+def _move_to_cpu(moments: Moments, key_bias: Tensor) -> tuple[Moments, Tensor]:
     """The same on a CUDA device; from others, which may have no float64, on the CPU."""
     return (moments, key_bias) if key_bias.device.type == "cuda" else (moments.cpu(), key_bias.cpu())
 
@@ -246,5 +246,5 @@ def _limit(device: torch.device) -> int:
     return TOGETHER if device.type == "cpu" else ON_GPU * TOGETHER
 
 
-def _size(*group: _One) -> int:
+def _size(*group: _LayerPart) -> int:
     return sum(one.moments.query_gram.numel() for one in group)

@@ -12,7 +12,7 @@ from locater.inputs.images import image_batches
 from locater.inputs.text import Batch, Text, batches, files_named
 from locater.observing.residual_stream import time_first
 
-DEFAULT_TEXT = "the documentation inside Python"
+DEFAULT_TEXT = "the documentation that comes with Python"
 
 
 def probe_batches(

@@ -65,10 +65,10 @@ def probe(
     """Run `model` over about `tokens` tokens of `text` in sequences of `length`; measure and predict every head.
 
     `model` is a module or the folder of a checkpoint. `text` is a string, a path, several of either, token ids, or
-    batches as the model takes them; the default is the documentation inside Python. `images` replaces the text: a
-    folder of pictures or an array. The first third of the data gives the statistics behind the predictions, the rest
-    is measured. A single batch serves both, and the result says so. `rows` samples that many rows of each attention
-    call. `label` is what the result calls the data.
+    batches as the model takes them; the default is the documentation that comes with Python. `images` replaces the
+    text: a folder of pictures or an array. The first third of the data gives the statistics behind the predictions, the
+    rest is measured. A single batch serves both, and the result says so. `rows` samples that many rows of each
+    attention call. `label` is what the result calls the data.
     """
     if text is not None and images is not None:
         raise LocaterError("text and images exclude each other: give one of them to run the model on")

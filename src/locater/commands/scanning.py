@@ -93,7 +93,7 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     formats = sorted({x.quantised for x in layers if x.quantised is not None})
     if formats:
         notes.append(f"quantised weights ({', '.join(formats)}): the numbers describe the quantised model")
-    notes += [] if raw else _unnormed(layers)
+    notes += [] if raw else _layers_without_norm(layers)
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
         notes.append("query and key norms in mean field: each token's own norm is replaced by its root mean square")
     if any(norm_inside(part) for x in layers for part in (x.query, x.key)):
@@ -122,7 +122,7 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     return notes
 
 
-def _unnormed(layers: list[AttentionLayer]) -> list[str]:
+def _layers_without_norm(layers: list[AttentionLayer]) -> list[str]:
     """Which layers have no known norm in front of their queries, or of their keys where these read another stream."""
     queries = [x.name for x in layers if x.norm.kind == "none" and x.unknown_norm is None]
     keys = [x.name for x in layers if x.kind == "cross" and (x.memory_norm is None or x.memory_norm.kind == "none")]
@@ -296,7 +296,7 @@ def scan(
         weights, config = open_source(source, download, base)
         record = ReadingRecord(weights)
         read = partial(read_source, weights, config, **names, example=example)
-        choose = partial(_chosen, statistics, shard, where=weights.where, length=length, raw=raw)
+        choose = partial(_choose_layers, statistics, shard, where=weights.where, length=length, raw=raw)
         if remote.files:
             remote.prefetch(planned_reads(read, lambda layers: choose(layers)[1], raw))
         reading = read()  # maps are still where they are stored
@@ -317,7 +317,7 @@ def scan(
         gaps = [f"an adapter, read on its base model {opened_base}", *gaps]
     read_numbers = record.end()
     return Scan(
-        _shown(source),
+        _source_name(source),
         {
             **({"read": read_numbers} if read_numbers else {}),
             **assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
@@ -332,14 +332,14 @@ def scan(
     )
 
 
-def _shown(source: Source) -> str:
+def _source_name(source: Source) -> str:
     """The name of a source; what a URL has after `?` may be a secret."""
     if isinstance(source, nn.Module):
         return type(source).__name__
     return str(remote_address(str(source)) or source)
 
 
-def _chosen(
+def _choose_layers(
     statistics: Statistics | None,
     shard: tuple[int, int] | None,
     layers: list[AttentionLayer],
@@ -382,10 +382,10 @@ def _scan_with_details(reference: Callable[[], Source | None], **settings: Any) 
     return scan(source, details=True, **settings)
 
 
-def parsed_shard(text: str | None) -> tuple[int, int] | None:
+def parse_shard(text: str | None) -> tuple[int, int] | None:
     """`2/8` as (2, 8).
 
-    >>> parsed_shard("2/8")
+    >>> parse_shard("2/8")
     (2, 8)
     """
     if text is None:

@@ -80,7 +80,7 @@ class ModelMaps:
         listeners: list[TokenListener] = [*self.samples.values(), *self.sizes.values()]
         self._ends = listen_to_training_tokens(model, listeners) if listeners else []
 
-    def now(self) -> list[Maps]:
+    def current_maps(self) -> list[Maps]:
         """Queries (L, H, h, d), keys (L, K, h, d) and logit scales (L,) of each stack; gradients flow to the weights.
 
         In the measured form d counts tokens of the sample. Refused where tokens are needed and none were seen.
@@ -130,7 +130,7 @@ class ModelMaps:
         if not torch.compiler.is_compiling():  # as for samples
             empty = [size for size in sizes if not size.filled]
             if empty:
-                raise LocaterError(_why_unsized(type(self.model).__name__, empty))
+                raise LocaterError(_missing_size(type(self.model).__name__, empty))
         share_sizes(sizes)
         for size in sizes:
             size.restart()
@@ -140,7 +140,7 @@ class ModelMaps:
         if not torch.compiler.is_compiling():  # in one graph with the forward pass, samples are not filled yet
             empty = [sample for sample in samples if not sample.filled]
             if empty:
-                raise LocaterError(_why_empty(type(self.model).__name__, empty, len(samples)))
+                raise LocaterError(_missing_sample(type(self.model).__name__, empty, len(samples)))
         share_samples(samples)
         for sample in samples:
             sample.restart()
@@ -154,7 +154,7 @@ def _mean_square(size: TokenSize) -> tuple[Tensor]:
     return (size.mean_square(),)
 
 
-def _why_unsized(model: str, empty: Sequence[TokenSize]) -> str:
+def _missing_size(model: str, empty: Sequence[TokenSize]) -> str:
     return (
         f"{empty[0].name or model}: no norm stands in front of this layer, and the size of the tokens that it reads is "
         "not known before its first forward pass in training mode: call loss() after model(...) of the model that was "
@@ -162,7 +162,7 @@ def _why_unsized(model: str, empty: Sequence[TokenSize]) -> str:
     )
 
 
-def _why_empty(model: str, empty: list[TokenSample], of: int) -> str:
+def _missing_sample(model: str, empty: list[TokenSample], of: int) -> str:
     if len(empty) == of:
         return (
             f"{model}: form='measured' needs a forward pass in training mode since the last step: call loss() after "
@@ -272,7 +272,7 @@ class LocAteR(Control):
         In the measured form these are maps from the numbers of the sampled tokens (`families.forms.token_maps`).
         """
         _ = self.attached
-        return self._maps.now()
+        return self._maps.current_maps()
 
     def loss(self) -> Tensor:
         """The penalty of this step, in float32 at least, under autocast too."""

@@ -24,7 +24,7 @@ from locater.errors import LocaterError
 from locater.torch_private import in_backward_pass
 
 
-class EntropyPenalty(ForwardControl["_Collected"]):
+class EntropyPenalty(ForwardControl["_PenaltySum"]):
     """A squared hinge on the entropy ratio of every row outside [floor, ceiling], as part of the loss.
 
     With `margin` the pull begins that far inside the band. Rows of padding and rows that see one key do not count. With
@@ -71,7 +71,7 @@ class EntropyPenalty(ForwardControl["_Collected"]):
             raise LocaterError(f"margin={margin}: from 0 to half of the band")
         self.floor, self.ceiling, self.weight, self.margin, self.layers = floor, ceiling, weight, margin, layers
 
-    def _change(self, controlled: ControlledLayer) -> _Collected:
+    def _change(self, controlled: ControlledLayer) -> _PenaltySum:
         if controlled.split.parts > 1:
             raise LocaterError(
                 f"{controlled.layer.name}: its heads are split over ranks, and EntropyPenalty is a mean over all of "
@@ -79,7 +79,7 @@ class EntropyPenalty(ForwardControl["_Collected"]):
             )
         low = None if self.floor is None else self.floor + self.margin
         high = None if self.ceiling is None else self.ceiling - self.margin
-        return _Collected(controlled.heads, controlled.device, low, high)
+        return _PenaltySum(controlled.heads, controlled.device, low, high)
 
     def loss(self) -> Tensor:
         """The penalty of the forward passes since the last call of `loss` or `after_step`; float32 at least."""
@@ -94,7 +94,7 @@ class EntropyPenalty(ForwardControl["_Collected"]):
             change.calls = 0
 
 
-class _Collected(ForwardChange):
+class _PenaltySum(ForwardChange):
     """Adds up the penalty of its module as (sum of means, number of calls).
 
     That is one tensor, so that a compiled graph does not depend on the number of calls.

@@ -85,11 +85,11 @@ class ControlledLayer:
         """A new parameter in float32, on the device of the module. Its gradient is that of all ranks."""
         parameter = nn.Parameter(values.to(self.device, torch.float32), requires_grad=learn)
         if learn:
-            parameter.register_hook(partial(_over_ranks, self.split.parts))
+            parameter.register_hook(partial(_average_over_ranks, self.split.parts))
         return parameter
 
 
-def _over_ranks(parts: int, gradient: Tensor) -> Tensor:
+def _average_over_ranks(parts: int, gradient: Tensor) -> Tensor:
     """The mean of a gradient over the batches of all ranks. Where heads are split, each rank has that of its part."""
     total = gradient.contiguous().clone()  # autograd may use the same memory elsewhere
     return total * (parts / add_over_ranks(total))
@@ -115,18 +115,18 @@ class ForwardChange(Interceptor):
     mechanism: str | None = None
     cap: float | None = None
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Its parameters by name."""
         return {}
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A copy of the model, or a saved one, has a copy of the change: without it that would be another model."""
-        if any(p.requires_grad for p in self.named().values()):
-            _warn_of_parameters(self.control)
-        return _in_a_copy, (type(self), {name: value for name, value in vars(self).items() if name != "number"})
+        if any(p.requires_grad for p in self.parameters_by_name().values()):
+            _warn_about_parameters(self.control)
+        return _rebuild_change, (type(self), {name: value for name, value in vars(self).items() if name != "number"})
 
 
-def _in_a_copy(kind: type[ForwardChange], attributes: dict[str, Any]) -> ForwardChange:
+def _rebuild_change(kind: type[ForwardChange], attributes: dict[str, Any]) -> ForwardChange:
     change = kind.__new__(kind)
     vars(change).update(attributes)
     attention_interface.keep_installed(renumber(change))
@@ -134,7 +134,7 @@ def _in_a_copy(kind: type[ForwardChange], attributes: dict[str, Any]) -> Forward
 
 
 @cache  # once for each kind of control
-def _warn_of_parameters(control: str) -> None:
+def _warn_about_parameters(control: str) -> None:
     logger.warning(
         "%s: a copy of its model has parameters of it that are not among model.parameters(), so a running average "
         "does not move them: average those of locater.control.carried(copy) too",
@@ -171,7 +171,7 @@ def carried(model: nn.Module) -> list[Carried]:
     """
     rows: list[Carried] = []
     for name, module in model.named_modules():
-        rows += [Carried(name, change.control, change.named()) for change in forward_changes(module)]
+        rows += [Carried(name, change.control, change.parameters_by_name()) for change in forward_changes(module)]
         parts = (module, *vars(module).values())  # a parametrization, and what stands for a method
         rows += [Carried(name, vars(part)[CONTROL], {}) for part in parts if CONTROL in getattr(part, "__dict__", ())]
     return rows
@@ -224,16 +224,16 @@ class ForwardControl(Control, Generic[Change]):
 
     def parameters(self) -> list[nn.Parameter]:
         """What there is to learn, for the optimizer."""
-        return [p for p in self._named().values() if p.requires_grad]
+        return [p for p in self._parameters_by_name().values() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Its parameters by layer, to be saved beside those of the model."""
-        return {name: p.detach() for name, p in self._named().items()}
+        return {name: p.detach() for name, p in self._parameters_by_name().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Into an attached control of the same kind."""
-        parameters = self._named()
+        parameters = self._parameters_by_name()
         if parameters.keys() != state.keys() or any(parameters[name].shape != x.shape for name, x in state.items()):
             raise LocaterError(
                 f"{type(self).__name__}: this state is of other layers or heads than those it is attached to"
@@ -241,9 +241,13 @@ class ForwardControl(Control, Generic[Change]):
         for name, value in state.items():
             parameters[name].copy_(value)
 
-    def _named(self) -> dict[str, nn.Parameter]:
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         _ = self.attached
-        return {f"{change.heads.name}.{name}": p for _, change in self._changes for name, p in change.named().items()}
+        return {
+            f"{change.heads.name}.{name}": p
+            for _, change in self._changes
+            for name, p in change.parameters_by_name().items()
+        }
 
     def after_step(self) -> None:
         if not any(change.called for _, change in self._changes):

@@ -51,16 +51,16 @@ class Mimetic(Control):
         layers = self_layers(model, self.layers)
         with torch.no_grad():
             for layer in layers:
-                check_writable(model, layer.name, _stored(layer.key, layer.name))
+                check_writable(model, layer.name, _stored_map(layer.key, layer.name))
             return [(layer, self._key(layer)) for layer in layers]
 
     def _attach(self, model: nn.Module) -> None:
         for layer, weight in self._check(model):
-            rewrite(model, layer.name, partial(_stored, layer.key, layer.name), weight)
+            rewrite(model, layer.name, partial(_stored_map, layer.key, layer.name), weight)
 
     def _key(self, layer: AttentionLayer) -> Tensor:
         """The key map (K h, d) with which the mean self-logit of every group is the target."""
-        query, key = (_stored(part, layer.name).weight().double() for part in (layer.query, layer.key))
+        query, key = (_stored_map(part, layer.name).weight().double() for part in (layer.query, layer.key))
         query = query.unflatten(0, (layer.kv_heads, layer.group, -1)).mean(1)  # (K, h, d)
         key = key.unflatten(0, (layer.kv_heads, -1))
         share = torch.zeros(layer.kv_heads, dtype=torch.float64, device=key.device)
@@ -84,21 +84,23 @@ class Mimetic(Control):
 
 def _mean_logits(layer: AttentionLayer, key: Tensor) -> Tensor:
     """M of each group (K,) with `key` (K h, d) as the key map; float64."""
-    query = _stored(layer.query, layer.name).weight().double()
-    maps = effective(replace(layer, query=_with(layer, layer.query, query), key=_with(layer, layer.key, key)))
+    query = _stored_map(layer.query, layer.name).weight().double()
+    maps = effective(
+        replace(layer, query=_replace_weight(layer, layer.query, query), key=_replace_weight(layer, layer.key, key))
+    )
     trace, _, _ = traces(maps.query, maps.key)
     return layer.scale * trace.unflatten(0, (layer.kv_heads, -1)).mean(1)
 
 
-def _with(layer: AttentionLayer, projection: Projection, weight: Tensor) -> Projection:
+def _replace_weight(layer: AttentionLayer, projection: Projection, weight: Tensor) -> Projection:
     """A projection with another weight in place of the stored one."""
-    new = replace(_stored(projection, layer.name), weight=lambda: weight)
+    new = replace(_stored_map(projection, layer.name), weight=lambda: weight)
     if isinstance(projection, NormedProjection):
         return replace(projection, down=new).linear(partial(folded, norm=layer.norm))
     return new
 
 
-def _stored(projection: Projection, name: str) -> Projection:
+def _stored_map(projection: Projection, name: str) -> Projection:
     """The stored map: the one before the norm, where there is a norm on queries or keys."""
     if isinstance(projection, JoinedProjection):
         raise LocaterError(f"{name}: its heads are made of rows of several maps: leave this layer out")

@@ -57,7 +57,7 @@ def unit(x: Tensor, kind: NormKind, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
-class QKNorm(ForwardControl["_Normed"]):
+class QKNorm(ForwardControl["_NormChange"]):
     """q and k become g_q q / rms(q) and g_k k / rms(k), with one learned gain per query head and per key head.
 
     So |logit| <= scale head_dim |g_q g_k|, which is sqrt(head_dim) |g_q g_k| for the usual scale: `bounds()`. It acts
@@ -97,7 +97,7 @@ class QKNorm(ForwardControl["_Normed"]):
         self.kind, self.learn, self.eps, self.init, self.layers = kind, learn, eps, init, layers
         self.needs_softmax = init == "keep"
 
-    def _change(self, controlled: ControlledLayer) -> _Normed:
+    def _change(self, controlled: ControlledLayer) -> _NormChange:
         layer, kind = controlled.layer, self.kind
         if kind == "layer" and layer.rotary is not None:
             raise LocaterError(
@@ -105,7 +105,7 @@ class QKNorm(ForwardControl["_Normed"]):
             )
         start = 1.0 if isinstance(self.init, str) else self.init
         gains = [controlled.parameter(torch.full((n,), start), self.learn) for n in (layer.heads, layer.kv_heads)]
-        return _Normed(controlled.heads, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
+        return _NormChange(controlled.heads, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
@@ -120,7 +120,7 @@ class QKNorm(ForwardControl["_Normed"]):
         return {change.heads.name: change.bound().tolist() for _, change in self._changes}
 
 
-class _Normed(ForwardChange):
+class _NormChange(ForwardChange):
     order = NORM
 
     def __init__(
@@ -130,7 +130,7 @@ class _Normed(ForwardChange):
         self.ready = ready  # whether gains are set; if not, the first call sets them
         self.query_gain, self.key_gain = query_gain, key_gain
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
         return {"query_gain": self.query_gain, "key_gain": self.key_gain}
 
     def bound(self) -> Tensor:

@@ -25,11 +25,11 @@ from locater.registry import Registry
 Class = TypeVar("Class", bound=type[Control])
 
 
-def _spelling(name: str) -> str:
+def _spell(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-CONTROLS: Registry[type[Control]] = Registry("control", replaceable=True, spelling=_spelling, group="controls")
+CONTROLS: Registry[type[Control]] = Registry("control", replaceable=True, spelling=_spell, group="controls")
 
 
 def register_control(kind: Class, name: str | None = None) -> Class:

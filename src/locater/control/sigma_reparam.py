@@ -60,7 +60,7 @@ class SigmaReparam(Control):
         self.layers, self.gamma, self.only = layers, gamma, only
 
     def _check(self, model: nn.Module) -> list[LiveTensor]:
-        tensors = _tensors(model, self.layers, self.only)
+        tensors = _tensors_to_scale(model, self.layers, self.only)
         for tensor in tensors:
             if parametrize.is_parametrized(tensor.module, tensor.attribute):
                 raise LocaterError(f"{tensor.name}: it is parametrized already: take that off first")
@@ -111,7 +111,7 @@ class SigmaReparam(Control):
     def _detach(self, model: nn.Module) -> None:
         self._hook.remove()
         for tensor, _ in self.tensors:
-            _own_class(tensor.module)
+            _give_own_class(tensor.module)
             parametrize.remove_parametrizations(tensor.module, tensor.attribute, leave_parametrized=True)
         for tensor, order in self.tensors:  # optimizers and checkpoints go by the order
             parameters = dict(own_parameters(tensor.module))
@@ -156,7 +156,7 @@ class SpectralScale(nn.Module):
             self.u.copy_(u / u.norm())
 
 
-def _own_class(module: nn.Module) -> None:
+def _give_own_class(module: nn.Module) -> None:
     """Give a module a class of its own. torch removes a parametrization from the class that it made for the module,
     which copies of the module share.
     """
@@ -165,7 +165,7 @@ def _own_class(module: nn.Module) -> None:
     module.__class__ = type(kind.__name__, kind.__bases__, members)
 
 
-def _tensors(model: nn.Module, chosen: Layers, only: Only) -> list[LiveTensor]:
+def _tensors_to_scale(model: nn.Module, chosen: Layers, only: Only) -> list[LiveTensor]:
     """The maps to reparametrize, each once."""
     weights = Recorder(model)
     layers = layers_numbered(layers_of(weights, config_of(model)), chosen)

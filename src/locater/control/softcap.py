@@ -71,7 +71,7 @@ def softcap_attention(
     return mixed @ value, weights
 
 
-class LogitSoftcap(ForwardControl["_Capped"]):
+class LogitSoftcap(ForwardControl["_SoftcapChange"]):
     """Logits become cap * tanh(logits / cap), after scale and position bias and before mask and softmax.
 
     No logit exceeds the cap, so logits have a range of 2 cap, and entropy cannot fall below what that allows. The
@@ -89,17 +89,17 @@ class LogitSoftcap(ForwardControl["_Capped"]):
             raise LocaterError(f"cap={cap}: a number above 0")
         self.cap, self.layers = cap, layers
 
-    def _change(self, controlled: ControlledLayer) -> _Capped:
+    def _change(self, controlled: ControlledLayer) -> _SoftcapChange:
         caps = [controlled.layer.softcap, *(change.cap for change in forward_changes(controlled.module))]
         already = next((cap for cap in caps if cap is not None), None)
         if already is not None:
             raise LocaterError(
                 f"{controlled.layer.name}: its logits are capped at {already} already: a second cap is not supported"
             )
-        return _Capped(controlled.heads, self.cap)
+        return _SoftcapChange(controlled.heads, self.cap)
 
 
-class _Capped(ForwardChange):
+class _SoftcapChange(ForwardChange):
     order = CAP
 
     cap: float
@@ -108,10 +108,10 @@ class _Capped(ForwardChange):
         self.heads, self.cap = heads, cap
 
     def __call__(self, request: AttentionRequest) -> AttentionRequest:
-        return replace(request, kw={**request.kw, "softcap": self.cap}, attend=partial(_attend, request.name))
+        return replace(request, kw={**request.kw, "softcap": self.cap}, attend=partial(_attend_capped, request.name))
 
 
-def _attend(
+def _attend_capped(
     name: str,
     module: nn.Module,
     query: Tensor,
@@ -127,7 +127,7 @@ def _attend(
     if isinstance(mask, Tensor) and mask.ndim == 4 and (mask.is_floating_point() or name in ADD):
         # numbers are added after the cap; of the call only what is hidden is asked
         added, mask = mask[..., : key.shape[2]], ~hidden_by(mask)
-    call = AttentionRequest(module, "sdpa" if added is not None else name, _attend, query, key, mask, kw).call()
+    call = AttentionRequest(module, "sdpa" if added is not None else name, _attend_capped, query, key, mask, kw).call()
     S = call.key.shape[2]
     out, weights = softcap_attention(
         query, call.key, value[:, :, :S], terms_of(call), added, dropout if module.training else 0.0

@@ -112,7 +112,7 @@ class Surgery(Control):
         self._switch, self._undo = Switch(), list[Callable[[], None]]()
         try:
             for cut in cuts:
-                stand_in = partial(_while_on, self._switch, cut.stand_in)
+                stand_in = partial(_run_while_on, self._switch, cut.stand_in)
                 self._undo.append(replace_method(cut.module, "forward", stand_in, repr(self)))
         except BaseException:
             self._detach(model)
@@ -155,11 +155,11 @@ class Surgery(Control):
         if self.no_norm:
             norms = [modules.module(norm) for norm in block.norms]
             norms += [modules.module(norm) for norm in block.other_norms if modules.find(norm)]
-            yield from (Cut(norm, _unchanged) for norm in dict.fromkeys(norms))
+            yield from (Cut(norm, _return_input) for norm in dict.fromkeys(norms))
         if self.no_mlp:
             yield from _without_mlp(block, modules)
         if self.no_mlp == "sublayer" and block.after_mlp and not self.no_norm:
-            yield Cut(modules.module(block.after_mlp), _unchanged)
+            yield Cut(modules.module(block.after_mlp), _return_input)
         if self.no_skip:
             yield from _without_skip(block, modules)
 
@@ -172,10 +172,10 @@ def _refusal(model: nn.Module, reason: str) -> str:
 
 def _without_mlp(block: Block, modules: BlockModules) -> Iterator[Cut]:
     if block.mlp:
-        yield Cut(modules.module(block.mlp), _zeros)
+        yield Cut(modules.module(block.mlp), _return_zeros)
     elif block.down:
-        yield Cut(modules.module(block.up), _unchanged)
-        yield Cut(modules.module(block.down), _zeros)
+        yield Cut(modules.module(block.up), _return_input)
+        yield Cut(modules.module(block.down), _return_zeros)
     else:
         raise LocaterError(f"Surgery: {modules.path} has no MLP that could be taken out")
 
@@ -184,36 +184,36 @@ def _without_skip(block: Block, modules: BlockModules) -> Iterator[Cut]:
     if block.added:
         output: list[Tensor] = []
         yield Cut(modules.module(block.added), partial(_keep_output, output))
-        yield Cut(modules.module(block.after_attention), partial(_on_output, output))
+        yield Cut(modules.module(block.after_attention), partial(_norm_output_alone, output))
         return
     readers = [modules.module(block.before_attention or block.attention)]
     if block.parallel and block.before_mlp:
         readers.append(modules.module(block.before_mlp))
     streams: list[list[Tensor]] = [[] for _ in readers]
-    yield Cut(modules.module(""), partial(_on_zeros, streams))
+    yield Cut(modules.module(""), partial(_run_on_zeros, streams))
     for reader, stream in zip(readers, streams, strict=True):
-        yield Cut(reader, partial(_on_stream, stream))
+        yield Cut(reader, partial(_read_stream, stream))
 
 
 # Stand-ins. Each gets the module, the forward that it stands for, and the arguments.
 
 
-def _while_on(switch: Switch, stand_in: Forward, module: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
+def _run_while_on(switch: Switch, stand_in: Forward, module: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
     return stand_in(module, forward, *args, **kw) if switch.on else forward(*args, **kw)
 
 
-def _unchanged(module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
+def _return_input(module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
     return x
 
 
-def _zeros(module: nn.Module, forward: Forward, x: Tensor, *args: Any, **kw: Any) -> Tensor:
+def _return_zeros(module: nn.Module, forward: Forward, x: Tensor, *args: Any, **kw: Any) -> Tensor:
     return torch.zeros_like(x)
 
 
 # A block on zeros. Each of `streams` takes its input to one module that reads it.
 
 
-def _on_zeros(streams: list[list[Tensor]], block: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
+def _run_on_zeros(streams: list[list[Tensor]], block: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
     x, call = _first_argument(forward, args, kw)
     for stream in streams:
         stream[:] = [x]
@@ -230,7 +230,7 @@ def _on_zeros(streams: list[list[Tensor]], block: nn.Module, forward: Forward, *
             stream.clear()
 
 
-def _on_stream(stream: list[Tensor], reader: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
+def _read_stream(stream: list[Tensor], reader: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
     if not stream:
         return forward(*args, **kw)
     _, call = _first_argument(forward, args, kw)
@@ -253,5 +253,5 @@ def _keep_output(output: list[Tensor], module: nn.Module, forward: Forward, x: T
     return output[0]
 
 
-def _on_output(output: list[Tensor], norm: nn.Module, forward: Forward, x: Tensor) -> Any:
+def _norm_output_alone(output: list[Tensor], norm: nn.Module, forward: Forward, x: Tensor) -> Any:
     return forward(output.pop())

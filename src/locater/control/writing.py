@@ -41,7 +41,7 @@ def check_writable(model: nn.Module, name: str, projection: Projection) -> None:
     """
     with _differentiable(_leaves(model)):
         current = projection.weight()
-        for leaf, new in _placed(model, name, current, current.detach()):
+        for leaf, new in _parameters_behind(model, name, current, current.detach()):
             if not torch.equal(new, leaf):
                 raise _refusal(name)
 
@@ -50,7 +50,9 @@ def _write(model: nn.Module, name: str, read: Callable[[], Tensor], new: Tensor)
     with _differentiable(_leaves(model)):
         current = read()
         new = new.detach().to(current)
-        changed = [(leaf, leaf.detach().clone(), after) for leaf, after in _placed(model, name, current, new)]
+        changed = [
+            (leaf, leaf.detach().clone(), after) for leaf, after in _parameters_behind(model, name, current, new)
+        ]
     with torch.no_grad():
         for leaf, _, after in changed:
             leaf.copy_(after)
@@ -61,7 +63,7 @@ def _write(model: nn.Module, name: str, read: Callable[[], Tensor], new: Tensor)
     raise _refusal(name)
 
 
-def _placed(model: nn.Module, name: str, current: Tensor, new: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+def _parameters_behind(model: nn.Module, name: str, current: Tensor, new: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
     """The parameters behind a map, each with what it would be if the map is to be `new`."""
     if not current.requires_grad:
         raise LocaterError(

@@ -23,7 +23,7 @@ from locater.findings.flags import (
     key_variance,
 )
 from locater.findings.remedies import OF_FLAGS, Remedy
-from locater.findings.verdicts import UNTRAINED, Verdict, heads_by_role, judge, near_uniform, untrained
+from locater.findings.verdicts import UNTRAINED, Verdict, heads_by_role, is_near_uniform, is_untrained, judge
 
 __all__ = [
     "EXPLODING",
@@ -45,11 +45,11 @@ __all__ = [
     "explain",
     "flags_of",
     "heads_by_role",
+    "is_near_uniform",
+    "is_untrained",
     "judge",
     "key_variance",
-    "near_uniform",
     "parse_conditions",
     "reasons",
     "remedy_for",
-    "untrained",
 ]

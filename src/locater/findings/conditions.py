@@ -167,7 +167,7 @@ def reasons(condition: Condition, values: Sequence[float | None]) -> tuple[str, 
     if parts is None or condition.bound is None or not known:
         return condition.text, "as asked for"
     column, sign, meaning, _ = parts
-    worst = _worst(known, [_against(x, condition.bound) for x in known], highest=sign.startswith(">"))
+    worst = _worst(known, [_distinct_digits(x, condition.bound) for x in known], highest=sign.startswith(">"))
     return f"{QUANTITIES[column].label} {worst} {_VERBS[sign]} {condition.bound:g}", meaning
 
 
@@ -193,7 +193,7 @@ def _worst(values: Sequence[float], texts: Sequence[str], highest: bool | None =
     return f"up to {high}" if highest else f"down to {low}"
 
 
-def _against(value: float, bound: float) -> str:
+def _distinct_digits(value: float, bound: float) -> str:
     """With as many digits as tell a value from its bound."""
     texts = (f"{value:.{digits}g}" for digits in range(2, 17))
     return next((text for text in texts if float(text) != bound), f"{value:g}")
@@ -220,7 +220,7 @@ def _crossing(condition: Condition, rows: Sequence[Numbers], length: int) -> str
     words = bad[0][0][1]
     of_head: dict[Any, str] = {}
     for _, row in bad:  # of several scans one head can have several rows
-        of_head.setdefault((row["layer"], row["head"], row.get("source")), _place(row))
+        of_head.setdefault((row["layer"], row["head"], row.get("source")), _head_name(row))
     places = list(of_head.values())
     rest = f" and {len(places) - NAMED:,} more" if len(places) > NAMED else ""
     if condition.column is not None:
@@ -260,7 +260,7 @@ def _verbs(condition: Condition, rows: Sequence[Numbers]) -> tuple[str, str]:
     return one, one.replace("is ", "are ", 1).replace("raises ", "raise ", 1)
 
 
-def _place(row: Numbers) -> str:
+def _head_name(row: Numbers) -> str:
     """`4.7`; of several scans also which."""
     where = f" from {row['where']}" if "where" in row else f" of {row['source']}" if "source" in row else ""
     return f"{row['layer']}.{row['head']}{where}"

@@ -43,21 +43,21 @@ def judge(rows: Sequence[Numbers], length: int) -> list[Verdict]:
     >>> judge([{"flags": ("sharp", "locked"), "entropy_ratio": 0.03, "previous": 0.99}], length=256)[0].faults
     ()
     """
-    alike = {"uniform": untrained(rows), "silent": _started_at_zero(rows)}
+    alike = {"uniform": is_untrained(rows), "silent": _is_zero_initialised(rows)}
     return [_verdict(row, length, alike) for row in rows]
 
 
-def untrained(rows: Sequence[Numbers]) -> bool:
+def is_untrained(rows: Sequence[Numbers]) -> bool:
     """Whether so many heads are nearly uniform that it is a property of the model and not of single heads."""
-    return bool(rows) and sum(near_uniform(row) for row in rows) >= UNTRAINED * len(rows)
+    return bool(rows) and sum(is_near_uniform(row) for row in rows) >= UNTRAINED * len(rows)
 
 
-def _started_at_zero(rows: Sequence[Numbers]) -> bool:
+def _is_zero_initialised(rows: Sequence[Numbers]) -> bool:
     """Whether so many heads write nothing that the output maps have their initial value of zero."""
     return bool(rows) and sum("silent" in row["flags"] for row in rows) >= UNTRAINED * len(rows)
 
 
-def near_uniform(row: Numbers) -> bool:
+def is_near_uniform(row: Numbers) -> bool:
     """Whether a softmax head treats all tokens nearly alike: as measured, or else as its weights predict."""
     ratio, F, key_bias = (row.get(column) for column in ("entropy_ratio", "F", "key_bias"))
     if ratio is not None:

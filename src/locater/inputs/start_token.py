@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 START = "<bos>"
 
 
-class WithStart:
+class StartTokenizer:
     """A tokenizer with one more token, `start`. `encode` gives the tokens of the text alone: whoever cuts them into
     sequences puts `start` in front of each. The saved tokenizer puts it in front of a text.
     """

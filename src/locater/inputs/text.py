@@ -57,12 +57,14 @@ def batches(
                 "token ids are whole numbers, (tokens,) or (sequences, tokens)"
             )
         if text.ndim == 2:
-            return _checked(model, [{"input_ids": part} for part in text.split(batch)])
-        return _checked(model, _cut(([], text.tolist(), []), length, tokens, batch, skip))
+            return _check_batches(model, [{"input_ids": part} for part in text.split(batch)])
+        return _check_batches(model, _cut_sequences(([], text.tolist(), []), length, tokens, batch, skip))
     parts = [text] if isinstance(text, str | Path | Mapping) else list(text)
     if parts and all(isinstance(part, Mapping) for part in parts):
-        return _checked(model, [dict(part) for part in parts])  # type: ignore[arg-type]
-    return _checked(model, _cut(_tokenized(model, as_text(parts), tokenizer), length, tokens, batch, skip))
+        return _check_batches(model, [dict(part) for part in parts])  # type: ignore[arg-type]
+    return _check_batches(
+        model, _cut_sequences(_tokenize(model, as_text(parts), tokenizer), length, tokens, batch, skip)
+    )
 
 
 def as_text(parts: Sequence[Any]) -> str:
@@ -166,7 +168,7 @@ def tokenizer_for(model: Any, tokenizer: Any = None) -> Any:
     return loaded
 
 
-def _tokenized(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+def _tokenize(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
     """Token ids of the special tokens before a text, of the text itself, and of the special tokens after it."""
     if not text.strip():
         raise LocaterError(EMPTY)
@@ -185,7 +187,9 @@ def _tokenized(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], 
     return before, ids, after
 
 
-def _cut(ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, batch: int, skip: int) -> list[Batch]:
+def _cut_sequences(
+    ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, batch: int, skip: int
+) -> list[Batch]:
     """Batches of sequences of `length` tokens, each with the special tokens; an incomplete last sequence is dropped."""
     before, text, after = ids
     size = length - len(before) - len(after)
@@ -222,7 +226,7 @@ def check_ids(model: Any, ids: Tensor) -> None:
         )
 
 
-def _checked(model: Any, batches: list[Batch]) -> list[Batch]:
+def _check_batches(model: Any, batches: list[Batch]) -> list[Batch]:
     """Refuse batches on which the model would fail later and less clearly; give encoder-decoders their decoder ids."""
     config = getattr(model, "config", None)
     if config is None:

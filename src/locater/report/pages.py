@@ -76,7 +76,7 @@ def short_name(source: str) -> str:
     return telling or "/".join(parts[-2:])
 
 
-def significant(x: float | None, digits: int = 4) -> float | None:
+def round_significant(x: float | None, digits: int = 4) -> float | None:
     """Rounded to significant digits, which keeps pages small."""
     if x is None or x == 0 or not math.isfinite(x):
         return 0.0 if x == 0 else None
@@ -118,10 +118,10 @@ def prose_page(text: str, figures: Mapping[str, str]) -> str:
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(rest)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     body = re.sub(r'<a href="(?!#|https?:)[^"]*">(.*?)</a>', r"\1", body)  # files of the repository: no link
-    body = re.sub(r'src="figure:([^"]+)"', lambda mark: f'src="{_embedded(figures[mark[1]])}"', body)
+    body = re.sub(r'src="figure:([^"]+)"', lambda mark: f'src="{_data_url(figures[mark[1]])}"', body)
     words = {"TITLE": f"{title} · Locater", "HEADING": title, "FOOTER": f"Made by Locater {__version__}."}
     return assemble("prose", words, markup={"PROSE": body})
 
 
-def _embedded(drawing: str) -> str:
+def _data_url(drawing: str) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(drawing.encode()).decode()}"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from locater.errors import LocaterError
-from locater.report.sentences import counted
+from locater.report.sentences import amount
 from locater.results.step_findings import findings_over_steps, first_of_each_flag
 from locater.version import SCHEMA, __version__
 
@@ -147,7 +147,7 @@ def trajectory(rows: Iterable[Row], errors: Mapping[str, str], *, length: int | 
         for failure in (x for x in failed if x["run"] == name):
             failure["run"] = titles[_nearest(parts, failure["step"])]
         for part, title in zip(parts, titles, strict=True):
-            runs.append(_run(part, title, columns, [x["step"] for x in failed if x["run"] == title]))
+            runs.append(_run_entry(part, title, columns, [x["step"] for x in failed if x["run"] == title]))
         if len(parts) > 1:
             shapes.append({"run": name, "parts": titles})
     return {
@@ -231,7 +231,7 @@ def _part_names(run: str, parts: Sequence[Sequence[Checkpoint]]) -> list[str]:
     for part in parts:
         layers = len({row["layer"] for row in part[0].rows})
         sizes = ", ".join(str(x) for x in sorted({row.get("head_dim") or 0 for row in part[0].rows}))
-        name = f"{run} ({counted(layers, 'layer')}, {counted(len(part[0].rows), 'head')} of {sizes})"
+        name = f"{run} ({amount(layers, 'layer')}, {amount(len(part[0].rows), 'head')} of {sizes})"
         names.append(name if name not in names else f"{name} {len(names) + 1}")
     return names
 
@@ -245,8 +245,10 @@ def _nearest(parts: Sequence[Sequence[Checkpoint]], step: int) -> int:
 # ---- one run ----
 
 
-def _run(checkpoints: Sequence[Checkpoint], name: str, columns: Sequence[str], failed: Sequence[int]) -> dict[str, Any]:
-    drawn, aside = _in_order(checkpoints)
+def _run_entry(
+    checkpoints: Sequence[Checkpoint], name: str, columns: Sequence[str], failed: Sequence[int]
+) -> dict[str, Any]:
+    drawn, aside = _order_by_step(checkpoints)
     numbered = any(x.step is not None for x in drawn)
     steps: list[int] = [x.step if x.step is not None else at for at, x in enumerate(drawn)]
     seen: dict[str, int] = {}
@@ -271,7 +273,7 @@ def _run(checkpoints: Sequence[Checkpoint], name: str, columns: Sequence[str], f
     }
 
 
-def _in_order(checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], list[dict[str, Any]]]:
+def _order_by_step(checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], list[dict[str, Any]]]:
     """Checkpoints by step, and those that have no place of their own among them, with the reason."""
     if all(x.step is None for x in checkpoints):
         return list(checkpoints), []
@@ -311,16 +313,16 @@ def _layers(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _table(checkpoints: Sequence[Checkpoint], column: str, heads: Sequence[int]) -> list[list[list[float | None]]]:
     """A column by step, layer and head, rounded; None for no number."""
     numbers = np.array([[row.get(column) for row in x.rows] for x in checkpoints], dtype=np.float64)
-    short = _rounded(numbers).astype(object)
+    short = _round_digits(numbers).astype(object)
     short[~np.isfinite(numbers)] = None
     edges = np.cumsum([0, *heads]).tolist()
     return [[line[a:b] for a, b in pairwise(edges)] for line in short.tolist()]
 
 
-def _rounded(x: np.ndarray) -> np.ndarray:
+def _round_digits(x: np.ndarray) -> np.ndarray:
     """To DIGITS significant digits.
 
-    >>> _rounded(np.array([0.123456789, -98765432.1, 0.0])).tolist()
+    >>> _round_digits(np.array([0.123456789, -98765432.1, 0.0])).tolist()
     [0.123457, -98765400.0, 0.0]
     """
     size = np.where(np.isfinite(x) & (x != 0), np.abs(x), 1.0)

@@ -1,4 +1,4 @@
-"""The numbers of every head at an observed step: from its activations, and M and the logit spread from its weights."""
+"""The numbers of every head at an observed step: from activations, and M and the logit spread from weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def changed_maps(layer: AttentionLayer, module: nn.Module) -> Effective:
 
 
 class DiscoveredSpectra(WeightSpectra):
-    """The same of layers that were discovered, numbered as the sites that the log has."""
+    """The same for discovered layers, numbered as in the log."""
 
     def __init__(self, discovered: DiscoveredLayers) -> None:
         super().__init__(discovered.part, list(discovered.sites), discovered.read)

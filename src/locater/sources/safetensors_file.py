@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError, printable
-from locater.files import VALUES, no_duplicates, regular_file
+from locater.files import VALUES, refuse_duplicates, regular_file
 from locater.sources.weights import Rows, join_files
 
 DTYPES = {  # those that are read; whole numbers stand for quantised weights, which `quantised/` makes floats of
@@ -168,7 +168,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
         raise ValueError(f"more than {VALUES:,} values")
     header: dict[str, Any] = json.loads(
         decoded,
-        object_pairs_hook=no_duplicates,
+        object_pairs_hook=refuse_duplicates,
         parse_float=_refuse_number,
         parse_constant=_refuse_number,
         parse_int=_natural,

@@ -1,6 +1,6 @@
 """Claims judged by training runs: arms seed by seed against each other, from the lines of a file.
 
-Differences are taken within a seed, which fixes first weights and order of the data; `significance.py` says what they
+Differences are taken within a seed, which fixes first weights and order of the data; `claims.py` says what they
 decide.
 """
 

@@ -269,7 +269,7 @@ def hit_rate(subject: ExplainedModel, name: str) -> float:
 
 
 def redraw_similarity(subject: ExplainedModel, name: str, seed: int = 0) -> list[float]:
-    """Mean rank correlation of scores with those of the same model whose last 1, 2, ... blocks were drawn anew, over
+    """Mean rank correlation of scores with those of the same model whose last 1, 2, ... blocks were redrawn, over
     inputs whose scores differ.
     """
     explain, model, values = method_named(name), copy.deepcopy(subject.model), []
@@ -411,12 +411,12 @@ def hit_rates_by_method(subjects: Sequence[ExplainedModel], methods: Sequence[st
 
 
 def redraw_similarities(subjects: Sequence[ExplainedModel], methods: Sequence[str]) -> dict[str, list[list[float]]]:
-    """Rank correlations of scores with those of models whose last blocks were drawn anew, by method and seed."""
+    """Rank correlations of scores with those of models whose last blocks were redrawn, by method and seed."""
     return {name: [redraw_similarity(subject, name, seed) for seed, subject in enumerate(subjects)] for name in methods}
 
 
 def mean_curves(redraw_similarity: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
-    """Means over seeds of what `redraw_similarities` returns: for each method a number by how many blocks were drawn anew.
+    """Means over seeds of what `redraw_similarities` returns: for each method a number by how many blocks were redrawn.
 
     >>> mean_curves({"rollout": [[1.0, 0.5], [0.0, 0.5]]})
     {'rollout': [0.5, 0.5]}

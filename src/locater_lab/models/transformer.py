@@ -241,7 +241,7 @@ class Stack(nn.Module):
         elif shape.positions == "sinusoidal":
             angle = position_angles(length, shape.width)
             self.register_buffer("waves", torch.cat([angle.sin(), angle.cos()], -1), persistent=False)
-        else:
+        elif shape.positions == "rotary":
             angle = position_angles(length, shape.width // shape.heads)
             self.register_buffer("cos", angle.cos(), persistent=False)
             self.register_buffer("sin", angle.sin(), persistent=False)
@@ -266,7 +266,8 @@ class Stack(nn.Module):
             return _apply_dropout(self, x + self.embed_positions.weight[:length]), None
         if self.shape.positions == "sinusoidal":
             return _apply_dropout(self, x * self.shape.width**0.5 + self.waves[:length].to(x.dtype)), None
-        return _apply_dropout(self, x), (self.cos[:length], self.sin[:length])
+        turn = (self.cos[:length], self.sin[:length]) if self.shape.positions == "rotary" else None
+        return _apply_dropout(self, x), turn
 
     def forward(self, inputs: Tensor) -> Tensor:
         x, turn = self.embed(inputs)

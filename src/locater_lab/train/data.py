@@ -20,6 +20,7 @@ from locater_lab.models.noise import noisy_images
 from locater_lab.models.patches import to_patches
 from locater_lab.train.batches import Batch, Data, draw, next_token_pair
 from locater_lab.train.plan import Plan
+from locater_lab.train.streams import is_stream, open_stream
 from locater_lab.train.text_data import read_classes, read_text_data
 
 # Training data that is generated rather than read: numbers to sort, sequences to copy from, n-gram chains.
@@ -275,4 +276,6 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
         return read_classes(plan, folder, device)
     if plan.task == "ngram":
         return make_ngrams(plan, device)
+    if is_stream(plan):
+        return open_stream(plan, device)
     return read_text_data(plan, folder, device)

@@ -134,7 +134,7 @@ class Result:
     parameters: int = 0
     tokens: int = 0  # seen in training
     seconds: float = 0.0  # of training, over all parts of a run that was interrupted
-    measures: dict[str, Any] = field(default_factory=dict)  # of maps and residual stream (`train.measured`)
+    measures: dict[str, Any] = field(default_factory=dict)  # of maps and residual stream (`train.measures`)
     data: dict[str, Any] = field(default_factory=dict)  # hash of the text, sizes of the splits
     model: str = ""  # folder of the final weights
 

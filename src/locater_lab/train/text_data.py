@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.inputs.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
-from locater.inputs.start_token import WithStart
+from locater.inputs.start_token import StartTokenizer
 from locater.inputs.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
 from locater_lab.data.tokens import WordTokenizer, load_or_make
 from locater_lab.train.batches import IGNORED, Batch, draw, next_token_pair
@@ -39,7 +39,7 @@ class TextData:
     @property
     def start(self) -> int | None:
         """The token in front of every sequence."""
-        return self.tokenizer.start if isinstance(self.tokenizer, WithStart) else None
+        return self.tokenizer.start if isinstance(self.tokenizer, StartTokenizer) else None
 
     def keep_tokenizer(self, folder: Path) -> None:
         """Save it in the run's folder, for checkpoints and for a run that resumes."""
@@ -111,7 +111,7 @@ def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
         facts["held_out"] = {"select": list(plan.select), "report": list(plan.report)}
     if isinstance(tokenizer, WordTokenizer):
         facts["unknown"] = {name: tokenizer.unknown(x) for name, x in text.joined.items()}
-    return TextData(plan, WithStart(tokenizer) if plan.bos else tokenizer, splits, facts, device)
+    return TextData(plan, StartTokenizer(tokenizer) if plan.bos else tokenizer, splits, facts, device)
 
 
 def _text_of_plan(plan: Plan) -> Text:

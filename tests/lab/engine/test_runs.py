@@ -23,6 +23,7 @@ from locater_lab.papers.bao2024 import arms, training
 from locater_lab.train.controls import parse_control
 from locater_lab.train.plan import Plan
 from tests import ROOT
+from tests.processes import python
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
 TINY = Plan(
@@ -126,7 +127,7 @@ def test_processes_begin_with_what_a_run_imports_and_with_the_tokens_of_their_pl
     """The server that they are forked from lives on, and its environment is that of the first plan. A process of its own:
     in this one the workers of a fleet may have started the server, with other imports.
     """
-    done = subprocess.run([sys.executable, "-c", PROCESSES], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), "-c", PROCESSES], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -7,7 +7,6 @@ import json
 import lzma
 import random
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from locater_lab.train.controls import controls, parse_control
 from locater_lab.train.data import open_data
 from locater_lab.train.measures import find_diverged_layer
 from tests.parity import redraw
+from tests.processes import python
 
 TINY: dict[str, Any] = dict(layers=2, width=16, heads=2, length=16, batch=4, device="cpu")
 
@@ -308,7 +308,7 @@ def test_a_fresh_interpreter_scans_what_was_trained(tmp_path: Path) -> None:
         "import sys; from locater.commands.scanning import scan; assert 'locater_lab.models.transformer' not in sys.modules; "
         "print(len(scan(sys.argv[1]).rows))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", code, str(folder)], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("8", 0), done.stderr
 
 

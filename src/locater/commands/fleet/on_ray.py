@@ -28,10 +28,10 @@ VISIBLE = 30  # seconds until a file that another machine wrote is seen here
 
 def run_on_ray(tasks: Sequence[Task], folder: Path, address: str, most: int | None) -> Iterator[Outcome]:
     """Do all tasks on the cluster at this address; yields what became of each job."""
-    ray = connected(address)
+    ray = connect(address)
     try:
         schedule, store = Schedule(tasks), Store(folder)
-        remote = ray.remote(num_cpus=1, max_retries=0)(_do)
+        remote = ray.remote(num_cpus=1, max_retries=0)(_perform_task)
         _probe(ray, folder, address)
         flying: dict[Any, Task] = {}
         while len(schedule) or flying:
@@ -39,12 +39,12 @@ def run_on_ray(tasks: Sequence[Task], folder: Path, address: str, most: int | No
                 flying[remote.remote(task, folder)] = task
             done, _ = ray.wait(list(flying), num_returns=1)
             for reference in done:
-                yield from _landed(ray, reference, flying.pop(reference), schedule, store)
+                yield from _collect(ray, reference, flying.pop(reference), schedule, store)
     finally:
         ray.shutdown()
 
 
-def connected(address: str) -> Any:
+def connect(address: str) -> Any:
     """Ray, connected to a cluster that runs already."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -93,7 +93,7 @@ def _refuse_silence(address: str) -> None:
 
 def _probe(ray: Any, folder: Path, address: str) -> None:
     """One small task: whether the cluster does any work, with this version of Locater, and sees the folder."""
-    reference = ray.remote(num_cpus=1, max_retries=3)(_look).remote(folder)
+    reference = ray.remote(num_cpus=1, max_retries=3)(_check_worker).remote(folder)
     done, _ = ray.wait([reference], timeout=FIRST_TASK)
     if not done:
         free = ray.available_resources().get("CPU", 0)
@@ -114,26 +114,31 @@ def _probe(ray: Any, folder: Path, address: str) -> None:
         raise LocaterError(f"{folder}: not seen by the workers of {address}: it has to be on storage that they share")
 
 
-def _look(folder: Path) -> tuple[str, bool]:
+def _check_worker(folder: Path) -> tuple[str, bool]:
     return reader_version(), Store(folder).description.exists()
 
 
-def _do(task: Task, folder: Path) -> list[Outcome]:
+def _perform_task(task: Task, folder: Path) -> list[Outcome]:
     import torch
 
     torch.set_num_threads(1)
     return list(perform_all(task, folder))
 
 
-def _landed(ray: Any, reference: Any, task: Task, schedule: Schedule, store: Store) -> Iterator[Outcome]:
+def _collect(ray: Any, reference: Any, task: Task, schedule: Schedule, store: Store) -> Iterator[Outcome]:
     try:
         outcomes: list[Outcome] = ray.get(reference)
     except ray.exceptions.RayError as error:
-        yield from _lost(task, first_line(error), schedule, store)
+        yield from _handle_death(task, first_line(error), schedule, store)
         return
     for outcome in outcomes:
         job = outcome.job
-        if outcome.reason is None and outcome.fatal is None and job.piece is None and not _visible(store, job):
+        if (
+            outcome.reason is None
+            and outcome.fatal is None
+            and job.piece is None
+            and not _wait_until_visible(store, job)
+        ):
             outcome = Outcome(
                 job,
                 fatal=f"{store.folder}: {job.source} was written by a worker and is not seen here: "
@@ -142,7 +147,7 @@ def _landed(ray: Any, reference: Any, task: Task, schedule: Schedule, store: Sto
         yield outcome
 
 
-def _visible(store: Store, job: Job) -> bool:
+def _wait_until_visible(store: Store, job: Job) -> bool:
     """Whether a part is there; storage over a network may take a while to show it."""
     end = time.monotonic() + VISIBLE
     while not store.has(job.key):
@@ -152,14 +157,14 @@ def _visible(store: Store, job: Job) -> bool:
     return True
 
 
-def _lost(task: Task, reason: str, schedule: Schedule, store: Store) -> Iterator[Outcome]:
+def _handle_death(task: Task, reason: str, schedule: Schedule, store: Store) -> Iterator[Outcome]:
     """A worker died at one of these jobs, which one is not known: those without a part are done one by one."""
     for job in task:
         if store.has(job.key):
             yield Outcome(job)
         elif store.error(job.key).exists():
             yield Outcome(job, read_json(store.error(job.key))["reason"])
-        elif deaths := schedule.died(job):
+        elif deaths := schedule.record_death(job):
             why = f"{job.source}: its process on the cluster died {deaths} times ({reason})"
             store.write_error(job, why, deaths)
             yield Outcome(job, why)

@@ -78,10 +78,10 @@ def to_bytes(scan: Scan, job: Job, digest: str) -> bytes:
         "layers": scan.layers,
     }
     table = arrow.Table.from_pylist(rows, schema=schema())
-    return _encoded(table, document)
+    return _encode(table, document)
 
 
-def _encoded(table: Any, document: dict[str, Any]) -> bytes:
+def _encode(table: Any, document: dict[str, Any]) -> bytes:
     arrow = pyarrow()
     table = table.replace_schema_metadata({METADATA: json.dumps(document, allow_nan=False).encode()})
     sink = arrow.BufferOutputStream()
@@ -89,7 +89,7 @@ def _encoded(table: Any, document: dict[str, Any]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> dict[str, Any]:
     """What the metadata of a part say; `DamagedPartError` where it is no whole part."""
     arrow = pyarrow()
     try:
@@ -107,7 +107,7 @@ def header(path: Path) -> dict[str, Any]:
 
 def of_schema_1(path: Path) -> bool:
     """Whether a version before 0.3 wrote this part: its expected entropy and flags have another meaning."""
-    return bool(header(path).get("schema", 1) < SCAN_SCHEMA)
+    return bool(read_header(path).get("schema", 1) < SCAN_SCHEMA)
 
 
 def _check_rows(path: Path, metadata: Any) -> None:
@@ -146,20 +146,20 @@ def _stored_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
         raise DamagedPartError(f"{path}: damaged ({first_line(error)}): remove it and run the fleet again") from None
 
 
-def relabelled(path: Path, run: str | None, step: int | None) -> bytes:
+def relabel(path: Path, run: str | None, step: int | None) -> bytes:
     """The same part with another run and step."""
     arrow = pyarrow()
-    document = {**header(path), "run": run, "step": step}
+    document = {**read_header(path), "run": run, "step": step}
     table = _stored_rows(path)
     for name, value in (("run", run), ("step", step)):
         place, kind = table.schema.get_field_index(name), table.schema.field(name).type
         table = table.set_column(place, table.schema.field(name), arrow.array([value] * len(table), kind))
-    return _encoded(table, document)
+    return _encode(table, document)
 
 
 def to_scan(path: Path) -> Scan:
     """The scan that a part was made of; of one of schema 1 with numbers computed again."""
-    document = header(path)
+    document = read_header(path)
     names = {f.name for f in fields(HeadRow)}
     rows = []
     for record in _stored_rows(path).to_pylist():
@@ -169,4 +169,4 @@ def to_scan(path: Path) -> Scan:
             known["eigenvalues"] = tuple((re, im) for re, im in known["eigenvalues"])
         rows.append(HeadRow(**known))
     found = Scan(document["source"], document["assumptions"], document["layers"], rows)
-    return found if document.get("schema", 1) == SCAN_SCHEMA else found.labelled_old().computed_again()
+    return found if document.get("schema", 1) == SCAN_SCHEMA else found.label_as_old().recompute()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import duckdb
 
 
-def answer(query: str, files: Sequence[Path], sources: Sequence[dict[str, Any]]) -> duckdb.DuckDBPyRelation:
+def run_query(query: str, files: Sequence[Path], sources: Sequence[dict[str, Any]]) -> duckdb.DuckDBPyRelation:
     """The result of a query over `heads`, `sources` and `errors`."""
     try:
         import duckdb

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.commands.fleet.jobs import Settings
-from locater.commands.fleet.parts import DamagedPartError, header, pyarrow, read_rows, to_scan
+from locater.commands.fleet.parts import DamagedPartError, pyarrow, read_header, read_rows, to_scan
 from locater.commands.fleet.store import Store
 from locater.errors import LocaterError
 from locater.escapes import one_line
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from locater.commands.scanning import Progress
-    from locater.results.run_names import Listed
+    from locater.results.run_names import ListedCheckpoint
 
 
 # What a fleet shows at one look: the steps of each run, heads with faults, when flags first appear, duplicates.
@@ -215,7 +215,7 @@ class Fleet(Document):
         for key, time in times.items():
             if (key, time) not in self._headers:
                 try:
-                    self._headers[key, time] = header(self._store.part(key))
+                    self._headers[key, time] = read_header(self._store.part(key))
                 except FileNotFoundError:
                     continue
                 except DamagedPartError as error:
@@ -240,7 +240,9 @@ class Fleet(Document):
 
     def sources(self) -> list[FleetSource]:
         """Every checkpoint that was asked for or is there, with what became of it, by run and step."""
-        found = {entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in self._asked()}
+        found = {
+            entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in self._listed_sources()
+        }
         for error in self._store.errors().values():
             labels = (error["source"], error.get("run"), error.get("step"))
             found[error["source"]] = FleetSource(
@@ -251,7 +253,7 @@ class Fleet(Document):
             found[known["source"]] = FleetSource(*labels, "done", known["heads"], known["digest"], known["identity"])
         return sorted(found.values(), key=lambda entry: _order(vars(entry)))
 
-    def _asked(self) -> list[Listed]:
+    def _listed_sources(self) -> list[ListedCheckpoint]:
         return self._store.lists()
 
     def counts(self) -> dict[str, int]:
@@ -322,9 +324,9 @@ class Fleet(Document):
 
         The result prints as a table; `.pl()`, `.df()` and `.fetchall()` give it in other forms.
         """
-        from locater.commands.fleet.queries import answer
+        from locater.commands.fleet.queries import run_query
 
-        return answer(query, self._whole_files(), [asdict(entry) for entry in self.sources()])
+        return run_query(query, self._whole_files(), [asdict(entry) for entry in self.sources()])
 
     def scan(self, source: str | os.PathLike[str]) -> Scan:
         """The scan of one checkpoint, given its name or the end of it (`step-1000`), with all that a `Scan` can do."""

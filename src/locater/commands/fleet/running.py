@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from locater.commands.fleet.jobs import Job, Settings, Task, reader_version
-from locater.commands.fleet.parts import DamagedPartError, header, pyarrow, relabelled
+from locater.commands.fleet.parts import DamagedPartError, pyarrow, read_header, relabel
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import NAME, Store, StoreError
 from locater.commands.fleet.tasks import Outcome, perform, reason_of
 from locater.commands.scanning import Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
-from locater.report.sentences import counted
-from locater.results.run_names import Listed, Listing, listing
+from locater.report.sentences import amount
+from locater.results.run_names import ListedCheckpoint, Listing, list_checkpoints
 from locater.sources.listing import identity, size_of
 from locater.sources.remote import session
 from locater.sources.remote.address import remote_address
@@ -74,14 +74,14 @@ class _Supervisor:
             self.context.set_forkserver_preload([__name__])
 
     def outcomes(self) -> Iterator[Outcome]:
-        self._deal()
+        self._dispatch()
         while self.workers:
             by_connection = {worker.connection: worker for worker in self.workers}
             for connection in wait(list(by_connection)):
-                yield from self._hear(by_connection[connection])  # type: ignore[index]
-            self._deal()
+                yield from self._receive(by_connection[connection])  # type: ignore[index]
+            self._dispatch()
 
-    def _deal(self) -> None:
+    def _dispatch(self) -> None:
         """Give tasks to idle workers, start workers while there is work for them, and end idle ones at the end."""
         while len(self.schedule):
             busy = [worker for worker in self.workers if worker.left]
@@ -91,14 +91,14 @@ class _Supervisor:
             task = self.schedule.next(len(busy))
             if task is None:
                 break
-            self._give(idle or self._start(), task)
+            self._assign(idle or self._start(), task)
         if not any(worker.left for worker in self.workers):
             self.stop()
 
     def _start(self) -> _Worker:
         ours, theirs = self.context.Pipe()
         threads = max(1, (os.cpu_count() or 1) // self.most)
-        process = self.context.Process(target=work, args=(theirs, self.folder, threads), daemon=True)
+        process = self.context.Process(target=run_worker, args=(theirs, self.folder, threads), daemon=True)
         with _no_main():
             process.start()
         theirs.close()
@@ -106,16 +106,16 @@ class _Supervisor:
         self.workers.append(worker)
         return worker
 
-    def _give(self, worker: _Worker, task: Task) -> None:
+    def _assign(self, worker: _Worker, task: Task) -> None:
         worker.left = list(task)
         with contextlib.suppress(OSError):  # it has died; this is noticed when it is listened to
             worker.connection.send(task)
 
-    def _hear(self, worker: _Worker) -> Iterator[Outcome]:
+    def _receive(self, worker: _Worker) -> Iterator[Outcome]:
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
-            yield from self._bury(worker)
+            yield from self._handle_death(worker)
             return
         if message == "ready":
             worker.ready, self.never_ready = True, 0
@@ -126,7 +126,7 @@ class _Supervisor:
             worker.left = [job for job in worker.left if job.name != message.job.name]
             yield message
 
-    def _bury(self, worker: _Worker) -> Iterator[Outcome]:
+    def _handle_death(self, worker: _Worker) -> Iterator[Outcome]:
         """A worker has died: its job is suspect, the rest of its task waits again."""
         worker.connection.close()
         worker.process.join(5)
@@ -136,20 +136,20 @@ class _Supervisor:
             self.never_ready += 1
             if self.never_ready >= (NEVER_READY if code is None or code >= 0 else 4 * NEVER_READY):
                 raise LocaterError(
-                    f"workers end before they begin (the last {ending(code)}): is there enough memory? Try "
+                    f"workers end before they begin (the last {describe_exit(code)}): is there enough memory? Try "
                     "--workers 1, or --workers 0 for none"
                 )
         suspect = worker.at
         rest = [job for job in worker.left if suspect is None or job.name != suspect.name]
-        self.schedule.again(rest)
+        self.schedule.requeue(rest)
         if suspect is None:
             return
         if self.store.has(suspect.key):  # it died between writing the part and saying so
             yield Outcome(suspect)
             return
-        if deaths := self.schedule.died(suspect):
+        if deaths := self.schedule.record_death(suspect):
             reason = (
-                f"{suspect.source}: its process {ending(code)} {deaths} times, the last ones with nothing "
+                f"{suspect.source}: its process {describe_exit(code)} {deaths} times, the last ones with nothing "
                 "beside it: is there enough memory for it?"
             )
             self.store.write_error(suspect, reason, deaths)
@@ -176,10 +176,10 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = before
 
 
-def ending(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """How a process ended, in words.
 
-    >>> ending(-9), ending(3)
+    >>> ending(-9), describe_exit(3)
     ('was killed by SIGKILL', 'ended with status 3')
     """
     if code is not None and code < 0:
@@ -190,14 +190,14 @@ def ending(code: int | None) -> str:
     return f"ended with status {code}"
 
 
-def work(connection: Connection, folder: Path, threads: int) -> None:
+def run_worker(connection: Connection, folder: Path, threads: int) -> None:
     """The process of a worker: does tasks until the other end is closed."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     torch.set_num_threads(threads)
     tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, tasks), daemon=True).start()
+    threading.Thread(target=_receive_tasks, args=(connection, tasks), daemon=True).start()
     try:
         connection.send("ready")
         while True:
@@ -208,7 +208,7 @@ def work(connection: Connection, folder: Path, threads: int) -> None:
         os._exit(1)
 
 
-def _listen(connection: Connection, tasks: queue.SimpleQueue[Task]) -> None:
+def _receive_tasks(connection: Connection, tasks: queue.SimpleQueue[Task]) -> None:
     """Take in tasks. When the supervisor is gone, end this process, whatever it is doing."""
     try:
         while True:
@@ -230,7 +230,7 @@ ASKED_AT_ONCE = 8  # identities, which take a request each for remote checkpoint
 
 
 def jobs_of(
-    entries: Sequence[Listed], settings: Settings, shard: tuple[int, int] | None = None
+    entries: Sequence[ListedCheckpoint], settings: Settings, shard: tuple[int, int] | None = None
 ) -> tuple[list[Job], list[Outcome]]:
     """The jobs of these checkpoints, and outcomes for those that cannot even be looked at.
 
@@ -241,13 +241,13 @@ def jobs_of(
         entries, shard = entries[shard[0] - 1 :: shard[1]], None
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         few = len(entries) <= FEW
-        looked_at = list(pool.map(lambda entry: _looked_at(entry, settings, few), entries))
+        looked_at = list(pool.map(lambda entry: _inspect(entry, settings, few), entries))
     jobs = [job for found in looked_at if isinstance(found, list) for job in found]
     failed = [found for found in looked_at if isinstance(found, Outcome)]
     return (jobs, failed) if shard is None else (jobs[shard[0] - 1 :: shard[1]], failed)
 
 
-def _looked_at(entry: Listed, settings: Settings, few: bool) -> list[Job] | Outcome:
+def _inspect(entry: ListedCheckpoint, settings: Settings, few: bool) -> list[Job] | Outcome:
     """The jobs of one checkpoint. Sizes of remote ones, another request each, are asked for where they are `few`: many
     checkpoints keep all workers busy without being split.
     """
@@ -343,7 +343,7 @@ def run(
     settings, engine = settings or Settings(), engine or Engine()
     if not 2 <= settings.length <= 10**9:
         raise LocaterError(f"length {settings.length} is out of range: give 2 to 1,000,000,000 tokens")
-    found = listing(sources, run_name, step_pattern)
+    found = list_checkpoints(sources, run_name, step_pattern)
     if not found.entries:
         raise LocaterError("no checkpoints: give folders, files, patterns such as 'run/step-*', or @list.csv")
     fleet = next((entry.source for entry in found.entries if os.path.isfile(os.path.join(entry.source, NAME))), None)
@@ -372,7 +372,7 @@ def _run(
     kept = [outcome for outcome in unreadable if before.has_part(outcome.job)]
     if kept:
         account.notes.append(
-            f"{counted(len(kept), 'checkpoint')} cannot be looked at now; what was scanned before stays "
+            f"{amount(len(kept), 'checkpoint')} cannot be looked at now; what was scanned before stays "
             f"(first {kept[0].reason})"
         )
     for outcome in unreadable:
@@ -416,7 +416,7 @@ class _Before:
         self.headers: dict[str, dict[str, Any]] = {}
         for key in store.parts():
             try:
-                self.headers[key] = header(store.part(key))
+                self.headers[key] = read_header(store.part(key))
             except FileNotFoundError:  # hidden by another process
                 continue
             except DamagedPartError as error:
@@ -436,7 +436,7 @@ class _Before:
             labels = self.headers[job.key]
             self.forget_errors(job)
             if (labels["run"], labels["step"]) != (job.run, job.step):
-                self.store.write_part(job.key, relabelled(self.store.part(job.key), job.run, job.step))
+                self.store.write_part(job.key, relabel(self.store.part(job.key), job.run, job.step))
             return False
         if job.key in self.errors and not retry_failed:
             self.account.failed[job.source] = self.errors[job.key]["reason"]

@@ -32,12 +32,12 @@ class Schedule:
             return (self._suspects.popleft(),)
         return None
 
-    def again(self, jobs: Sequence[Job]) -> None:
+    def requeue(self, jobs: Sequence[Job]) -> None:
         """Jobs that a dead worker had not begun: first in line."""
         if jobs:
             self._waiting.appendleft(tuple(jobs))
 
-    def died(self, job: Job) -> int | None:
+    def record_death(self, job: Job) -> int | None:
         """A worker died while it did this job. How often that has happened where it is given up, else None."""
         self._deaths[job.name] += 1
         if self._deaths[job.name] >= TRIES:

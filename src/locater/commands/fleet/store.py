@@ -29,7 +29,7 @@ from typing import Any
 from locater.commands.fleet.jobs import Job, Settings
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
-from locater.results.run_names import Listed
+from locater.results.run_names import ListedCheckpoint
 from locater.version import SCHEMA, __version__
 
 NAME, PART, ERROR = "fleet.json", ".parquet", ".error.json"
@@ -190,22 +190,22 @@ class Store:
 
     # what was asked for
 
-    def write_list(self, entries: Iterable[Listed]) -> None:
+    def write_list(self, entries: Iterable[ListedCheckpoint]) -> None:
         text = json.dumps({"schema": SCHEMA, "sources": [asdict(entry) for entry in entries]}, indent=1)
         name = f"list-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"
         if not (self.folder / name).exists():
             self._write(self.folder / name, text)
 
-    def lists(self) -> list[Listed]:
+    def lists(self) -> list[ListedCheckpoint]:
         """All checkpoints that any command asked for. Where two gave one of them different labels, the later counts."""
         names = [entry for entry in os.scandir(self.folder) if entry.name.startswith("list-")]
-        found: dict[str, Listed] = {}
+        found: dict[str, ListedCheckpoint] = {}
         for entry in sorted(names, key=lambda entry: (entry.stat().st_mtime_ns, entry.name)):
             try:
                 for item in read_json(Path(entry.path))["sources"]:
                     if not _fits(item, source=str):
                         raise TypeError
-                    found[item["source"]] = Listed(item["source"], item["run"], item["step"])
+                    found[item["source"]] = ListedCheckpoint(item["source"], item["run"], item["step"])
             except (KeyError, TypeError):
                 raise LocaterError(f"{entry.path}: damaged: remove it, and give its command again") from None
         return list(found.values())

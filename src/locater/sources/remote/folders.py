@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from locater.errors import LocaterError
-from locater.files import JSON_LIMIT, parsed_json
+from locater.files import JSON_LIMIT, parse_json
 from locater.sources.remote.address import Address
 from locater.sources.remote.buckets import BucketListing, ask_bucket, import_obstore, listing, store_of
 from locater.sources.remote.http_client import HttpClient, Stopped, Temporary, Traffic, pause
@@ -80,7 +80,7 @@ def remote_json(folder: RemoteFolder, name: str, unique: bool = False, most: int
     if len(text) > most:
         raise LocaterError(f"{where}: more than {most:,} bytes, too large for a configuration or an index")
     try:
-        return parsed_json(text.decode("utf-8"), unique)
+        return parse_json(text.decode("utf-8"), unique)
     except RecursionError:
         raise LocaterError(f"{where}: not readable as JSON (nested too deep)") from None
     except ValueError as error:

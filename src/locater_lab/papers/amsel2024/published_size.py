@@ -55,7 +55,7 @@ FIRST_PLAN = {
         for rank in (0, 1)
     ),
 }
-# As planned anew: lengths begin at 8, the rate is lower and there are more steps.
+# The second plan: lengths begin at 8, the rate is lower and there are more steps.
 DEEP: dict[str, Any] = {"steps": 4_000, "seeds": 5, "rate": 0.005, "length": math.sqrt(WIDTH)}
 SECOND_PLAN = {
     "e": tuple(_arm(r, copies=WIDTH, layers=3, **DEEP) for r in (64, 4, 1)),
@@ -327,7 +327,7 @@ def judge_positions(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measuremen
 def judge_several_layers(
     letter: str, table: str, judge: Callable[..., dict[str, Measurement | None]], runs: Runs
 ) -> Results:
-    """Claims on encoders of several layers: the arms planned anew where there are any, else those of the first plan.
+    """Claims on encoders of several layers: the arms of the second plan where there are any, else those of the first plan.
     All are open where one of the arms has learned nothing with most of its seeds.
     """
     again = any(key_of(arm) in runs.lines for arm in SECOND_PLAN[letter])

@@ -229,13 +229,13 @@ def measure(setting: Setting) -> Results:
     }
     tables = {
         "column_sums": {"keys": SHOWN_KEYS, "rows": by_size(drawn, rows)},
-        "sinkhorn_rounds": {"size": ROUGH_SIZE, "rows": [sums_after(rough, rounds) for rounds in ROUNDS]},
+        "sinkhorn_rounds": {"size": ROUGH_SIZE, "rows": [column_sums_after(rough, rounds) for rounds in ROUNDS]},
         "padding_counted": padding_counted,
     }
     return Results(measured, tables)
 
 
-def sums_after(E: Logits, rounds: int) -> dict[str, float]:
+def column_sums_after(E: Logits, rounds: int) -> dict[str, float]:
     """Least and largest column sum after so many rounds."""
     sums = sinkhorn_map(E, rounds).sum(0)
     return {"rounds": rounds, "least": float(sums.min()), "largest": float(sums.max())}

@@ -187,7 +187,7 @@ def contraction_slopes(seed: int, heads: int, **kind: Any) -> Float[Tensor, " st
 
 
 def stack_of(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[FunctionalBlock]:
-    """Blocks of one of KINDS, every layer drawn anew."""
+    """Blocks of one of KINDS, every layer redrawn."""
     blocks = []
     for layer in range(depth):
         own = 1000 * seed + 10 * layer

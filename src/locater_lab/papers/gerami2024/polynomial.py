@@ -226,7 +226,7 @@ def causal_outputs(q: Tensor, k: Tensor, v: Tensor, sequence: bool) -> Float[Ten
 def earlier_change(seed: int, tokens: int, sequence: bool, factor: float | None = None) -> float:
     """Change of the first half's outputs by another last token, over their size.
 
-    The last token is drawn anew, or, with `factor`, made so many times as long.
+    The last token is redrawn, or, with `factor`, made so many times as long.
     """
     q, k, v = (draw_normal(tokens, LEAK_SIZE, seed=10 * seed + i) for i in range(3))
     before = causal_outputs(q, k, v, sequence)[: tokens // 2]

@@ -5,7 +5,7 @@ The paper's models have 15 billion parameters and 400 billion tokens. These have
 tokens, so that every verdict is of this size alone. Softmax and one gate per head are at the better of two learning
 rates, variations at the higher of them.
 
-No head of these models has a sink, so claims on sinks are judged by other ones (`engine/sink_runs.py`), trained on more
+No head of these models has a sink, so claims on sinks are judged by other ones (`engine/mechanism_runs.py`), trained on more
 text by the recipe that grew the most. Where not one head of softmax has a sink there, nothing is said of sinks.
 
 Study f says which gates take a sink away, and which leave it; the models of study d have none.

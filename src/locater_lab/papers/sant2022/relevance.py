@@ -128,7 +128,7 @@ def invariance_error(seed: int) -> float:
     return max((x - plain).abs().max().item() for x in changes)
 
 
-def turned_stream_shares(seed: int) -> tuple[float, float]:
+def rotated_stream_shares(seed: int) -> tuple[float, float]:
     """Share of a head that writes to one channel beside one as strong that writes to all; as it is, and with the stream
     turned.
     """
@@ -171,7 +171,7 @@ def measure_relevance(setting: Setting) -> Results:
             exact.append((shares - loops).abs().max().item())
         once.append(abs(head_relevance(heads[:1], weight).sum().item() - 1))
         medians.append(shares.sum().item() - 1)
-    pairs = [turned_stream_shares(10 * seed) for seed in seeds]
+    pairs = [rotated_stream_shares(10 * seed) for seed in seeds]
     undone = cancelling_heads()
     measured = {
         "c1": Measurement(max(exact), 0.0, f"none: the largest of {len(exact)} draws"),

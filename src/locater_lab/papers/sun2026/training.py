@@ -7,7 +7,7 @@ mechanisms are compared in: softmax and the gate per head at the better of two l
 of them, and "post" at the better of two lower ones: it is a norm of the sum, not the paper's norm of branches with
 QK-norm. Where the plain model has no massive entry nothing is said of spikes.
 
-No head of those models has a sink, so sinks are judged by other ones (`engine/sink_runs.py`), trained on more text by
+No head of those models has a sink, so sinks are judged by other ones (`engine/mechanism_runs.py`), trained on more text by
 the recipe that grew the most. They are compared by the first token's share of rows. Where not one head of the plain
 model has a sink, nothing is said of sinks.
 

@@ -231,7 +231,7 @@ def rotary_shift_error(shift: int = SHIFT) -> dict[str, float]:
     return {name: float((f(shift) - f(0)).square().mean().sqrt() / f(0).std()) for name, f in kinds.items()}
 
 
-def levels_of_turned_signs(d: int = 16, keys: int = 256) -> float:
+def levels_of_rotated_signs(d: int = 16, keys: int = 256) -> float:
     """Distinct logits of the last query where signs are turned after they are taken, over d + 1."""
     q, k = (rotate(sign(draw_normal(keys, d, seed=seed)), 0) for seed in (1, 2))
     return len((q[-1] @ k.mT * 1e6).round().unique()) / (d + 1)
@@ -253,7 +253,7 @@ def invariance_errors() -> Results:
         "a9": Measurement(float((one_head(other, k) - plain).abs().max()), 0.0, EXACT),
         "a10": Measurement(channels, 0.0, EXACT),
         "a11": Measurement(moved["signs after"], 0.0, EXACT),
-        "a12": Measurement(levels_of_turned_signs(), 0.0, EXACT),
+        "a12": Measurement(levels_of_rotated_signs(), 0.0, EXACT),
     }
     return Results(measured, {"rotary": {"moved": moved, "shift": SHIFT}})
 
