@@ -420,7 +420,9 @@ def test_a_loop_whose_tensors_are_not_followed_is_refused() -> None:
 
 @pytest.mark.parametrize("way", [gained, parts_of_keys])
 def test_calls_that_cannot_be_told_apart_are_refused(way: Callable[..., Any]) -> None:
-    with pytest.raises(LocaterError, match="more than once from the same queries: what tells these calls apart is not"):
+    with pytest.raises(
+        LocaterError, match="more than once from the same queries: what distinguishes these calls is not"
+    ):
         observed(way, None)
 
 

@@ -296,7 +296,7 @@ def _is_step(x: Any) -> bool:
 
 
 def step_signature(step: TensorStep | None) -> Any:
-    """What tells the steps of one call from those of another, whatever the sizes are."""
+    """Equal for calls that were made by the same steps, whatever the sizes are."""
     if step is None:
         return None
     inside = tuple(step_signature(x) for x in step.args if isinstance(x, TensorStep))

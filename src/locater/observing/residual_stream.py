@@ -67,7 +67,7 @@ def _(*args: object, **kwargs: object) -> None:
 
 
 class Padding:
-    """The padding masks of the batch that is running, by argument name; tells which tokens of a stream are real."""
+    """The padding masks of the batch that is running, by argument name, and which tokens of a stream are real."""
 
     def __init__(self) -> None:
         self.masks: dict[str, Tensor] = {}  # True where a token is real

@@ -41,7 +41,7 @@ _numbers = count()
 
 
 class TokenListener(Protocol):
-    """What is told the tokens that one attention module reads."""
+    """Receives the tokens that one attention module reads."""
 
     name: str  # of the module
 
@@ -196,8 +196,8 @@ def samples_of(model: nn.Module, layers: Mapping[int, AttentionLayer], size: int
 
 
 def listen_to_training_tokens(model: nn.Module, listeners: Iterable[TokenListener]) -> list[Callable[[], None]]:
-    """From now on, tell the listeners whenever their modules run in training mode, in a pass that begins with gradients
-    enabled: a reference model and a rollout run without. Returns functions that end it.
+    """From now on, listeners receive the tokens that their modules read in training mode, in a pass that begins with
+    gradients enabled: a reference model and a rollout run without. Returns functions that end it.
     """
     weights, padding = ModuleWeights(model), Padding()
     switch = Switch(loss_only=True, thread=None)

@@ -511,7 +511,7 @@ def test_a_full_disk_costs_records_alone(
     def full(self: JsonlSink, line: bytes) -> None:
         raise LocaterError("locater.jsonl: cannot be written (No space left on device)")
 
-    monkeypatch.setattr(JsonlSink, "_put", full)
+    monkeypatch.setattr(JsonlSink, "_append", full)
     result = run(plan(tmp_path, attention="sigmoid", steps=2))
     assert result.report_loss > 0
     assert sum("goes on without records" in r.getMessage() for r in caplog.records) == 1

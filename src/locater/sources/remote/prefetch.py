@@ -165,7 +165,7 @@ class Prefetcher:
             ended = any(came.result() < block.stop - block.start for block, came in zip(blocks, futures, strict=True))
         except CancelledError:  # another thread has gone on to a later step
             return None
-        if ended:  # whoever reads it directly is told how
+        if ended:  # a direct read raises the error
             return None
         if all(memory is memories[0] for memory in memories):
             return memories[0].part(start, stop)
