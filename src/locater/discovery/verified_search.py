@@ -25,7 +25,7 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.example_inputs import CONTENT, left_out
 from locater.discovery.layout_json import nearly_equal, tensor_names
 from locater.discovery.layout_of_call import read_layout
-from locater.discovery.logits import centre_rows
+from locater.discovery.logits import centred
 from locater.discovery.masks import VisibleKeys, read_mask, visible_keys
 from locater.discovery.norm_fit import relative_difference, unwrapped_path
 from locater.discovery.output_map import output_map_of
@@ -112,7 +112,7 @@ def _logits_apart(
     ours = layer.logits(site.x, site.memory)
     shift_free = layout.logits.sinks is None  # a sink sees what is added to a whole row
     if shift_free and (layout.logits.alibi is not None or layout.logits.shifted):
-        ours, logits = centre_rows(ours, seen), centre_rows(logits, seen)
+        ours, logits = centred(ours, seen), centred(logits, seen)
     return relative_difference(ours, logits, seen)
 
 
@@ -122,7 +122,7 @@ def _scale_apart(layout: AttentionLayout, site: AttentionSite, varying: Tensor, 
         return float("inf")
     ours = layout.logits.scale / layout.product_scale * (site.queries @ site.keys.mT)
     if layout.logits.shifted:
-        ours, varying = centre_rows(ours, seen), centre_rows(varying, seen)
+        ours, varying = centred(ours, seen), centred(varying, seen)
     return relative_difference(ours, varying, seen)
 
 
