@@ -175,7 +175,7 @@ def table(results: dict[str, Any]) -> str:
     for label, times in results["seconds"].items():
         sdpa = results["seconds"]["SDPA, all keys" if label in results["all_keys"] else "SDPA"]
         cells = [
-            f"{_shown(1e3 * times[end][key])} ms ({times[end][key] / sdpa[end][key]:.2f})"
+            f"{_ratio_text(1e3 * times[end][key])} ms ({times[end][key] / sdpa[end][key]:.2f})"
             for key in ("forward", "both")
         ]
         cells.append(f"{times[end]['both'] / times[short]['both']:.1f}")
@@ -186,7 +186,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _shown(x: float) -> str:
+def _ratio_text(x: float) -> str:
     return f"{x:,.0f}" if x >= 10 else f"{x:.2f}"
 
 

@@ -85,10 +85,10 @@ def trajectory_figures(size: tuple[int, int, int], browser: Any, folder: str) ->
         "document_seconds": marks[1] - marks[0],
         "page_seconds": marks[2] - marks[1],
     }
-    return figures if browser is None else figures | shown(browser, text, Path(folder) / "page.html")
+    return figures if browser is None else figures | time_page(browser, text, Path(folder) / "page.html")
 
 
-def shown(browser: Any, text: str, path: Path) -> dict[str, float]:
+def time_page(browser: Any, text: str, path: Path) -> dict[str, float]:
     """Milliseconds in a browser."""
     path.write_text(text, encoding="utf-8")
     page = browser.new_context(offline=True, viewport={"width": 1320, "height": 900}).new_page()

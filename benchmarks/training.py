@@ -28,12 +28,9 @@ import torch  # noqa: E402
 
 from locater_lab.engine.mechanism_runs import BASE  # noqa: E402
 from locater_lab.engine.runs import mean_moments  # noqa: E402
-from locater_lab.train.loop import (  # noqa: E402
-    Training,
-    deterministic_algorithms,
-    seeded_randomness,
-)
+from locater_lab.train.loop import Training  # noqa: E402
 from locater_lab.train.plan import Plan  # noqa: E402
+from locater_lab.train.recipe import deterministic_algorithms, seeded_randomness  # noqa: E402
 
 IMPORTED = time.perf_counter() - BEGAN
 

@@ -34,7 +34,7 @@ def study_of_arms(
 def study_of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], list[Row]], judge: Judge) -> Study:
     """A study that reads these runs, and makes those that are missing when told to."""
 
-    def measured(setting: Setting) -> Results | Mapping[str, Measurement | None]:
+    def measure(setting: Setting) -> Results | Mapping[str, Measurement | None]:
         if setting.runs is None:
             return {}
         runs = Runs(setting.runs, setting.more_runs)
@@ -43,7 +43,7 @@ def study_of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], 
             train_missing(rows, runs, setting.data, setting.jobs, setting.log)
         return judge(runs)
 
-    return Study(title, claims, measured, NEEDS, on_runs=True, rows=rows)
+    return Study(title, claims, measure, NEEDS, on_runs=True, rows=rows)
 
 
 def known_measurements(found: Mapping[str, Measurement | None]) -> dict[str, Measurement]:

@@ -21,7 +21,7 @@ from locater.files import write_whole
 from locater.inputs.corpus import embedded_text, fingerprint
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
-from locater_lab.engine.claims import Claim, Measurement, Verdict, corrections, judge_together, verdict_of
+from locater_lab.engine.claims import Claim, ClaimVerdict, Measurement, corrections, judge_together, verdict_of
 
 
 def round_numbers(x: Any, digits: int) -> Any:
@@ -146,7 +146,7 @@ class Reproduction:
     """Verdicts of a paper's claims, and the tables of its studies."""
 
     paper: Paper
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[ClaimVerdict, ...]
     assumptions: dict[str, Any] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by study, then by name
 
@@ -182,7 +182,7 @@ def reproduce(
     """
     setting, done = setting or Setting(), done or {}
     ids = {c.id for c in select_claims(paper, claim)}
-    verdicts: list[Verdict] = []
+    verdicts: list[ClaimVerdict] = []
     tables: dict[str, Mapping[str, Any]] = {}
     times: dict[str, TimedResults] = {}
     studies = studies_of(paper, claim)

@@ -116,7 +116,7 @@ def _prepare_operands(
     """q (B, K, G, S, D) with zeros where keys came before; k, v (B, K, 1, S, ...); beta and decay (B, K, G or 1, S), 0
     for padding.
     """
-    q, k, v, keep = x.grouped()
+    q, k, v, keep = x.grouped_by_key_head()
     if normalise:
         q, k = unit_length(q), unit_length(k)
     q = functional.pad(q * x.scale_or(1.0), (0, 0, x.S - x.T, 0))

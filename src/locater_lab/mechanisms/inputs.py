@@ -107,7 +107,7 @@ class Inputs:
         """(B, K, ...) to (B, H, ...)."""
         return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
 
-    def grouped(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def grouped_by_key_head(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q (B, K, G, T, D), k (B, K, 1, S, D), v (B, K, 1, S, E), real keys (b, K or 1, G or 1, S, 1); float32 at
         least.
         """

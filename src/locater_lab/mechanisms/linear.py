@@ -37,7 +37,7 @@ def linear_attention(x: Inputs) -> Tensor:
     """
     if has_feature_kernel(x.q, x.v):
         return feature_kernel_attention(x, x.scale_or(1.0), unit=False)
-    q, k, v, keep = x.grouped()
+    q, k, v, keep = x.grouped_by_key_head()
     q, k = elu_features(q * x.scale_or(1.0)), elu_features(k)
     return attend_with_features(q, k, v, keep, lambda y: y, _dot, x).to(x.v.dtype)
 
@@ -71,7 +71,7 @@ def _dot(q: Tensor, k: Tensor) -> Tensor:
 def attend_with_features(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: Features, kernel: Kernel, x: Inputs
 ) -> Tensor:
-    """sum_j f_ij v_j / sum_j f_ij (B, H, T, E), zero where the sum of weights is. q, k, v, keep are as `Inputs.grouped`
+    """sum_j f_ij v_j / sum_j f_ij (B, H, T, E), zero where the sum of weights is. q, k, v, keep are as `Inputs.grouped_by_key_head`
     gives them.
 
     `kernel(q, k)` is f written out, for the chunks on the diagonal; it must equal features(q) features(k)^T.
@@ -183,7 +183,7 @@ def fastmax_attention(x: Inputs, *, order: int = 2, norm: Norm | None = "token")
             x.q, x.k, x.v, scale=scale, order=order, unit=norm == "token", keys=seen, causal=x.causal
         )
     q, k = _fastmax_operands(x, scale, norm)
-    _, _, v, keep = x.grouped()
+    _, _, v, keep = x.grouped_by_key_head()
     q, k = q.unflatten(1, (k.shape[1], -1)), k[:, :, None]
     return attend_with_features(
         q, k, v, keep, partial(taylor_features, order=order), partial(_polynomial, order=order), x

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater_lab.mechanisms.gated import Gate, Per, Score
+from locater_lab.mechanisms.gated import GateModule, Per, Score
 from locater_lab.mechanisms.registry import mechanism
 
 Position = Literal["output", "value", "key", "query"]
@@ -233,7 +233,7 @@ class BinaryBiasAttention(AttentionModule):
 
 
 class GatedAttention(AttentionModule):
-    """Softmax attention with a `Gate` after it ("output"), or on "value", "key" or "query"; `per` "head" or "element".
+    """Softmax attention with a `GateModule` after it ("output"), or on "value", "key" or "query"; `per` "head" or "element".
 
     `additive` (after attention only): o + silu(x W), which is no gate and has no map.
 
@@ -267,7 +267,7 @@ class GatedAttention(AttentionModule):
         self.option, self.additive, self.width = places[position], additive, width
         many = heads if position in ("output", "query") else kv_heads or heads
         channels = (value_size or size) if position in ("output", "value") else size
-        self.gate = Gate(width, many, channels, per, shared=shared, from_input=from_input, score=score)
+        self.gate = GateModule(width, many, channels, per, shared=shared, from_input=from_input, score=score)
 
     def options(self, q: Tensor, k: Tensor, x: Tensor | None) -> dict[str, Any]:
         if self.additive:

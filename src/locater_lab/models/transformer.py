@@ -213,12 +213,12 @@ def _normalize(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _apply_dropout(module: TransformerBlock | Stack, x: Tensor) -> Tensor:
+def _apply_dropout(module: TransformerBlock | TransformerStack, x: Tensor) -> Tensor:
     """Dropout while the module trains; without it no random number is drawn."""
     return functional.dropout(x, module.dropout) if module.dropout and module.training else x
 
 
-class Stack(nn.Module):
+class TransformerStack(nn.Module):
     """From token ids (B, T) or images (B, height, width, channels) to a normalized stream (B, T, d).
 
     Images with noise have a plane more, their noise level (`models.noise`).
@@ -291,7 +291,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape, scale: float = 0.02, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.config = shape, shape.config()
-        self.model = Stack(shape, dropout)
+        self.model = TransformerStack(shape, dropout)
         self.lm_head = Unembedding(shape.width, shape.classes or shape.vocabulary, bias=False)
         for name, p in self.named_parameters():
             if p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name:

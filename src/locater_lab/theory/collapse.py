@@ -62,13 +62,13 @@ class FunctionalBlock:
         """The tokens after this block, in float64."""
         x = x.double()
         y = (self.attention(x) @ x @ self.W_VO.double()).sum(0)
-        y = self._normed(y + x if self.skip else y)
+        y = self._normalize(y + x if self.skip else y)
         if self.mlp is None:
             return y
         z = self.mlp(y)
-        return self._normed(z + y if self.mlp_skip else z)
+        return self._normalize(z + y if self.mlp_skip else z)
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if self.norm else x
 
 

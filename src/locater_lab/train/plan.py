@@ -345,7 +345,7 @@ class Plan:
         unknown = [name for name in options if name not in hints]
         if unknown:
             raise LocaterError(f"a plan has no {unknown[0]!r}; it has {', '.join(hints)}")
-        return cls(**{name: _typed(name, value, hints[name]) for name, value in options.items()})
+        return cls(**{name: _convert_type(name, value, hints[name]) for name, value in options.items()})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -385,7 +385,7 @@ def _check(name: str, value: Any, allowed: Mapping[str, Any]) -> None:
         raise LocaterError(f"{name}={value}: must be at least {least}")
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
+def _convert_type(name: str, value: Any, hint: Any) -> Any:
     """The value in the type of its field: JSON has lists for tuples, and may write 1 for 1.0."""
     if hint == tuple[str, ...]:
         if isinstance(value, list | tuple) and all(isinstance(x, str) for x in value):

@@ -41,7 +41,7 @@ class TextData:
         """The token in front of every sequence."""
         return self.tokenizer.start if isinstance(self.tokenizer, StartTokenizer) else None
 
-    def keep_tokenizer(self, folder: Path) -> None:
+    def save_tokenizer(self, folder: Path) -> None:
         """Save it in the run's folder, for checkpoints and for a run that resumes."""
         write_whole(folder / FILE, self.tokenizer.to_json())
 
@@ -234,7 +234,7 @@ class ClassData:
     facts: dict[str, Any]
     device: torch.device
 
-    def keep_tokenizer(self, folder: Path) -> None:
+    def save_tokenizer(self, folder: Path) -> None:
         """Save it in the run's folder, for checkpoints and for a run that resumes."""
         write_whole(folder / FILE, self.tokenizer.to_json())
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater_lab.mechanisms import mechanism, mechanisms
-from locater_lab.mechanisms.gated import Gate
+from locater_lab.mechanisms.gated import GateModule
 from locater_lab.mechanisms.modules import AttentionModule, DifferentialAttention, attention_module
 from tests.lab.mechanisms.mechanism_cases import B, D, E, H, K, draw, operands, row_softmax
 
@@ -309,5 +309,5 @@ def test_a_gate_leaves_the_rank_of_a_head() -> None:
     q, k, v = operands(40, 40)
     out = module("gated element")(q, k, v, stream(40))
     assert torch.linalg.matrix_rank(out).max() <= E
-    last = Gate(W, 1, W, "element").double()  # the fifth place: after the output projection
+    last = GateModule(W, 1, W, "element").double()  # the fifth place: after the output projection
     torch.testing.assert_close(last(stream(4))[:, 0], sigmoid(stream(4) @ last.weight.T))

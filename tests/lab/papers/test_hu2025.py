@@ -63,7 +63,7 @@ def test_the_construction_is_a_free_head() -> None:
 
 def test_batched_layers_are_multi_head_attention() -> None:
     """One of the layers against torch's own attention with the same weights."""
-    model = trained_heads.Layers(2, 3, trained_heads.Case(heads=4, anchors=5)).double()
+    model = trained_heads.Layers(2, 3, trained_heads.LayerCase(heads=4, anchors=5)).double()
     x = draw_normal(2, 6, 3, trained_heads.WIDTH, seed=0)
     with torch.no_grad():
         out, z = model(x)[1], model.tokens(x)[1]
@@ -79,7 +79,7 @@ def test_batched_layers_are_multi_head_attention() -> None:
 
 def test_the_parabola_is_found_where_it_is() -> None:
     """Logits made of the anchors' values are explained in full, with their beta."""
-    model = trained_heads.Layers(2, 3, trained_heads.Case(anchors=5)).double().requires_grad_(False)
+    model = trained_heads.Layers(2, 3, trained_heads.LayerCase(anchors=5)).double().requires_grad_(False)
     s = draw_normal(2, 7, 3, seed=1)
     far = (s[..., None] - model.anchor_values()[:, None, None]).square()
     logits = torch.cat([draw_normal(2, 7, 3, 3, seed=2), 4.0 - 0.7 * far], -1)[:, :, None]
@@ -95,7 +95,7 @@ def document() -> Iterator[dict[str, Any]]:
         patch.setattr(constructions, "SHARPNESSES", (0.5, 2.0, 100.0))
         patch.setattr(constructions, "SAMPLE_POINTS", 200)
         patch.setitem(trained_heads.HEAD_STEPS, True, 20)
-        patch.setitem(trained_heads.SIZES, True, trained_heads.Size(3, 80, 2, 3, 3e-3))
+        patch.setitem(trained_heads.SIZES, True, trained_heads.ExperimentSize(3, 80, 2, 3, 3e-3))
         yield json.loads(reproduce(PAPER, Setting()).to_json())
 
 

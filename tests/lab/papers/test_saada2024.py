@@ -56,14 +56,14 @@ def test_excess_rank_is_that_of_the_gram_matrix_and_keeps_its_digits() -> None:
 
 
 def test_a_stack_is_what_its_formula_says() -> None:
-    T, stack = 7, width_collapse.Stack("centred", skip=True, norm=True, weights="usual")
+    T, stack = 7, width_collapse.AttentionStack("centred", skip=True, norm=True, weights="usual")
     x = map_spectrum.orthonormal(T, 900_000)
     A, W = stack.map(T, 0), stack.weight(T, 500)
     y = (x + A @ x @ W).numpy()
     y = (y - y.mean(1, keepdims=True)) / np.sqrt(y.var(1, keepdims=True) + 1e-5)
     s = np.linalg.svd(y, compute_uv=False)
     assert width_collapse.excess_ranks(stack, T, 1, 0)[0] == pytest.approx(((s[1:] / s[0]) ** 4).sum())
-    assert np.allclose(stack.weight(T, 3) * math.sqrt(T), width_collapse.Stack().weight(T, 3))
+    assert np.allclose(stack.weight(T, 3) * math.sqrt(T), width_collapse.AttentionStack().weight(T, 3))
 
 
 def test_centring_values_takes_the_outlier_off_and_centring_outputs_does_not() -> None:
@@ -74,9 +74,9 @@ def test_centring_values_takes_the_outlier_off_and_centring_outputs_does_not() -
 
 
 @pytest.mark.parametrize(
-    "stack", [width_collapse.Stack(), width_collapse.Stack("centred", causal=True, weights="usual")]
+    "stack", [width_collapse.AttentionStack(), width_collapse.AttentionStack("centred", causal=True, weights="usual")]
 )
-def test_the_norm_of_the_jacobian_is_autograds(stack: width_collapse.Stack) -> None:
+def test_the_norm_of_the_jacobian_is_autograds(stack: width_collapse.AttentionStack) -> None:
     for layers in (1, 3):
         assert width_collapse.jacobian_norm(stack, 5, layers, 0) == pytest.approx(
             width_collapse.autograd_norm(stack, 5, layers, 0)

@@ -108,7 +108,7 @@ def test_enough_heads_reach_the_convex_optimum_and_half_of_its_rank_does_not() -
     phi, y = optima.draw_problem(7)
     solution = convex_problem.solve(phi[None], y[None], optima.PENALTY, 1600, 1e-8)
     rank = convex_problem.numerical_rank(solution.Z[0, 0])
-    problems = optima.Problems.of([(phi, y)], optima.PENALTY).repeated(2)
+    problems = optima.Problems.of([(phi, y)], optima.PENALTY).repeat_starts(2)
     best = {m: float(optima.descend_by_newton(problems, m, m, 200).objective.min()) for m in (rank // 2, optima.MOST)}
     optimum = float(solution.objective)
     assert best[optima.MOST] == pytest.approx(optimum, rel=1e-8)

@@ -137,7 +137,7 @@ def test_the_steepest_slope_of_gelu() -> None:
 
 
 def test_a_post_block_is_the_block_of_the_theory() -> None:
-    w = depth_theorem.Weights(
+    w = depth_theorem.BlockWeights(
         *(draw_normal(*shape, seed=n) for n, shape in enumerate([(2, 4, 4), (2, 4, 4), (4, 8), (8, 4)]))
     )
     x = token_distance.layer_norm(draw_normal(5, 4, seed=9))
@@ -192,7 +192,9 @@ def test_cosine_around_the_mean_by_seed() -> None:
 
 
 def test_correlations_are_taken_part_by_part() -> None:
-    steps = [depth_theorem.Step(1.0, v=float(n), kept=n % 20 + 0.1 * (n % 3), sigma=-n, cosine=0.0) for n in range(160)]
+    steps = [
+        depth_theorem.BlockStep(1.0, v=float(n), kept=n % 20 + 0.1 * (n % 3), sigma=-n, cosine=0.0) for n in range(160)
+    ]
     measured = depth_theorem.correlation_by_parts(steps, "v")
     assert len(measured.sample) == depth_theorem.PARTS
     assert measured.value == pytest.approx(sum(measured.sample) / depth_theorem.PARTS)

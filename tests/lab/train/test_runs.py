@@ -22,6 +22,7 @@ from locater import LocaterError
 from locater.control.base import Control, Controls
 from locater.runs.record_sinks import read_run
 from locater_lab.cli.train import ProgressLine
+from locater_lab.models.transformer import Transformer
 from locater_lab.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls
@@ -708,6 +709,31 @@ def test_the_live_line() -> None:
         assert stream.getvalue().startswith(begins)
         assert stream.getvalue().count("\n") == count  # on a pipe the second comes too soon after the first
         assert stream.getvalue().count("step 3/3  loss 1.000  perplexity 2.718  select 2.000  10 tokens/s\n") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_equal_plans_give_equal_weights_on_a_gpu(tmp_path: Path, compiled: bool) -> None:
+    """At a length where the gradients of fused attention are summed over several blocks of keys."""
+    corpus(tmp_path, 20_000)
+    settings = dict(device="cuda", length=512, batch=8, steps=8, width=64, heads=1, compile=compiled)
+    first, second = (run(plan(tmp_path, **settings, out=str(tmp_path / name))) for name in ("first", "second"))
+    assert weights(first) == weights(second)
+
+
+@pytest.mark.gpu
+def test_an_operation_that_is_not_deterministic_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch refuses `kthvalue`; the run goes on with it and says so once."""
+    forward = Transformer.forward
+
+    def with_kthvalue(self: Transformer, *args: Any) -> torch.Tensor:
+        return forward(self, *args) + 0 * torch.ones(8, device="cuda").kthvalue(2).values
+
+    monkeypatch.setattr(Transformer, "forward", with_kthvalue)
+    run(plan(tmp_path, device="cuda"))
+    assert sum("equal plans will not give equal weights" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 bounds of the paper over random draws (study b).
 
 Residuals of a deep stack leave float64 after three layers if tokens are stored as they are: 1e-16 of the shared part is
-rounding. `Tokens` keeps the shared part and the residual apart, and `advance` moves both without ever subtracting one
+rounding. `SplitTokens` keeps the shared part and the residual apart, and `advance` moves both without ever subtracting one
 from the other, so that a residual of 1e-200 has its sixteen digits.
 
 The bounds are those of the paper's first version on arXiv, with the constant 4. That constant is too small for many
@@ -131,24 +131,24 @@ def relu_mlp(
 
 
 @dataclass(frozen=True)
-class Tokens:
+class SplitTokens:
     """X = 1 v^T + R, R of mean zero over tokens; the two are stored apart."""
 
     shared: Float[Tensor, " width"]
     rest: Float[Tensor, "tokens width"]
 
     @classmethod
-    def of(cls, x: Float[Tensor, "tokens width"]) -> Tokens:
+    def of(cls, x: Float[Tensor, "tokens width"]) -> SplitTokens:
         return cls(x.mean(0), x - x.mean(0))
 
 
-def advance(x: Tokens, layer: FunctionalBlock) -> Tokens:
+def advance(x: SplitTokens, layer: FunctionalBlock) -> SplitTokens:
     """One layer of pure attention without a mask, to full precision however small R is.
 
         b = softmax(s v Q R^T)        E = s R Q R^T        t_i = sum_j b_j (e^E_ij - 1)
         P_ij - b_j = b_j (e^E_ij - 1 - t_i) / (1 + t_i)    R' = sum_h (P - 1 b^T) R W_h    v' = sum_h (v + b R) W_h
 
-    >>> start = Tokens.of(draw_normal(5, 8, seed=1))
+    >>> start = SplitTokens.of(draw_normal(5, 8, seed=1))
     >>> after = advance(start, block(2))
     >>> bool(torch.allclose(after.shared + after.rest, block(2)(start.shared + start.rest)))
     True
@@ -161,12 +161,12 @@ def advance(x: Tokens, layer: FunctionalBlock) -> Tokens:
     total = (b * grown).sum(-1, keepdim=True)
     rest = (b * (grown - total) / (1 + total) @ R @ layer.W_VO).sum(0)
     shared = ((v + b @ R) @ layer.W_VO).sum(0).squeeze(0)
-    return Tokens(shared + rest.mean(0), rest - rest.mean(0))
+    return SplitTokens(shared + rest.mean(0), rest - rest.mean(0))
 
 
 def exact_depth(x: Float[Tensor, "tokens width"], layers: Sequence[FunctionalBlock]) -> list[float]:
     """||res(X_l)|| layer by layer until it is under FLOOR."""
-    at, residuals = Tokens.of(x), [composite_norm(x - x.mean(0)).item()]
+    at, residuals = SplitTokens.of(x), [composite_norm(x - x.mean(0)).item()]
     for layer in layers:
         at = advance(at, layer)
         residuals.append(composite_norm(at.rest).item())

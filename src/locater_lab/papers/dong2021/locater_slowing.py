@@ -203,22 +203,22 @@ def measure(setting: Setting) -> Results:
     stacks = [by_part[None, seed] for seed in range(SEEDS)]
     runs = [{arm: by_part[arm, seed] for arm in ARMS} for seed in range(SEEDS)]
 
-    def gained(better: str, worse: str) -> list[float]:
+    def gain(better: str, worse: str) -> list[float]:
         return [math.log10(run[better]["shares"][SHOWN] / run[worse]["shares"][SHOWN]) for run in stacks]
 
     def later(arm: str) -> list[float]:
         return [math.log10(run[arm]["cut"][READ_LAYER] / run["no penalty"]["cut"][READ_LAYER]) for run in runs]
 
     measured = {
-        "h11": by_seed(gained("penalty, target 2", "drawn")),
-        "h12": by_seed(gained("penalty, target 2", "mean zero, F of target 2")),
+        "h11": by_seed(gain("penalty, target 2", "drawn")),
+        "h12": by_seed(gain("penalty, target 2", "mean zero, F of target 2")),
         "h13": by_seed(later("LocAteR, target 2")),
     }
     shown = {
         name: {"shares": _geometric_means([run[name]["shares"] for run in stacks]), **_moments(stacks, name)}
         for name in stacks[0]
     }
-    large = {"h12": gained("penalty, target 8", "mean zero, F of target 8"), "h13": later("LocAteR, target 8")}
+    large = {"h12": gain("penalty, target 8", "mean zero, F of target 8"), "h13": later("LocAteR, target 8")}
     models = models_table({arm: _mean_over_runs(runs, arm) for arm in ARMS}, STEPS[setting.quick])
     return Results(measured, {"penalty_stacks": stacks_table(shown), "sorting_models": models, "at_target_8": large})
 

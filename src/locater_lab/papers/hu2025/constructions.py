@@ -211,7 +211,7 @@ SEQUENCE_CLAIMS = (
 )  # fmt: skip
 
 
-class Target(NamedTuple):
+class TargetFunction(NamedTuple):
     """f(X) = sum_i c_i ReLU(w_i^T vec X + t_i) on [0, 1]^n."""
 
     weights: Float[Tensor, "units n"]
@@ -222,9 +222,9 @@ class Target(NamedTuple):
         return (z @ self.weights.mT + self.shifts).clamp_min(0) @ self.scales
 
 
-def draw_target(numbers: int, seed: int = 0) -> Target:
+def draw_target(numbers: int, seed: int = 0) -> TargetFunction:
     weights = draw_normal(UNITS, numbers, seed=seed) / math.sqrt(numbers)
-    return Target(weights, 0.3 * draw_normal(UNITS, seed=seed + 1), draw_normal(UNITS, seed=seed + 2))
+    return TargetFunction(weights, 0.3 * draw_normal(UNITS, seed=seed + 1), draw_normal(UNITS, seed=seed + 2))
 
 
 def gather_linear_forms(x: Float[Tensor, "b s d"], weights: Float[Tensor, "out n"]) -> Float[Tensor, "b s out"]:
@@ -241,7 +241,7 @@ def gather_linear_forms(x: Float[Tensor, "b s d"], weights: Float[Tensor, "out n
     return logits.softmax(-1) @ values
 
 
-def two_layers(x: Float[Tensor, "b s d"], f: Target, count: int, sharpness: float) -> Float[Tensor, "b s"]:
+def two_layers(x: Float[Tensor, "b s d"], f: TargetFunction, count: int, sharpness: float) -> Float[Tensor, "b s"]:
     """Every token's output. A unit that is never positive on the domain has no head."""
     forms = gather_linear_forms(x, f.weights) + f.shifts
     out = torch.zeros(x.shape[:2], dtype=x.dtype)
@@ -252,7 +252,9 @@ def two_layers(x: Float[Tensor, "b s d"], f: Target, count: int, sharpness: floa
     return out
 
 
-def layer_and_softmax(x: Float[Tensor, "b s d"], f: Target, side: int, sharpness: float) -> Float[Tensor, "b s"]:
+def layer_and_softmax(
+    x: Float[Tensor, "b s d"], f: TargetFunction, side: int, sharpness: float
+) -> Float[Tensor, "b s"]:
     """The same by one softmax over a grid: logits beta (2 z . z_k - |z_k|^2) are linear in z."""
     numbers = x.shape[1] * x.shape[2]
     z = gather_linear_forms(x, torch.eye(numbers, dtype=x.dtype))

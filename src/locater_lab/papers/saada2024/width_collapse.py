@@ -97,7 +97,7 @@ WIDTH_CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Stack:
+class AttentionStack:
     """How a stack of attention is made. Weights are N(0, 1), which is the paper's code, or N(0, 1/T), which keeps a
     token's size.
     """
@@ -129,7 +129,7 @@ def excess_rank(x: Float[Tensor, "T d"]) -> float:
     return float((s[1:] / s[0]).pow(4).sum())
 
 
-def excess_ranks(stack: Stack, T: int, layers: int, seed: int) -> list[float]:
+def excess_ranks(stack: AttentionStack, T: int, layers: int, seed: int) -> list[float]:
     """Stable rank - 1 after every layer."""
     x, ranks = orthonormal(T, seed + 900_000), []
     for layer in range(layers):
@@ -145,7 +145,7 @@ def excess_ranks(stack: Stack, T: int, layers: int, seed: int) -> list[float]:
 ByTokens = dict[int, list[list[float]]]  # by tokens: a list of layers for each seed
 
 
-def ranks_by_tokens(stack: Stack, setting: Setting, layers: int = LAYERS) -> ByTokens:
+def ranks_by_tokens(stack: AttentionStack, setting: Setting, layers: int = LAYERS) -> ByTokens:
     """Stable rank - 1 by number of tokens, seed and layer."""
     seeds = range(SEEDS[setting.quick])
     return {T: [excess_ranks(stack, T, layers, seed) for seed in seeds] for T in LENGTHS[setting.quick]}
@@ -161,7 +161,7 @@ def unevenness(T: int, seed: int) -> list[float]:
     """The product of sigma^4 over maps up to every layer of a plain stack; sigma^2 = |A|_F^2 - 1, under 1 while T is
     small.
     """
-    maps = torch.stack([Stack().map(T, 1000 * seed + layer) for layer in range(LAYERS)])
+    maps = torch.stack([AttentionStack().map(T, 1000 * seed + layer) for layer in range(LAYERS)])
     return (maps.square().sum((1, 2)) - 1).square().cumprod(0).tolist()
 
 
@@ -190,7 +190,7 @@ def with_norms_and_skips() -> list[dict[str, Any]]:
         for weights in WEIGHTS:
             row: dict[str, Any] = {"stack": name, "weights": WEIGHTS[weights]}
             for kind in ("softmax", "centred"):
-                stack = Stack(kind, norm=norm, skip=skip, weights=weights)
+                stack = AttentionStack(kind, norm=norm, skip=skip, weights=weights)
                 row[kind] = [excess_ranks(stack, HELPED_TOKENS, DEPTH, seed)[-1] for seed in range(HELPED_SEEDS)]
             rows.append(row)
     return rows
@@ -215,7 +215,7 @@ def measure_width(setting: Setting) -> Results:
 
 
 def _ranks_against_tokens(setting: Setting) -> Results:
-    plain, centred = ranks_by_tokens(Stack(), setting), ranks_by_tokens(Stack("centred"), setting)
+    plain, centred = ranks_by_tokens(AttentionStack(), setting), ranks_by_tokens(AttentionStack("centred"), setting)
     even = {
         T: [[x / u for x, u in zip(layers, unevenness(T, seed), strict=True)] for seed, layers in enumerate(draws)]
         for T, draws in plain.items()
@@ -242,7 +242,7 @@ def _ranks_against_depth(setting: Setting) -> Results:
     """The longest sequences, with the outlier, without it, and with the identity as attention map."""
     seeds, T = range(SEEDS[setting.quick]), LENGTHS[setting.quick][-1]
     ranks = {
-        name: [[1 + x for x in excess_ranks(Stack(name), T, DEPTH, seed)] for seed in seeds]
+        name: [[1 + x for x in excess_ranks(AttentionStack(name), T, DEPTH, seed)] for seed in seeds]
         for name in ("softmax", "centred", "identity")
     }
     fall = {name: [layers[-1] / layers[0] for layers in draws] for name, draws in ranks.items()}
@@ -310,12 +310,12 @@ GRADIENT_CLAIMS = (
 )  # fmt: skip
 
 STACK_KINDS = {
-    "with the outlier": Stack(),
-    "without": Stack("centred"),
-    "with the outlier, N(0, 1/T)": Stack(weights="usual"),
-    "without, N(0, 1/T)": Stack("centred", weights="usual"),
-    "with the outlier, causal": Stack(causal=True),
-    "without, causal": Stack("centred", causal=True),
+    "with the outlier": AttentionStack(),
+    "without": AttentionStack("centred"),
+    "with the outlier, N(0, 1/T)": AttentionStack(weights="usual"),
+    "without, N(0, 1/T)": AttentionStack("centred", weights="usual"),
+    "with the outlier, causal": AttentionStack(causal=True),
+    "without, causal": AttentionStack("centred", causal=True),
 }
 GRADIENT_CLAIM_KINDS = {  # claims, each by what layers add to the exponent of one stack
     "c2": "with the outlier",
@@ -326,7 +326,7 @@ GRADIENT_CLAIM_KINDS = {  # claims, each by what layers add to the exponent of o
 }
 
 
-def jacobian_norm(stack: Stack, T: int, layers: int, seed: int) -> float:
+def jacobian_norm(stack: AttentionStack, T: int, layers: int, seed: int) -> float:
     """||dX_L / dW_1||_F, from its two factors."""
     left = reduce(lambda x, layer: stack.map(T, 1000 * seed + layer) @ x, range(layers), orthonormal(T, seed + 900_000))
     eye = torch.eye(T, dtype=torch.float64)
@@ -334,7 +334,7 @@ def jacobian_norm(stack: Stack, T: int, layers: int, seed: int) -> float:
     return float(left.norm() * right.norm())
 
 
-def autograd_norm(stack: Stack, T: int, layers: int, seed: int) -> float:
+def autograd_norm(stack: AttentionStack, T: int, layers: int, seed: int) -> float:
     """The same from the whole Jacobian."""
     maps = [stack.map(T, 1000 * seed + layer) for layer in range(layers)]
     weights = [stack.weight(T, 1000 * seed + layer + 500) for layer in range(layers)]
@@ -348,7 +348,7 @@ def autograd_norm(stack: Stack, T: int, layers: int, seed: int) -> float:
     return float(torch.autograd.functional.jacobian(run, weights[0]).norm())
 
 
-def gradient_exponents(stack: Stack, lengths: Sequence[int], seeds: Sequence[int]) -> dict[int, list[float]]:
+def gradient_exponents(stack: AttentionStack, lengths: Sequence[int], seeds: Sequence[int]) -> dict[int, list[float]]:
     """The exponent of T in the norm of the derivative, by depth, for each seed."""
     return {
         layers: [log_slope(lengths, [jacobian_norm(stack, T, layers, seed) for T in lengths]) for seed in seeds]
@@ -423,7 +423,7 @@ def measure_causal(setting: Setting) -> Results:
         float((torch.linalg.eigvals(A).abs().sort().values - A.diagonal().sort().values).abs().max())
         for A in maps[lengths[0]]
     )
-    plain, centred = (ranks_by_tokens(Stack(name, causal=True), setting) for name in ("softmax", "centred"))
+    plain, centred = (ranks_by_tokens(AttentionStack(name, causal=True), setting) for name in ("softmax", "centred"))
 
     def slopes(values: Mapping[int, Sequence[float]]) -> list[float]:
         return [log_slope(lengths, [values[T][seed] for T in lengths]) for seed in seeds]

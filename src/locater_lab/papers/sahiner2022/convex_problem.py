@@ -238,7 +238,7 @@ LIFTING_CLAIMS = (
 )  # fmt: skip
 
 
-class Case(NamedTuple):
+class HeadsCase(NamedTuple):
     """Tokens and heads, drawn."""
 
     x: Tensor
@@ -247,9 +247,9 @@ class Case(NamedTuple):
     gates: Tensor
 
 
-def draw_case(number: int) -> Case:
+def draw_case(number: int) -> HeadsCase:
     n, s, d, c, m = CASE_SIZES[number]
-    return Case(
+    return HeadsCase(
         draw_normal(n, s, d, seed=number),
         draw_normal(m, d, d, seed=100 + number),
         draw_normal(m, d, c, seed=200 + number),
@@ -257,13 +257,13 @@ def draw_case(number: int) -> Case:
     )
 
 
-def linear_difference(case: Case) -> float:
+def linear_difference(case: HeadsCase) -> float:
     """Between heads and their Z, linear attention."""
     direct = heads_output(case.x, case.maps, case.values).flatten(0, 1)
     return relative_difference(lifted_output(design(case.x), lift(case.maps, case.values)), direct)
 
 
-def gated_difference(case: Case) -> float:
+def gated_difference(case: HeadsCase) -> float:
     """The same with two gates; heads take them in turn."""
     turn = torch.arange(len(case.maps)) % 2
     direct = heads_output(case.x, case.maps, case.values, case.gates[turn]).flatten(0, 1)
@@ -275,7 +275,7 @@ def penalty_of_heads(maps: Tensor, values: Tensor) -> float:
     return float((maps.square().sum() + values.square().sum()) / 2)
 
 
-def recovery_difference(case: Case) -> float:
+def recovery_difference(case: HeadsCase) -> float:
     """Of the recovered heads' output and penalty."""
     Z = lift(case.maps, case.values)
     maps, values = recover_heads(Z[0], 1e-14)
@@ -283,7 +283,7 @@ def recovery_difference(case: Case) -> float:
     return max(output, abs(penalty_of_heads(maps, values) / float(nuclear_norm(Z)) - 1))
 
 
-def least_penalty(case: Case, draws: int = 20) -> float:
+def least_penalty(case: HeadsCase, draws: int = 20) -> float:
     """Penalty over nuclear norm: maps mixed by a matrix R and values by its inverse have the same Z."""
     m, norm = len(case.maps), float(nuclear_norm(lift(case.maps, case.values)))
     ratios = [penalty_of_heads(case.maps, case.values) / norm]

@@ -52,7 +52,7 @@ class Problems:
     def of(cls, parts: list[tuple[Design, Tensor]], b: float) -> Problems:
         return cls(torch.stack([phi for phi, _ in parts]), torch.stack([y for _, y in parts]), b)
 
-    def repeated(self, starts: int) -> Problems:
+    def repeat_starts(self, starts: int) -> Problems:
         return Problems(self.phi.repeat_interleave(starts, 0), self.y.repeat_interleave(starts, 0), self.b)
 
     def per_head(self, heads: int) -> Float[Tensor, "P rows m pairs d"]:
@@ -282,7 +282,7 @@ def measure_optima(setting: Setting) -> Results:
     parts, optima = solve_problems()
     ranks = [numerical_rank(Z[0]) for Z in optima.Z]
     starts = STARTS[setting.quick]
-    problems = Problems.of(parts, PENALTY).repeated(starts)
+    problems = Problems.of(parts, PENALTY).repeat_starts(starts)
     newton = {
         m: descend_by_newton(problems, m, m, NEWTON_STEPS) for m in setting.each(list(HEAD_COUNTS[setting.quick]))
     }
@@ -388,7 +388,7 @@ def fixed_gates(starts: int) -> tuple[Solutions, Tensor]:
     gates = draw_normal(GATES, GATED_WIDTH, GATED_WIDTH, seed=7)
     problems = Problems.of([(design(x, gates), y) for x, y in map(draw_gated_problem, range(SETS))], GATED_PENALTY)
     optima = solve(problems.phi, problems.y, GATED_PENALTY, SOLVER_STEPS, 1e-9)
-    objectives = descend_by_newton(problems.repeated(starts), GATES * GATED_MOST, 1, GATED_STEPS).objective
+    objectives = descend_by_newton(problems.repeat_starts(starts), GATES * GATED_MOST, 1, GATED_STEPS).objective
     return optima, objectives.reshape(SETS, starts).min(1).values / optima.objective - 1
 
 

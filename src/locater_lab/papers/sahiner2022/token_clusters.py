@@ -50,7 +50,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-class Batch(NamedTuple):
+class ClusterBatch(NamedTuple):
     """Tokens (n, s, d), targets by task (n, s), and which pairs share a cluster."""
 
     x: Tensor
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
     same: Bool[Tensor, "n s s"]
 
 
-def draw_batch(seed: int, sequences: int) -> Batch:
+def draw_batch(seed: int, sequences: int) -> ClusterBatch:
     g = torch.Generator().manual_seed(seed)
     cluster = torch.randint(CLUSTERS, (sequences, TOKENS), generator=g)
     corner = torch.nn.functional.one_hot(cluster, CLUSTERS).double()
@@ -72,7 +72,7 @@ def draw_batch(seed: int, sequences: int) -> Batch:
     same = cluster[:, :, None] == cluster[:, None]
     value = x[:, :, VALUE]
     own = torch.einsum("ntu,nu->nt", same.double(), value) / TOKENS
-    return Batch(x, {"own": own, "all": value.mean(1, keepdim=True).expand_as(own)}, same)
+    return ClusterBatch(x, {"own": own, "all": value.mean(1, keepdim=True).expand_as(own)}, same)
 
 
 def value_map(Z: Float[Tensor, "pairs d c"]) -> Float[Tensor, "d d"]:

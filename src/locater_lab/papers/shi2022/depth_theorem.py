@@ -88,7 +88,7 @@ THEOREM_CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Weights:
+class BlockWeights:
     """One block; weights act from the right."""
 
     W_QK: Float[Tensor, "heads width width"]
@@ -102,7 +102,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Step:
+class BlockStep:
     """What one block did."""
 
     size: float
@@ -112,7 +112,7 @@ class Step:
     cosine: float  # before
 
 
-def post_block(x: Float[Tensor, "tokens width"], w: Weights) -> tuple[Tensor, float, float]:
+def post_block(x: Float[Tensor, "tokens width"], w: BlockWeights) -> tuple[Tensor, float, float]:
     """Tokens after the block, v, and sigma_1 sigma_2."""
     a = (x @ w.W_QK @ x.mT / math.sqrt(x.shape[1])).softmax(-1)
     y = x + (a @ x @ w.W_VO).sum(0)
@@ -123,7 +123,7 @@ def post_block(x: Float[Tensor, "tokens width"], w: Weights) -> tuple[Tensor, fl
     return layer_norm(z), (1 + w.s**2) * (1 + len(a) * w.s * largest**0.5) / sigma, sigma
 
 
-def run_draw(seed: int) -> Step:
+def run_draw(seed: int) -> BlockStep:
     """Tokens as a norm leaves them, Gaussian weights of one of five sizes, one to four heads, some attention sharp."""
     n, heads, size = THEOREM_TOKENS[seed % 3], 1 + seed % 4, WEIGHT_SIZES[seed % 5]
     x = layer_norm(
@@ -131,7 +131,7 @@ def run_draw(seed: int) -> Step:
         + draw_normal(1, THEOREM_WIDTH, seed=seed + 10_000)
     )
     sharp = (1.0, 4.0)[seed // 7 % 2] / math.sqrt(THEOREM_WIDTH)
-    w = Weights(
+    w = BlockWeights(
         sharp * draw_normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 20_000),
         size / math.sqrt(THEOREM_WIDTH) * draw_normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 30_000),
         size / math.sqrt(THEOREM_WIDTH) * draw_normal(THEOREM_WIDTH, 4 * THEOREM_WIDTH, seed=seed + 40_000),
@@ -140,18 +140,18 @@ def run_draw(seed: int) -> Step:
     return _step(x, w, size)[1]
 
 
-def _step(x: Tensor, w: Weights, size: float) -> tuple[Tensor, Step]:
+def _step(x: Tensor, w: BlockWeights, size: float) -> tuple[Tensor, BlockStep]:
     y, v, sigma = post_block(x, w)
-    return y, Step(size, v, distance_from_equal(y) / distance_from_equal(x), sigma, token_cosine(x[None]).item())
+    return y, BlockStep(size, v, distance_from_equal(y) / distance_from_equal(x), sigma, token_cosine(x[None]).item())
 
 
-def run_built_stack(shared: float) -> list[Step]:
+def run_built_stack(shared: float) -> list[BlockStep]:
     """Blocks whose heads all copy what they see, W_VO = s 1: what tokens share grows by 1 + h s, what differs by 1 + h
     s sqrt(lambda).
     """
     one = torch.eye(THEOREM_WIDTH, dtype=torch.float64)
     heads = one.expand(BUILT_HEADS, -1, -1)
-    w = Weights(0.5 * heads, BUILT * heads, BUILT * one, BUILT * one)
+    w = BlockWeights(0.5 * heads, BUILT * heads, BUILT * one, BUILT * one)
     x = layer_norm(draw_normal(BUILT_TOKENS, THEOREM_WIDTH, seed=0) + shared * draw_normal(1, THEOREM_WIDTH, seed=1))
     steps = []
     for _ in range(BUILT_DEPTH):
@@ -160,13 +160,13 @@ def run_built_stack(shared: float) -> list[Step]:
     return steps
 
 
-def rank_correlation_with_kept(steps: Sequence[Step], name: str) -> float:
+def rank_correlation_with_kept(steps: Sequence[BlockStep], name: str) -> float:
     """Rank correlation of a number of the steps with what is kept of d."""
     x, y = (torch.tensor([getattr(step, key) for step in steps], dtype=torch.float64) for key in (name, "kept"))
     return spearman(x, y) or 0.0
 
 
-def correlation_by_parts(draws: Sequence[Step], name: str) -> Measurement:
+def correlation_by_parts(draws: Sequence[BlockStep], name: str) -> Measurement:
     """The correlation in each part of the draws; that of all draws is beside them."""
     ends = [len(draws) * n // PARTS for n in range(PARTS + 1)]
     values = [rank_correlation_with_kept(draws[start:end], name) for start, end in pairwise(ends)]
@@ -204,7 +204,7 @@ def measure_theorem(setting: Setting) -> Results:
     return Results(measured, tables)
 
 
-def _step_row(size: float, steps: Sequence[Step]) -> dict[str, float]:
+def _step_row(size: float, steps: Sequence[BlockStep]) -> dict[str, float]:
     return {
         "size": size,
         "least_v": min(step.v for step in steps),

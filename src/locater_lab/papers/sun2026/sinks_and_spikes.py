@@ -159,15 +159,15 @@ def share_interval(count: int, of: int, level: float = 0.05) -> tuple[float, flo
         logs = (math.lgamma(of + 1) - math.lgamma(i + 1) - math.lgamma(of - i + 1) for i in range(k + 1))
         return math.fsum(math.exp(c + i * math.log(p) + (of - i) * math.log1p(-p)) for i, c in enumerate(logs))
 
-    def solved(k: int, probability: float) -> float:
+    def solve_share(k: int, probability: float) -> float:
         low, high = 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if at_most(k, middle) > probability else (low, middle)
         return high
 
-    lower = solved(count - 1, 1 - level / 2) if count else 0.0
-    return lower, solved(count, level / 2) if count < of else 1.0
+    lower = solve_share(count - 1, 1 - level / 2) if count else 0.0
+    return lower, solve_share(count, level / 2) if count < of else 1.0
 
 
 def measure_metrics(setting: Setting) -> Results:

@@ -145,18 +145,18 @@ def half_blocks(model: Any, ids: Tensor) -> Stream:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         states.append((args[0] if args else kwargs["hidden_states"]).detach())
 
-    def attended(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def keep_attention(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         attention.append((args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out))
 
-    def passed(module: nn.Module, args: Any, out: Tensor) -> None:
+    def keep_mlp(module: nn.Module, args: Any, out: Tensor) -> None:
         mlps.append((args[0], out))
 
     hooks = []
     for block in swiglu_blocks(model):
         for part in (block, block.get_submodule("post_attention_layernorm")):
             hooks.append(part.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(block.get_submodule("self_attn").register_forward_hook(attended, with_kwargs=True))
-        hooks.append(block.get_submodule("mlp").register_forward_hook(passed))
+        hooks.append(block.get_submodule("self_attn").register_forward_hook(keep_attention, with_kwargs=True))
+        hooks.append(block.get_submodule("mlp").register_forward_hook(keep_mlp))
     hooks.append(model.model.norm.register_forward_pre_hook(before, with_kwargs=True))
     try:
         model(input_ids=ids)
