@@ -226,7 +226,7 @@ def test_an_error_while_listening_does_not_end_the_run(monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("of the listener")
 
-    monkeypatch.setattr(FunctionListener, "_softmax", fail)
+    monkeypatch.setattr(FunctionListener, "_on_softmax", fail)
     model, x = Attention(by_module), torch.randn(BATCH, TOKENS, WIDTH)
     plain = model(x)
     with pytest.raises(LocaterError, match="not measured: the model itself: of the listener"), observe(model):
@@ -420,7 +420,9 @@ def test_a_loop_whose_tensors_are_not_followed_is_refused() -> None:
 
 @pytest.mark.parametrize("way", [gained, parts_of_keys])
 def test_calls_that_cannot_be_told_apart_are_refused(way: Callable[..., Any]) -> None:
-    with pytest.raises(LocaterError, match="more than once from the same queries: what tells these calls apart is not"):
+    with pytest.raises(
+        LocaterError, match="more than once from the same queries: what distinguishes these calls is not"
+    ):
         observed(way, None)
 
 

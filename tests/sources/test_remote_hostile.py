@@ -16,7 +16,7 @@ from locater.errors import LocaterError
 from locater.sources.remote import Traffic, buckets, http_client, http_file
 from locater.sources.remote.address import remote_address
 from locater.sources.remote.folders import ObjectFile, read_range
-from locater.sources.remote.http_file import _redirected
+from locater.sources.remote.http_file import _redirect_target
 from tests.conftest import Result
 from tests.range_server import Fault, RangeServer
 
@@ -325,10 +325,10 @@ def test_downloads(run: Run, name: str) -> None:
 
 
 def test_redirects_follow_http_alone() -> None:
-    assert _redirected("http://a/b/c", "d?e=f") == "http://a/b/d?e=f"
-    assert _redirected("https://a/b", "//other/c") == "https://other/c"
-    assert _redirected("http://a/b", "https://a/b") == "https://a/b"
-    assert _redirected("http://a/b", "/caf\u00c3\u00a9 x%20y") == "http://a/caf%C3%A9%20x%20y"
+    assert _redirect_target("http://a/b/c", "d?e=f") == "http://a/b/d?e=f"
+    assert _redirect_target("https://a/b", "//other/c") == "https://other/c"
+    assert _redirect_target("http://a/b", "https://a/b") == "https://a/b"
+    assert _redirect_target("http://a/b", "/caf\u00c3\u00a9 x%20y") == "http://a/caf%C3%A9%20x%20y"
     for start, target in (
         ("https://a/b", "http://a/b"),
         ("https://a/b", "HTTP://a/b"),
@@ -338,7 +338,7 @@ def test_redirects_follow_http_alone() -> None:
         ("http://a/b", "javascript:x"),
     ):
         with pytest.raises(http_file.ForbiddenRedirect, match="which is not followed"):
-            _redirected(start, target)
+            _redirect_target(start, target)
 
 
 def test_a_slow_server_that_is_fast_enough(run: Run) -> None:

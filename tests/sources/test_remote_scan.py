@@ -87,7 +87,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     plain = Session.bytes
 
     def watched(self: Session, file: Any, start: int, stop: int) -> Any:
-        if self._prefetcher is None or not self._prefetcher._covering(file, start, stop):
+        if self._prefetcher is None or not self._prefetcher._covering_ranges(file, start, stop):
             unplanned.append((file.where, start, stop))
         return plain(self, file, start, stop)
 

@@ -38,6 +38,7 @@ from locater.calls.recognise import (
     broadcast_contraction,
     contraction,
     in_order,
+    part_name,
     softmax_axis,
 )
 from locater.calls.torch_calls import call_of_fused, call_of_multi_head, call_of_softmax
@@ -105,20 +106,20 @@ class FunctionListener(TorchFunctionMode):
         if name == "__iter__":
             out = list(out)
         try:
-            self._listen(name, func, args, kwargs, out)
+            self._dispatch(name, func, args, kwargs, out)
         except Exception as error:  # whatever it is, the model's own call went well and has to return
             self.fail(error)
         return iter(out) if name == "__iter__" else out
 
-    def _listen(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def _dispatch(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         if name == MULTI_HEAD:
-            self._multi_head(out[0], args, kwargs)
+            self._on_multi_head(out[0], args, kwargs)
         elif name == FUSED:
-            self._fused(out, args, kwargs)
+            self._on_fused(out, args, kwargs)
         elif name == "softmax":
-            self._softmax(out, *args, **kwargs)
+            self._on_softmax(out, *args, **kwargs)
         elif name == "softmin":
-            self._softmin(out, *args, **kwargs)
+            self._on_softmin(out, *args, **kwargs)
         elif not self._note_product(name, args, kwargs, out):
             self._trace.record(name, func, args, kwargs, out)
             self._follow_logits(name, out, args, kwargs)
@@ -182,14 +183,15 @@ class FunctionListener(TorchFunctionMode):
             return
         logits = self._logits.softmax_written_out(name, tensors, numbers[0])
         if logits is not None:
-            self._softmax(numbers[0], logits, -1)
+            self._on_softmax(numbers[0], logits, -1)
             return
+        part = part_name(name, args, kwargs, tensors[0].ndim) if tensors else name
         for x in numbers:
-            before = self._logits.follow(name, tensors, x)
+            before = self._logits.follow(name, tensors, x, part)
             if before is not None and name in JOINS and self._trace.of(x) is None:
                 self._trace.record_same_rows(before, x)
 
-    def _softmax(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+    def _on_softmax(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         known, axis = self._logits.of(input), softmax_axis((input, dim), {}, input.ndim)
         if known is None or axis is None:
             return
@@ -198,7 +200,7 @@ class FunctionListener(TorchFunctionMode):
             self._trace.record("movedim", torch.movedim, (input, axis, -1), {}, moved)
             if known is PLAIN and not self._rows_are_queries(moved):
                 return
-            input, known = moved, self._logits.moved(known)
+            input, known = moved, self._logits.after_move(known)
         step, saved = self._trace.of(input), SavedTensors(input, *(() if known.taken is None else (known.taken,)))
 
         def describe(caller: CallingModule) -> Call:
@@ -207,11 +209,11 @@ class FunctionListener(TorchFunctionMode):
 
         self.report(DirectCall(describe, step, None if step is None else key_step(step)))
 
-    def _softmin(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+    def _on_softmin(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         logits = -input
         self._trace.record("neg", torch.neg, (input,), {}, logits)
         self._logits.follow("neg", [input], logits)
-        self._softmax(weights, logits, dim)
+        self._on_softmax(weights, logits, dim)
 
     def _rows_are_queries(self, logits: Tensor) -> bool:
         """Whether the last axis of logits is that of keys: along it, the token that a row comes from stays."""
@@ -219,7 +221,7 @@ class FunctionListener(TorchFunctionMode):
         labels = None if step is None else _labels(step, logits.shape[:-1], (False,))
         return labels is not None and bool((labels == labels[..., :1]).all())
 
-    def _fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _on_fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = fused_arguments(args, kwargs)
         query, mask = given["query"], given.get("attn_mask")
         step = self._trace.of(query) if query.shape[:-1] == out.shape[:-1] else None
@@ -233,7 +235,7 @@ class FunctionListener(TorchFunctionMode):
 
         self.report(DirectCall(describe, self._trace.of(query), self._trace.of(given["key"])))
 
-    def _multi_head(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _on_multi_head(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
         query, key = given.arguments["query"], given.arguments["key"]

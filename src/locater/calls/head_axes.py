@@ -222,7 +222,7 @@ class TensorTrace:
         if not steps or any(step is None for step in steps):
             return
         if len(steps) == 1 and isinstance(out, Tensor) and swaps_rows_and_columns(name, args, kwargs, out.ndim):
-            turned = None if steps[0] is None else _swapped(steps[0])
+            turned = None if steps[0] is None else _transposed_product(steps[0])
             if turned is not None:
                 self._steps[out] = turned
                 return
@@ -260,7 +260,7 @@ def swaps_rows_and_columns(name: str, args: tuple[Any, ...], kwargs: Mapping[str
     return name in ("transpose", "movedim") and sorted(axes) == [ndim - 2, ndim - 1]
 
 
-def _swapped(step: TensorStep) -> TensorStep | None:
+def _transposed_product(step: TensorStep) -> TensorStep | None:
     """The step of a product whose rows and columns were swapped: of its factors the other way round."""
     if step.func is not _matmul_of_labels or step.right is None:
         return None
@@ -296,7 +296,7 @@ def _is_step(x: Any) -> bool:
 
 
 def step_signature(step: TensorStep | None) -> Any:
-    """What tells the steps of one call from those of another, whatever the sizes are."""
+    """Equal for calls that were made by the same steps, whatever the sizes are."""
     if step is None:
         return None
     inside = tuple(step_signature(x) for x in step.args if isinstance(x, TensorStep))

@@ -34,6 +34,7 @@ from locater.errors import LocaterError
 NO_SOFTMAX = "no softmax of products of queries and keys was met in it"
 
 K = TypeVar("K")  # a tensor, or what stands for one
+SAME_NUMBERS = CASTS | COPIES | {"widen"}  # by `part_name`
 
 
 # ---- products
@@ -83,7 +84,7 @@ def contraction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
         return broadcast_contraction(one, two, axis_of(args, kwargs, 2) or -1)
     else:
         return None
-    return None if equation is None else _checked(Product(equation, one, two))
+    return None if equation is None else _valid_product(Product(equation, one, two))
 
 
 def broadcast_contraction(one: Tensor, two: Tensor, axis: int) -> Product | None:
@@ -106,7 +107,7 @@ def broadcast_contraction(one: Tensor, two: Tensor, axis: int) -> Product | None
         words.append("".join(letter for at, letter in enumerate(letters) if at not in missing))
         shapes.append(torch.Size(size for at, size in enumerate(mine) if at not in missing))
     out = letters.replace(letters[axis % ndim], "")
-    return _checked(Product(f"{words[0]},{words[1]}->{out}", one, two, (shapes[0], shapes[1])))
+    return _valid_product(Product(f"{words[0]},{words[1]}->{out}", one, two, (shapes[0], shapes[1])))
 
 
 def in_order(product: Product) -> Product:
@@ -120,7 +121,7 @@ def in_order(product: Product) -> Product:
     return Product(f"{two},{one}->{out}", product.two, product.one, shapes)
 
 
-def _checked(product: Product) -> Product | None:
+def _valid_product(product: Product) -> Product | None:
     """The same where each letter is one size, stands once in each tensor, and one at least is summed over."""
     terms, _, out = product.equation.partition("->")
     one, _, two = terms.partition(",")
@@ -190,10 +191,32 @@ def softmax_axis(args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> i
 
 
 class Operation(NamedTuple, Generic[K]):
-    """How a tensor was made: by which function, of which tensors."""
+    """How a tensor was made: by which function (`part_name`), of which tensors."""
 
     name: str
     inputs: Sequence[K]
+
+
+def part_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> str:
+    """The name of a function as a part of a softmax that is written out: `row_sum` and `row_logsumexp` where it reduces
+    the last of `ndim` axes alone, `widen` where it puts an axis of size 1 behind them; else its own.
+
+    >>> part_name("sum", ("e", [-1]), {"keepdim": True}, 4), part_name("sum", ("e", 1), {}, 4)
+    ('row_sum', 'sum')
+    >>> part_name("__getitem__", ("s", (..., None)), {}, 3), part_name("__getitem__", ("s", ([1, 0], None)), {}, 3)
+    ('widen', '__getitem__')
+    """
+    if name in ("sum", "logsumexp"):
+        axis = axis_of(args, kwargs)
+        axis = axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
+        return f"row_{name}" if isinstance(axis, int) and axis in (-1, ndim - 1) else name
+    if name == "unsqueeze":
+        return "widen" if axis_of(args, kwargs) in (-1, ndim) else name
+    if name == "__getitem__" and len(args) == 2:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        plain = all(x is None or x is ... or (isinstance(x, slice) and x == slice(None)) for x in index)
+        return "widen" if plain and index[-1:] == (None,) and index.count(None) == 1 else name
+    return name
 
 
 def softmax_written_out(
@@ -210,19 +233,19 @@ def softmax_written_out(
             return how.inputs[0]
         if how is not None and how.name == "sub" and len(how.inputs) == 2:
             total = _made_of(how.inputs[1], made)
-            if _is_of_row(total, "logsumexp", how.inputs, shape):
+            if _is_of_row(total, "row_logsumexp", how.inputs, shape):
                 return how.inputs[0]
     if name == "div" and len(inputs) == 2:
         how, total = _made_of(inputs[0], made), _made_of(inputs[1], made)
-        if how is not None and how.name == "exp" and _is_of_row(total, "sum", inputs, shape):
+        if how is not None and how.name == "exp" and _is_of_row(total, "row_sum", inputs, shape):
             return how.inputs[0]
     return None
 
 
 def _made_of(x: K, made: Callable[[K], Operation[K] | None]) -> Operation[K] | None:
-    """How a tensor was made, before it was cast or copied."""
+    """How a tensor was made, before it was cast, copied or given one more axis."""
     how = made(x)
-    while how is not None and how.name in CASTS | COPIES and how.inputs:
+    while how is not None and how.name in SAME_NUMBERS and how.inputs:
         how = made(how.inputs[0])
     return how
 
@@ -259,7 +282,7 @@ class KnownLogits:
 
 PLAIN = KnownLogits()
 # what a softmax is written out of
-PARTS = frozenset({"exp", "sub", "sum", "logsumexp"})
+PARTS = frozenset({"exp", "sub", "row_sum", "row_logsumexp"})
 
 
 class LogitsTracker:
@@ -278,15 +301,15 @@ class LogitsTracker:
         """Remember a product of two activations."""
         self._known[out] = PLAIN
 
-    def follow(self, name: str, tensors: list[Tensor], out: Tensor) -> Tensor | None:
+    def follow(self, name: str, tensors: list[Tensor], out: Tensor, part: str = "") -> Tensor | None:
         """Remember what the function called `name` made: logits in another place or form are logits. Returns them as
-        they were before.
+        they were before. `part` is its `part_name`.
         """
         if name in LARGEST and tensors and tensors[0] in self._known and out.shape == (*tensors[0].shape[:-1], 1):
             self._largest[out] = True
             return None
-        if name in PARTS or name in CASTS or name in COPIES:
-            self._note_part(name, tensors, out)
+        if part in PARTS or part in SAME_NUMBERS:
+            self._note_part(part, tensors, out)
         before = next((x for x in tensors if x in self._known and makes_logits(name, x, out)), None)
         if before is not None:
             self._known[out] = self._of_step(name, tensors, before, out)
@@ -294,7 +317,7 @@ class LogitsTracker:
             self._largest[out] = True
         return before
 
-    def moved(self, known: KnownLogits) -> KnownLogits:
+    def after_move(self, known: KnownLogits) -> KnownLogits:
         """What is known of logits whose axes were moved."""
         return known if known is PLAIN or known.unclear is not None else KnownLogits(unclear=MOVED)
 
@@ -313,8 +336,6 @@ class LogitsTracker:
     def _note_part(self, name: str, tensors: list[Tensor], out: Tensor) -> None:
         first = tensors[0] if tensors else None
         if first is None or first is out or not (first in self._made or (first in self._known and name in PARTS)):
-            return
-        if name in ("sum", "logsumexp") and out.shape != (*first.shape[:-1], 1):
             return
         if name != "sub" or (len(tensors) == 2 and tensors[1] in self._made):
             self._made[out] = Operation(name, tuple(tensors))

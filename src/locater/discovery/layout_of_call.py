@@ -256,7 +256,7 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Laten
 
 
 def _stored_bias(tape: Tape, bias: Node, rows: list[int]) -> str | None:
-    """The stored tensor that holds a bias in these rows; biases that a call puts together are told by their numbers."""
+    """The stored tensor that holds a bias in these rows; one that a call puts together is found by its numbers."""
     for name in tape.parameters(bias):
         stored = tape.tensor(name)
         if stored.ndim == 1 and len(stored) > max(rows) and torch.equal(stored[rows].to(bias.value), bias.value):

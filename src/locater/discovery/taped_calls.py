@@ -1,7 +1,7 @@
 """Every softmax attention of a forward pass on tape, with the tensors that it was computed from.
 
 An attention is a fused call, or a softmax of logits (`calls.recognise`). This module only finds places on the tape;
-`probing` tells what is between them.
+`wiring` finds what is between them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies between two places of a tape: a part of it is computed again on probes. The results tell which token and
+"""What lies between two places of a tape: a part of it is computed again on probes. The results show which token and
 which channels each number comes from, and by which factors.
 """
 

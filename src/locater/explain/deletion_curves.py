@@ -64,7 +64,7 @@ class TokenRemoval:
             return self.batch, self.target
         given: Tensor = self.batch[self.name]
         if self.is_image:
-            return {**self.batch, self.name: self._blanked(given, [t - self.first for t in tokens])}, self.target
+            return {**self.batch, self.name: self._blank_patches(given, [t - self.first for t in tokens])}, self.target
         if self.fill is not None:
             filled = given.clone()
             filled[0, list(tokens)] = int(self.fill)
@@ -101,7 +101,7 @@ class TokenRemoval:
             kept.add(self.target.position)
         return kept
 
-    def _blanked(self, image: Tensor, patches: Sequence[int]) -> Tensor:
+    def _blank_patches(self, image: Tensor, patches: Sequence[int]) -> Tensor:
         """The image with some patches filled. Pixels are (1, C, H, W), in models of this package (1, H, W, C)."""
         last = image.shape[-1] <= 4 < image.shape[1]
         H, W = image.shape[1:3] if last else image.shape[2:]

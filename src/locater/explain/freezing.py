@@ -152,7 +152,7 @@ class Freezer:
             1,
             _like(layer.out.bias, maps),
             after=self.norm(layer, block.after_attention),
-            out=self._scaled(self.norm(layer, block.attention_out), None, maps),
+            out=self._with_scale(self.norm(layer, block.attention_out), None, maps),
         )
 
     def _latent(self, layer: AttentionLayer, value: NormedProjection) -> tuple[FrozenLatent, Projection]:
@@ -188,10 +188,10 @@ class Freezer:
         if self.mlp == "source" or not output.any():
             behind = record.find(layer, block.mlp_out)
             added = output if behind is None else upcast(record.only_call(behind).output)
-            scaling = self._scaled(None, scale, output)
+            scaling = self._with_scale(None, scale, output)
             return [Step(name, observed=added if scaling is None else scaling(added), after=after)]
         branch, bias = frozen_mlp(self, layer, output)
-        out = self._scaled(self.norm(layer, block.mlp_out), scale, output)
+        out = self._with_scale(self.norm(layer, block.mlp_out), scale, output)
         return [Step(name, branch, 0, bias, after=after, out=out)]
 
     def norm(self, layer: AttentionLayer, part: Part) -> FrozenNorm | None:
@@ -212,7 +212,7 @@ class Freezer:
         factor = torch.rsqrt(centred.square().mean(-1, keepdim=True) + read.eps)  # (B, T, 1)
         return FrozenNorm(factor, _like(read.gain, x), _like(read.bias, x), read.kind == "layer")
 
-    def _scaled(self, norm: FrozenNorm | None, scale: Tensor | None, like: Tensor) -> FrozenNorm | None:
+    def _with_scale(self, norm: FrozenNorm | None, scale: Tensor | None, like: Tensor) -> FrozenNorm | None:
         """A norm, or none, followed by the block's multiplier and by layer scale."""
         multiplier = self.record.block.multiplier
         if multiplier == 1 and scale is None:
@@ -258,9 +258,9 @@ def frozen_mlp(freezer: Freezer, layer: AttentionLayer, like: Tensor) -> tuple[G
     before = freezer.norm(layer, block.before_mlp or (block.before_attention if block.parallel else None))
     experts = record.find(layer, block.experts)
     if experts is not None:
-        parts = list(_routed(freezer, experts, before, like))
+        parts = list(_routed_experts(freezer, experts, before, like))
         if record.find(layer, block.shared_up) is not None:
-            parts.append(_shared(freezer, layer, before, like))
+            parts.append(_shared_expert(freezer, layer, before, like))
         return ExpertMixture(parts, before, (like.shape[0], like.shape[1])), None
     up, down = _maps(freezer, layer, block.up, block.down)
     ratio, constant, W_up = _ratios(freezer, up, down, before, like)
@@ -299,7 +299,7 @@ def _pre_activation_constant(W_up: Tensor, b_up: Tensor | None, before: FrozenNo
     return constant if before is None or before.shift is None else constant + W_up @ before.shift
 
 
-def _shared(freezer: Freezer, layer: AttentionLayer, before: FrozenNorm | None, like: Tensor) -> Expert:
+def _shared_expert(freezer: Freezer, layer: AttentionLayer, before: FrozenNorm | None, like: Tensor) -> Expert:
     """The expert that every token passes, with weight 1."""
     block = freezer.record.block
     up, down = _maps(freezer, layer, block.shared_up, block.shared_down)
@@ -310,7 +310,7 @@ def _shared(freezer: Freezer, layer: AttentionLayer, before: FrozenNorm | None, 
     return Expert(tokens, ratio.flatten(0, 1), W_up, W_down, constant.flatten(0, 1))
 
 
-def _routed(freezer: Freezer, path: str, before: FrozenNorm | None, like: Tensor) -> Iterator[Expert]:
+def _routed_experts(freezer: Freezer, path: str, before: FrozenNorm | None, like: Tensor) -> Iterator[Expert]:
     """The experts that tokens were sent to. Their maps are stacked in two tensors, as in transformers 5."""
     module: Any = freezer.record.weights.submodule(path)
     passage = freezer.record.module_calls[path][0]

@@ -43,7 +43,7 @@ class EmbeddedInputs:
 
     def run(self, features: Mapping[str, Tensor] | None) -> Any:
         """The model's output, with these features in the place of its own; None keeps its own and records them."""
-        with without_parameter_gradients(self.model), self._replaced(features):
+        with without_parameter_gradients(self.model), self._replace_embeddings(features):
             return run_checked(self.model, self.keywords, torch.is_grad_enabled())
 
     def baseline(self, token: int | None) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ class EmbeddedInputs:
         return x[row].sum(0).flatten() if x.ndim == 4 else x[row].sum(-1)
 
     @contextmanager
-    def _replaced(self, features: Mapping[str, Tensor] | None) -> Iterator[None]:
+    def _replace_embeddings(self, features: Mapping[str, Tensor] | None) -> Iterator[None]:
         met: set[str] = set()
         with ExitStack() as stack:
             for path, module in self.model.named_modules():

@@ -93,7 +93,7 @@ def _readout(cap: float | None, end: Tensor, output: Any, choice: TargetChoice) 
     if not number.requires_grad:
         raise LocaterError(f"{target.what} does not depend on the last stream: there is nothing to explain")
     cap = None if target.index is None else cap
-    covector = _gradient(_uncapped(number, cap), end, graph=cap is None)
+    covector = _gradient(_without_cap(number, cap), end, graph=cap is None)
     note = CAPPED if cap else LINEAR
     if cap is None and covector.requires_grad:
         (bend,) = torch.autograd.grad((covector * end).sum(), end, retain_graph=True)
@@ -102,7 +102,7 @@ def _readout(cap: float | None, end: Tensor, output: Any, choice: TargetChoice) 
             note = TANGENT
     rows = covector
     if target.position is not None:
-        rows = _gradient(_uncapped(values[0, :, target.index], cap), end)
+        rows = _gradient(_without_cap(values[0, :, target.index], cap), end)
     return Readout(target, upcast(covector.detach()), 0.0, upcast(rows.detach()), note, end.dtype)
 
 
@@ -111,7 +111,7 @@ def _gradient(numbers: Tensor, end: Tensor, graph: bool = False) -> Tensor:
     return gradient
 
 
-def _uncapped(numbers: Tensor, cap: float | None) -> Tensor:
+def _without_cap(numbers: Tensor, cap: float | None) -> Tensor:
     """The logits times frozen ratios: their gradient is that of the logits before the cap, times the ratio."""
     if cap is None:
         return numbers
@@ -198,7 +198,7 @@ def _check(collapse: str, probes: int | None) -> None:
 
 def _collapse(
     T: FrozenOperator, readout: Readout, collapse: Collapse, matrix: bool, probes: int, seed: int
-) -> tuple[Collapsed, float | None, str]:
+) -> tuple[CollapseResult, float | None, str]:
     """Numbers, offset, and what they are exact about."""
     tokens = readout.tokens
     if collapse == "input":
@@ -219,14 +219,14 @@ def _collapse(
     if matrix:
         table = T.along_each(readout.rows if collapse == "logit" else T.y)
         passes += f", and {len(T.x)} backward passes for the matrix, one per output token"
-    result = Collapsed(T.along(covector), passes, table)
+    result = CollapseResult(T.along(covector), passes, table)
     if collapse == "logit":
         return result, offset + readout.constant, f"scores and offset sum to the target; {readout.note}"
     return result, offset, "scores and offset sum to |y|^2, y the last stream at the tokens that are read"
 
 
 @dataclass(frozen=True)
-class Collapsed:
+class CollapseResult:
     """Numbers of one collapse, and how many passes through the frozen model they took."""
 
     scores: Float[Tensor, " T"]
@@ -263,7 +263,9 @@ class FrozenOperator:
     def at_once(self) -> int:
         """How many fields fit in BYTES_AT_ONCE."""
         widths = [self.x.shape[1]]
-        widths += [_hidden(b) for step in self.paths.frozen for b in (step.branches, step.beside) if b is not None]
+        widths += [
+            _hidden_units(b) for step in self.paths.frozen for b in (step.branches, step.beside) if b is not None
+        ]
         return max(1, BYTES_AT_ONCE // (max(widths) * self.x.shape[0] * self.x.element_size()))
 
     def along(self, covectors: Float[Tensor, "T d"]) -> Float[Tensor, " T"]:
@@ -301,22 +303,22 @@ class FrozenOperator:
             yield self.pull_back(torch.einsum("nd,t->ntd", vectors[chunk.start : chunk.stop], tokens))
 
 
-def collapse_by_input(T: FrozenOperator, tokens: Tensor, matrix: bool) -> Collapsed:
+def collapse_by_input(T: FrozenOperator, tokens: Tensor, matrix: bool) -> CollapseResult:
     """|T_ij x_j|: one forward pass per input token, or one backward pass per channel where those are fewer."""
     length, width = T.x.shape
     if length > width and not matrix:
         squares = T.x.new_zeros(length)
         for g in T.spread(torch.eye(width).to(T.x), tokens):
             squares += (g * T.x).sum(-1).square().sum(0)
-        return Collapsed(squares.sqrt(), f"{width} backward passes, one per channel")
+        return CollapseResult(squares.sqrt(), f"{width} backward passes, one per channel")
     scores, table = T.x.new_zeros(length), T.x.new_zeros(length, length)
     for chunk, mean, each in T.contributions(tokens):
         scores[chunk.start : chunk.stop] = mean.norm(dim=-1)
         table[:, chunk.start : chunk.stop] = each.norm(dim=-1).mT
-    return Collapsed(scores, f"{length} forward passes, one per input token", table)
+    return CollapseResult(scores, f"{length} forward passes, one per input token", table)
 
 
-def collapse_by_norm(T: FrozenOperator, tokens: Tensor, matrix: bool, probes: int, seed: int) -> Collapsed:
+def collapse_by_norm(T: FrozenOperator, tokens: Tensor, matrix: bool, probes: int, seed: int) -> CollapseResult:
     """|T_ij|_F: one backward pass per channel of the output token, or `probes` with random covectors.
 
     A covector g of independent standard normals has E |T_ij^T g|^2 = |T_ij|_F^2, so the mean of these squares is
@@ -337,7 +339,7 @@ def collapse_by_norm(T: FrozenOperator, tokens: Tensor, matrix: bool, probes: in
         interval = torch.stack([(squares / high).sqrt(), (squares / low).sqrt()])
     rows = f" for each of {length + 1} rows" if matrix else ""
     passes = f"{len(vectors)} backward passes{rows}, " + ("with random covectors" if probes else "one per channel")
-    return Collapsed(squares.sqrt(), passes, table, interval)
+    return CollapseResult(squares.sqrt(), passes, table, interval)
 
 
 def _squares(T: FrozenOperator, vectors: Tensor, tokens: Tensor) -> Tensor:
@@ -362,7 +364,7 @@ def quantile(degrees: int, probability: float) -> float:
     return low
 
 
-def _hidden(branch: Branch) -> int:
+def _hidden_units(branch: Branch) -> int:
     if isinstance(branch, HeadBranch):
         return branch.out.shape[0] * branch.out.shape[1]
     return max(e.up.shape[0] for e in branch.experts) if isinstance(branch, ExpertMixture) else branch.up.shape[0]

@@ -76,7 +76,7 @@ class HeadBranch:
 
     def apply_all(self, x: Tensor) -> Tensor:
         """The sum over heads."""
-        return self._mixed(x).flatten(-2) @ self.out.flatten(0, 1)
+        return self._mix_values(x).flatten(-2) @ self.out.flatten(0, 1)
 
     def pull_back(self, g: Tensor) -> Tensor:
         n, size = g.shape[0], self.value.shape[1]
@@ -88,7 +88,7 @@ class HeadBranch:
 
     def apply_each(self, x: Tensor) -> Tensor:
         """(H, n, B, T, d)"""
-        return torch.einsum("nbthv,hvd->hnbtd", self._mixed(x), self.out)
+        return torch.einsum("nbthv,hvd->hnbtd", self._mix_values(x), self.out)
 
     def apply_one(self, x: Tensor, head: int) -> Tensor:
         values = through_norm(self.before, x) @ self.value[head // self._group].mT  # (n, B, S, h)
@@ -105,7 +105,7 @@ class HeadBranch:
     def _group(self) -> int:
         return self.count // self.value.shape[0]
 
-    def _mixed(self, x: Tensor) -> Tensor:
+    def _mix_values(self, x: Tensor) -> Tensor:
         """Values mixed by each head: (n, B, T, H, h). One product per head with the n fields side by side as
         columns.
         """
@@ -278,11 +278,11 @@ class Step:
         """The same for paths sorted by origin and length: (origins, lengths, B, T, d)."""
         before = state
         if self.branches is not None:
-            passed = self._passed(self.branches, before)
+            passed = self._pass_branch(self.branches, before)
             none = torch.zeros_like(state[:, : self.longer])
             state = torch.cat([state, none], 1) + torch.cat([none, passed], 1)
         if self.beside is not None:
-            state[:, : before.shape[1]] += self._passed(self.beside, before)
+            state[:, : before.shape[1]] += self._pass_branch(self.beside, before)
         if self.bias is not None:
             state[CONSTANTS, 0] += through_norm(self.out, self.bias)
         if self.observed is not None:
@@ -292,7 +292,7 @@ class Step:
         state[CONSTANTS, 0] = _with_shift(self.after, state[CONSTANTS, 0])
         return state
 
-    def _passed(self, branch: Branch, state: Tensor) -> Tensor:
+    def _pass_branch(self, branch: Branch, state: Tensor) -> Tensor:
         """All of `state` through a branch; its constant part starts there."""
         passed = through_norm(self.out, branch.apply_all(state.flatten(0, 1))).view_as(state)
         passed[CONSTANTS, 0] += through_norm(self.out, branch.offsets().sum(0))

@@ -63,7 +63,7 @@ def attend_with_statistics(
     if backend == "triton" and (terms.has_masks or terms.positions is not None or _needs_gradient(q, k, v)):
         raise LocaterError("backend='triton' takes no masks and has no gradients here: leave the backend out")
     if backend == "triton" or (backend is None and is_fused(q, k, v, terms)):
-        return _fused(q, k, v, terms, extended)
+        return _fused_statistics(q, k, v, terms, extended)
     return attention(q, k, v, terms), row_statistics(q, k, terms, extended=extended, backend=backend)
 
 
@@ -137,7 +137,9 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: slice) -> Tensor:
     return (logits.softmax(-1)[..., :S] * seen) @ v.to(wide)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tuple[Tensor, AttentionStatistics]:
+def _fused_statistics(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool
+) -> tuple[Tensor, AttentionStatistics]:
     out, numbers = _operator(q, k, v, *terms.flat(), extended)
     return out, statistics_of(numbers, terms, k.shape[2])
 

@@ -31,7 +31,7 @@ def statistics(
         count = (visible if rows is None else visible[rows]).expand(B, H, out.shape[-1])
     lse, entropy, top, mass = out[:4].unbind()
     more = out[4:8].unbind() if extended else (None,) * 4
-    received = _received(q, k, terms, out[8], out[9]) if per_key else None
+    received = _received_weights(q, k, terms, out[8], out[9]) if per_key else None
     return AttentionStatistics(lse, entropy, top, count, mass, *more, received)
 
 
@@ -133,7 +133,7 @@ def _with_positive_scale(q: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
     return -q if scale else torch.zeros_like(q), replace(terms, scale=-scale or 1.0)
 
 
-def _received(q: Tensor, k: Tensor, terms: Terms, base: Tensor, rest: Tensor) -> Tensor:
+def _received_weights(q: Tensor, k: Tensor, terms: Terms, base: Tensor, rest: Tensor) -> Tensor:
     B, H, T, D = q.shape
     ready, q, k = _prepare_terms(terms), *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     S = k.shape[-2]

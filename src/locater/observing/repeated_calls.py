@@ -25,8 +25,8 @@ from locater.errors import LocaterError
 
 @dataclass(frozen=True)
 class RepeatedLayer:
-    """Calls of one layer: `parts` are its heads, each with the numbers of its calls. `key` tells it from other layers
-    of the same place; None where there is one alone.
+    """Calls of one layer: `parts` are its heads, each with the numbers of its calls. `key` distinguishes it from other
+    layers of the same place; None where there is one alone.
     """
 
     parts: list[list[int]]
@@ -69,7 +69,7 @@ def split_into_layers(
         if len({(known[at].read, known[at].tokens[0]) for at in same}) < len(same):
             raise LocaterError(
                 f"it attends {len(calls)} times from one place of its code, more than once from the same queries: what "
-                "tells these calls apart is not known"
+                "distinguishes these calls is not known"
             )
     together: dict[Any, list[tuple[Any, list[int]]]] = {}
     for made, same in heads.items():

@@ -41,7 +41,7 @@ _numbers = count()
 
 
 class TokenListener(Protocol):
-    """What is told the tokens that one attention module reads."""
+    """Receives the tokens that one attention module reads."""
 
     name: str  # of the module
 
@@ -164,13 +164,13 @@ def share_samples(samples: Sequence[TokenSample]) -> None:
     if rank_and_ranks()[1] == 1:
         return
     parts = [x for sample in samples for x in (sample.tokens, sample.real)]
-    flat = torch.cat([_own(x).flatten() for x in parts])
+    flat = torch.cat([_own_rows_only(x).flatten() for x in parts])
     torch.distributed.all_reduce(flat)
     for x, part in zip(parts, flat.split([x.numel() for x in parts]), strict=True):
         x.copy_(part.view_as(x))
 
 
-def _own(x: Tensor) -> Tensor:
+def _own_rows_only(x: Tensor) -> Tensor:
     """The places of this rank, zeros elsewhere."""
     first, last = own_places(len(x))
     own = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -196,17 +196,19 @@ def samples_of(model: nn.Module, layers: Mapping[int, AttentionLayer], size: int
 
 
 def listen_to_training_tokens(model: nn.Module, listeners: Iterable[TokenListener]) -> list[Callable[[], None]]:
-    """From now on, tell the listeners whenever their modules run in training mode, in a pass that begins with gradients
-    enabled: a reference model and a rollout run without. Returns functions that end it.
+    """From now on, listeners receive the tokens that their modules read in training mode, in a pass that begins with
+    gradients enabled: a reference model and a rollout run without. Returns functions that end it.
     """
     weights, padding = ModuleWeights(model), Padding()
     switch = Switch(loss_only=True, thread=None)
     ends: list[Callable[[], None]] = []
     for listener in listeners:
         module = weights.submodule(listener.name)
-        ends.append(replace_method(module, "forward", partial(_listening, listener, padding, switch, _names(module))))
+        ends.append(
+            replace_method(module, "forward", partial(_run_and_listen, listener, padding, switch, _names(module)))
+        )
     # last, so that masks are noted first where the model is itself the attention module
-    ends.append(replace_method(model, "forward", partial(_noting_masks, padding, switch, _names(model))))
+    ends.append(replace_method(model, "forward", partial(_run_noting_masks, padding, switch, _names(model))))
     return ends
 
 
@@ -215,7 +217,7 @@ def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _noting_masks(
+def _run_noting_masks(
     padding: Padding,
     switch: Switch,
     names: Iterable[str],
@@ -228,7 +230,7 @@ def _noting_masks(
     return run_pass(switch, model, forward, *args, **kwargs)
 
 
-def _listening(
+def _run_and_listen(
     listener: TokenListener,
     padding: Padding,
     switch: Switch,
@@ -245,12 +247,12 @@ def _listening(
         if read is not None:
             shown = read.real if read.real is not None else padding.of(read.x, listener.name)
             if not padding.masks and shown is None:  # the model was not run as a whole
-                shown = _shown(dict(zip(names, args, strict=False)) | kwargs, read.x)
+                shown = _shown_tokens(dict(zip(names, args, strict=False)) | kwargs, read.x)
             listener.receive(read.x, shown)
     return forward(*args, **kwargs)
 
 
-def _shown(arguments: Mapping[str, Any], x: Tensor) -> Tensor | None:
+def _shown_tokens(arguments: Mapping[str, Any], x: Tensor) -> Tensor | None:
     """Which tokens (B, T) of an attention module are no padding, by the masks in its own arguments: a real token
     may look at itself. None where they do not say.
     """

@@ -137,9 +137,9 @@ class AdaptedWeights:
             return (upcast(base) + self._adapters[weight].scale * more).to(upcast(base).dtype)
         if not {"lora_A", "lora_B"} <= adapter.tensors.keys() or len(self._base.shape(name)) != 2:
             raise LocaterError(f"{self.where}: the adapter of {name} is not one of a linear map: merge it first")
-        return self._adapted(upcast(base), name, adapter, rows)
+        return self._adapted_map(upcast(base), name, adapter, rows)
 
-    def _adapted(self, base: Tensor, name: str, adapter: Adapter, rows: Rows | None) -> Tensor:
+    def _adapted_map(self, base: Tensor, name: str, adapter: Adapter, rows: Rows | None) -> Tensor:
         """The map as it acts, in the base's precision; the sum is in that of the adapter where this is higher."""
         parts = {part: upcast(self._own.read(stored)) for part, stored in adapter.tensors.items()}
         dtype = max((base, *parts.values()), key=lambda tensor: tensor.dtype.itemsize).dtype
@@ -290,7 +290,7 @@ class _Alphas:
     def __init__(self, settings: Mapping[str, Any], where: str) -> None:
         self._alpha, self._where = settings.get("lora_alpha"), where
         self._patterns = [
-            (*self._compiled(key), key, alpha) for key, alpha in (settings.get("alpha_pattern") or {}).items()
+            (*self._compile_pattern(key), key, alpha) for key, alpha in (settings.get("alpha_pattern") or {}).items()
         ]
         self._left = STEPS
 
@@ -307,7 +307,7 @@ class _Alphas:
             )
         return float(self._alpha)
 
-    def _compiled(self, key: str) -> tuple[re.Pattern[str], int, int]:
+    def _compile_pattern(self, key: str) -> tuple[re.Pattern[str], int, int]:
         """The pattern as peft makes it, and how its time grows with a path: factor * length ** power."""
         whole = rf"(.*\.)?({key})$"
         if LITERAL.fullmatch(key):

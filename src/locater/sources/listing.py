@@ -1,4 +1,4 @@
-"""Checkpoints of this machine, the hub, buckets and URLs as lists: what a pattern matches, and what tells that a
+"""Checkpoints of this machine, the hub, buckets and URLs as lists: what a pattern matches, and what shows that a
 checkpoint has changed.
 """
 

@@ -99,7 +99,7 @@ def origins_of(stored: Weights, model: Any) -> Origins:
     sources: dict[str, tuple[Any, list[tuple[str, str]]]] = {}  # first target -> (rule, (pattern, name on disk))
     unused: list[str] = []
     for name in sorted(stored.names(), key=dot_natural_key):  # some rules depend on the order of the names
-        target, pattern = _renamed(name, renamings, converters, model.base_model_prefix, state)
+        target, pattern = _name_in_model(name, renamings, converters, model.base_model_prefix, state)
         if target not in state:
             unused.append(name)
         elif pattern is None:
@@ -118,7 +118,7 @@ def origins_of(stored: Weights, model: Any) -> Origins:
     return Origins(origins, changed, unused)
 
 
-def _renamed(name: str, renamings: Any, converters: Any, prefix: str, state: Any) -> tuple[str, str | None]:
+def _name_in_model(name: str, renamings: Any, converters: Any, prefix: str, state: Any) -> tuple[str, str | None]:
     """The name in the model, and the pattern of the rule that changes the tensor."""
     from transformers.core_model_loading import rename_source_key
 

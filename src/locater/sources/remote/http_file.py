@@ -168,10 +168,10 @@ class HttpFile:
                     if reply.status not in MOVED:
                         _check(reply)
                         result = take(reply)
-                        self._moved(location, url)
+                        self._remember_redirect(location, url)
                         return result
                     reply.readinto(bytearray(PROGRESS))  # a short body keeps the connection
-                    url = _redirected(url, reply.getheader("Location") or "")
+                    url = _redirect_target(url, reply.getheader("Location") or "")
             except Unreachable as error:
                 if host not in self._client.met:
                     raise LocaterError(f"{self.where}: {error}") from None
@@ -261,7 +261,7 @@ class HttpFile:
                 self.size = self._location.size if self.size is None else self.size
             return self._location
 
-    def _moved(self, location: Location, url: str) -> None:
+    def _remember_redirect(self, location: Location, url: str) -> None:
         """Ask where a redirection led from now on."""
         with self._lock:
             if url != location.url and self._location is location:
@@ -331,7 +331,7 @@ def _version(reply: http.client.HTTPResponse) -> str | None:
     return reply.getheader("ETag") or reply.getheader("Last-Modified")
 
 
-def _redirected(url: str, location: str) -> str:
+def _redirect_target(url: str, location: str) -> str:
     """Where a redirection leads: to http or https, and never from https to http."""
     # headers are read as Latin-1, and may hold bytes that have to be quoted in a request
     target = urljoin(url, quote(location.encode("latin-1", "replace"), safe="%/:?#[]@!$&'()*+,;=~"))

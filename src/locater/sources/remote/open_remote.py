@@ -128,10 +128,10 @@ class RemoteWeights(StoredTensors[RangedFile]):
         self.where = where
         self._session = current_session()
         self._heads: dict[int, bytearray] = {}  # the first bytes of each file, which may hold small tensors
-        located = self._session.in_threads(self._located, files)
+        located = self._session.in_threads(self._locate_tensors, files)
         self._entries = join_files(zip(files, located, strict=True), where, file_of)
 
-    def _located(self, file: RangedFile) -> dict[str, tuple[RangedFile, int, Entry]]:
+    def _locate_tensors(self, file: RangedFile) -> dict[str, tuple[RangedFile, int, Entry]]:
         """Every tensor of a file: where it begins, and its entry in the header."""
         head = read_range(file, 0, FIRST)
         size = len(head) if file.size is None else file.size
@@ -156,12 +156,12 @@ class RemoteWeights(StoredTensors[RangedFile]):
         data = memoryview(head)[offset:stop] if stop <= len(head) else self._session.bytes(path, offset, stop)
         # a small part of a large block would keep all of it in memory, and a place that does not fit the dtype has no
         # view
-        if isinstance(data, memoryview) and (2 * size < len(data.obj) or _misplaced(data, dtype)):  # type: ignore[arg-type]
+        if isinstance(data, memoryview) and (2 * size < len(data.obj) or _is_misaligned(data, dtype)):  # type: ignore[arg-type]
             data = bytearray(data)
         return torch.frombuffer(data, dtype=dtype)
 
 
-def _misplaced(data: memoryview, dtype: torch.dtype) -> bool:
+def _is_misaligned(data: memoryview, dtype: torch.dtype) -> bool:
     """Whether bytes begin at an address that is no multiple of the size of a number."""
     return torch.frombuffer(data, dtype=torch.uint8).data_ptr() % dtype.itemsize != 0
 

@@ -75,13 +75,13 @@ def byte_ranges(plan: Plan) -> list[ByteRange]:
                 spans[key] = ByteRange(file, start, stop, step, step)
                 groups.setdefault((step, id(file)), []).append(spans[key])
             spans[key].last = step
-    touching = [_united(group, 0) for group in groups.values()]
+    touching = [_unite(group, 0) for group in groups.values()]
     needed = sum(block.stop - block.start for group in touching for block in group)
     gap = _widest_gap(touching, max(int(WASTE * needed), FREE_WASTE))
     blocks: list[ByteRange] = []
     for (_, file_id), group in groups.items():
         before = sorted((block for block in blocks if id(block.file) == file_id), key=lambda block: block.start)
-        blocks += _united([rest for block in group for rest in _without(block, before)], gap, before)
+        blocks += _unite([rest for block in group for rest in _without(block, before)], gap, before)
     return [piece for block in blocks for piece in _pieces(block)]
 
 
@@ -100,7 +100,7 @@ def _without(block: ByteRange, before: Sequence[ByteRange]) -> list[ByteRange]:
     return rest
 
 
-def _united(blocks: Sequence[ByteRange], gap: int, between: Sequence[ByteRange] = ()) -> list[ByteRange]:
+def _unite(blocks: Sequence[ByteRange], gap: int, between: Sequence[ByteRange] = ()) -> list[ByteRange]:
     """Blocks of one file and step with those at most `gap` bytes apart made one, unless one of `between` is there."""
     united: list[ByteRange] = []
     for block in sorted(blocks, key=lambda block: (block.start, block.stop)):
@@ -155,18 +155,18 @@ class Prefetcher:
     def take(self, file: RangedFile, start: int, stop: int) -> memoryview | None:
         """The bytes of a range, once they have come; None where they are not in the plan, or were let go."""
         with self._lock:
-            blocks = self._covering(file, start, stop)
+            blocks = self._covering_ranges(file, start, stop)
             if not blocks:
                 return None
             memories = [self._memory(block) for block in blocks]
             self._begin(max(block.first for block in blocks), blocks)
-            futures = [self._submitted(block) for block in blocks]
+            futures = [self._submit(block) for block in blocks]
             self._submit_more()
         try:
             ended = any(came.result() < block.stop - block.start for block, came in zip(blocks, futures, strict=True))
         except CancelledError:  # another thread has gone on to a later step
             return None
-        if ended:  # whoever reads it directly is told how
+        if ended:  # a direct read raises the error
             return None
         if all(memory is memories[0] for memory in memories):
             return memories[0].part(start, stop)
@@ -180,7 +180,7 @@ class Prefetcher:
         """Fetch no more. Reads that are under way end when their files are closed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _covering(self, file: RangedFile, start: int, stop: int) -> list[ByteRange]:
+    def _covering_ranges(self, file: RangedFile, start: int, stop: int) -> list[ByteRange]:
         """The blocks that hold a range without a hole; none where a part is missing."""
         blocks = self._by_file.get(id(file), [])
         at = bisect.bisect_right(blocks, start, key=lambda block: block.start) - 1
@@ -213,9 +213,9 @@ class Prefetcher:
                 return  # what the step under way needs is fetched at once, however large it is
             self._next += 1
             if not block.released:
-                self._submitted(block)
+                self._submit(block)
 
-    def _submitted(self, block: ByteRange) -> Future[int]:
+    def _submit(self, block: ByteRange) -> Future[int]:
         if block.came is None:
             self._held += block.stop - block.start
             part = self._memory(block).part(block.start, block.stop)
