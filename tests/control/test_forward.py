@@ -122,7 +122,7 @@ OUT_OF_REACH = {
 def test_families_out_of_reach_are_named(label: str) -> None:
     model = next(c for c in CASES if c.label.startswith(label)).build()
     for build in ALL.values():
-        said = rf": {OUT_OF_REACH[label]} does not pass the attention interface .* GPT-2, .* do\. "
+        said = rf": {OUT_OF_REACH[label]} does not use the attention interface .* GPT-2, .* do\. "
         with pytest.raises(LocaterError, match=said) as error:
             build().attach(model)
         assert "\n" not in str(error.value)
@@ -202,9 +202,9 @@ def test_softcap_equals_that_of_a_model_that_has_it() -> None:
     with torch.no_grad(), observe(bare) as one, observe(capped) as other:
         torch.testing.assert_close(bare(**BATCH).logits[REAL], capped(**BATCH).logits[REAL], rtol=1e-4, atol=1e-5)
     assert [r.max_logit for r in one.rows] == pytest.approx([r.max_logit for r in other.rows], rel=1e-5)
-    with pytest.raises(LocaterError, match=r"layers.0.self_attn: its logits are capped at 3.0 already"):
+    with pytest.raises(LocaterError, match=r"layers.0.self_attn: its logits are already capped at 3.0"):
         LogitSoftcap().attach(capped)
-    with pytest.raises(LocaterError, match=r"capped at 3.0 already"):
+    with pytest.raises(LocaterError, match=r"already capped at 3.0"):
         LogitSoftcap().attach(bare)
 
 
@@ -662,7 +662,7 @@ def test_bad_options_are_named(build: Callable[[], Any], said: str) -> None:
 def test_attention_that_is_never_reached_is_an_error() -> None:
     model = llama()
     control = Temperature().attach(model)
-    with pytest.raises(LocaterError, match="attention of LlamaForCausalLM was not reached"):
+    with pytest.raises(LocaterError, match="without reaching the attention of LlamaForCausalLM"):
         control.after_step()
     model(**BATCH)
     control.after_step()
@@ -674,7 +674,7 @@ def test_own_path_of_gpt2_is_refused() -> None:
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=64, reorder_and_upcast_attn=True)
     )
-    with pytest.raises(LocaterError, match="does not pass the attention interface"):
+    with pytest.raises(LocaterError, match="does not use the attention interface"):
         Temperature().attach(model)
 
 

@@ -646,7 +646,7 @@ def test_those_who_watch_come_after() -> None:
     model = small("GPT2", n_embd=32, n_layer=2, n_head=4)
     with (
         observe(model, hidden=True),
-        pytest.raises(LocaterError, match=r"^GPT2Block\.forward is observed, or under another Surgery: "),
+        pytest.raises(LocaterError, match=r"^GPT2Block\.forward is observed, or replaced by another Surgery: "),
     ):
         Surgery(no_skip=True).attach(model)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -703,7 +703,7 @@ def test_a_copy_is_cut_as_the_model_is(case: Case) -> None:
 
 
 def test_a_block_without_an_mlp_has_none_to_lose() -> None:
-    with pytest.raises(LocaterError, match=r"Surgery: model\.layers\.0 has no MLP that could be taken out"):
+    with pytest.raises(LocaterError, match=r"Surgery: model\.layers\.0 has no MLP to remove"):
         Surgery(no_mlp=True).attach(BY_LABEL["locater-no-mlp"].build())
 
 
@@ -820,7 +820,7 @@ def test_bad_requests_are_one_line(make: Callable[[], Any], said: str) -> None:
 
 def test_attached_twice() -> None:
     control = Surgery(no_mlp=True).attach(small("Bert"))
-    with pytest.raises(LocaterError, match="attached already"):
+    with pytest.raises(LocaterError, match="already attached"):
         control.attach(small("Bert"))
 
 

@@ -1,4 +1,4 @@
-"""Interventions: each can be attached to a model, adds to the loss or acts after a step, and can be taken off again."""
+"""Interventions: each can be attached to a model, adds to the loss or acts after a step, and can be detached again."""
 
 from locater.control.base import Control, Controls
 from locater.control.eigenspectrum import LocAteR
