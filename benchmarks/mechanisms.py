@@ -69,7 +69,7 @@ def options(name: str, heads: int, length: int, like: Tensor) -> dict[str, Any]:
     return {key: make().to(like.device).requires_grad_() for key, make in tensors.get(name, {}).items()}
 
 
-def once(label: str, setting: Setting, length: int, backward: bool) -> float:
+def run_once(label: str, setting: Setting, length: int, backward: bool) -> float:
     """Seconds of a call, causal unless the mechanism refuses that."""
     name, fixed = contenders()[label]
     shape = (1, setting.heads, length, setting.size)
@@ -131,7 +131,7 @@ def _add_times(
         runs: dict[str, list[float]] = {label: [] for label in labels}
         for turn in range(setting.rounds + 1):  # the first is a warm-up
             for label in labels:
-                elapsed = once(label, setting, length, backward)
+                elapsed = run_once(label, setting, length, backward)
                 if turn:
                     runs[label].append(elapsed)
         for label, times in runs.items():

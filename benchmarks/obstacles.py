@@ -1,4 +1,4 @@
-"""What stands in the way of an aim that is not met, in words and with a measurement from the same results."""
+"""Known obstacles to an aim that is not met: in words, with a measurement from the same results."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if find_spec("beartype") is not None:
 
 from locater.amx import avoid_broken_amx
 from tests import costs, summary
-from tests.processes import end_interpreter
+from tests.processes import end_interpreters
 from tests.summary import pytest_terminal_summary  # noqa: F401 - a hook by its name
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
@@ -90,7 +90,7 @@ def _seeded() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    end_interpreter()
+    end_interpreters()
 
 
 @dataclass
@@ -159,8 +159,8 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nobody_listens_on() -> Iterator[None]:
     """A test that leaves something attached would change what the tests after it see."""
-    from locater.calls import interface
+    from locater.calls import attention_interface
 
-    before = interface._users
+    before = attention_interface._users
     yield
-    assert interface._users == before, "something was left attached"
+    assert attention_interface._users == before, "something was left attached"

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import processes
+
 _spent = 0.0
 
 
 def _processor_time() -> float:
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime
+    return time.process_time() + ended.ru_utime + ended.ru_stime + processes.spent()
 
 
 @pytest.hookimpl(wrapper=True)

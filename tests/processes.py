@@ -1,11 +1,12 @@
-"""Processes that start with everything imported: forked from this one, where a fresh interpreter would import for
-seconds.
+"""Processes that start with everything imported: forked from this one, or from an interpreter that was started once, where
+a fresh one would import for seconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests import ROOT
+from tests.interpreter import CLIENT
 
 
 def hears_interrupts() -> None:
@@ -97,27 +99,64 @@ def ranks(work: Callable[[int], Any], folder: Path, count: int = 2, seconds: flo
     return finished(children, seconds)
 
 
-INTERPRETER = """
-import importlib, json, os, sys, traceback
-import torch
-torch.set_num_threads(1)
-for line in sys.stdin:
-    module, call, log = json.loads(line)
-    t = importlib.import_module(module)
-    child = os.fork()
-    if not child:
-        status = 1
+class Interpreter:
+    """Forks what it is asked to run from a process that has imported these modules, under these variables."""
+
+    def __init__(self, *modules: str, **variables: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir="/tmp"))  # paths of sockets have to be short
+        self.address = str(self.folder / "socket")
+        self.python = self.folder / "python"
+        self.python.write_text(CLIENT.format(python=sys.executable, address=self.address))
+        self.python.chmod(0o755)
+        self.variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.interpreter", self.address, *modules],
+            env=self.variables,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "listening\n"
+
+    def run(self, module: str, call: str, log: Path) -> int:
+        """The status of `call`, in which `t` is the module, which is imported once for all that follows."""
+        asked: dict[str, Any] = dict(arguments=["-c", f"import torch, {module} as t\n{call}"], modules=[module])
+        asked |= dict(folder=str(ROOT), variables=self.variables, limits=[], ignored=[])
+        text = json.dumps(asked).encode()
+        with log.open("w") as output, socket.socket(socket.AF_UNIX) as server:
+            server.connect(self.address)
+            socket.send_fds(server, [len(text).to_bytes(4, "big")], [0, output.fileno(), output.fileno()])
+            server.sendall(text)
+            return int(server.recv(16) or b"70")
+
+    def spent(self) -> float:
+        """Seconds of processor time, with those of the programs that have ended."""
         try:
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-            exec(call)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-_interpreter: subprocess.Popen[str] | None = None
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        self.process.communicate()
+        shutil.rmtree(self.folder)
+
+
+_interpreters: dict[str, Interpreter] = {}
+
+
+def python() -> str:
+    """A command that runs programs as `sys.executable` does, a second or two sooner: PyTorch is imported already, nothing
+    of ours. What asks about the start of the interpreter starts `sys.executable` itself, and so does what counts
+    processes or kills them and must know that they are dead at once.
+    """
+    if not hasattr(os, "fork"):
+        return sys.executable
+    if "python" not in _interpreters:
+        _interpreters["python"] = Interpreter("torch", "jaxtyping", "rich.table", "typer")
+    return str(_interpreters["python"].python)
 
 
 def interpreted(module: str, call: str) -> None:
@@ -125,26 +164,19 @@ def interpreted(module: str, call: str) -> None:
     that was started for this, because the switch is read when Triton is imported.
     """
     pytest.importorskip("triton", reason="Triton is only made for Linux")
-    global _interpreter
-    if _interpreter is None or _interpreter.poll() is not None:
-        variables = {**os.environ, "TRITON_INTERPRET": "1"}
-        _interpreter = subprocess.Popen(
-            [sys.executable, "-c", INTERPRETER],
-            env=variables,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    assert _interpreter.stdin is not None
-    assert _interpreter.stdout is not None
+    if "triton" not in _interpreters:
+        _interpreters["triton"] = Interpreter("torch", TRITON_INTERPRET="1")
     with tempfile.NamedTemporaryFile("r") as log:
-        print(json.dumps([module, call, log.name]), file=_interpreter.stdin, flush=True)
-        status = _interpreter.stdout.readline().strip()
-        assert status == "0", log.read()[-3000:] or f"{module}: {call}: ended with status {status}"
+        status = _interpreters["triton"].run(module, call, Path(log.name))
+        assert status == 0, log.read()[-3000:] or f"{module}: {call}: ended with status {status}"
 
 
-def end_interpreter() -> None:
+def spent() -> float:
+    """By all of them, which are no ended children of this process yet."""
+    return sum(interpreter.spent() for interpreter in _interpreters.values())
+
+
+def end_interpreters() -> None:
     """When all tests of this process are done."""
-    if _interpreter is not None:
-        _interpreter.communicate()
+    for interpreter in _interpreters.values():
+        interpreter.end()

@@ -16,6 +16,7 @@ import pytest
 from locater import amx
 from locater.amx import LIMIT, VARIABLES, avoid_broken_amx, half_precision_layer, signal_of
 from tests import ROOT, conftest, summary
+from tests.processes import python
 
 SAID = (
     "locater: AMX is listed but half-precision layers crash with it here (SIGILL): continuing without AMX, as with "
@@ -140,7 +141,7 @@ def test_half_precision_is_right_with_the_limit(with_amx: Path) -> None:
     """In a fresh process, as where the layer dies: the limit comes after PyTorch and before oneDNN looks, and is said
     once.
     """
-    done = subprocess.run([sys.executable, "-c", FORCED, str(with_amx)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python(), "-c", FORCED, str(with_amx)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, SAID)
 
 
@@ -157,7 +158,7 @@ def test_the_command_line_tries_by_itself(
     assert VARIABLES[0] not in os.environ, "these run no layer"
     first, second = (run("probe", tmp_path / "nothing", "--json", "-") for _ in range(2))
     assert (first.err.startswith(SAID), "AMX" in second.err, os.environ[VARIABLES[0]]) == (True, False, LIMIT)
-    monkeypatch.setattr("locater_lab.cli.reproducing.reproduce", lambda *given: sys.exit(0))
+    monkeypatch.setattr("locater_lab.engine.reproduction.reproduce", lambda *given: sys.exit(0))
     train = ["train", "--corpus", tmp_path / "nothing", "--out", tmp_path / "run"]
     for command in (train, ["reproduce", "dong2021", "--claim", "a1", "--quick"]):
         monkeypatch.delenv(VARIABLES[0])
@@ -175,7 +176,7 @@ def test_skipped_page_tests_are_told_at_the_end(tmp_path: Path) -> None:
         )
     )
     (tmp_path / "test_pages.py").write_text(skipped)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "1", "-p", "tests.summary", "test_pages.py"]
+    command = [python(), "-m", "pytest", "-q", "-p", "xdist", "-n", "1", "-p", "tests.summary", "test_pages.py"]
     lean = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=lean, capture_output=True, text=True, timeout=120)
     assert "3 skipped" in done.stdout, done.stdout + done.stderr

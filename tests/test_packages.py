@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import locater
 from locater.families.registry import BY_TYPE
 from locater.registry import Registry, offered_entries
+from tests.processes import python
 
 DEMO = str(files("locater") / "demo")
 USER = f"""
@@ -38,7 +38,7 @@ print(sorted(name for name in sys.modules if name.startswith("locater_lab")))
 
 
 def test_a_user_of_the_instrument_never_loads_the_laboratory(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", USER, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), "-c", USER, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -46,7 +46,7 @@ def test_a_user_of_the_instrument_never_loads_the_laboratory(tmp_path: Path) -> 
 def test_the_command_line_of_the_instrument_does_not_either() -> None:
     code = f"import sys; from locater.cli import main\nsys.argv[1:] = ['scan', {DEMO!r}]\ntry: main()\nexcept SystemExit: pass\n"
     code += "print([name for name in sys.modules if name.startswith('locater_lab')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

@@ -14,7 +14,7 @@ from locater.commands.scanning import scan
 from locater.errors import LocaterError
 from locater.findings import FLAGS, Condition, explain, parse_conditions
 from locater.observing import observe
-from locater.observing.rows import SHOWN, SeenHead
+from locater.observing.seen_heads import SHOWN, SeenHead
 from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
 from locater.sources.sources import Source
 

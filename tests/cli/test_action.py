@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import locater
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -40,7 +40,7 @@ def run_action(folder: Path, **given: str) -> subprocess.CompletedProcess[str]:
         "RUNNER_TEMP": folder,
         "GITHUB_ACTION_PATH": ROOT,
         "PYTHONPATH": ROOT / "src",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{Path(python()).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
     step = steps[-1]

@@ -27,6 +27,7 @@ from locater.cli.options import MEANINGS
 from locater.cli.shell import MOVED
 from locater.findings import FLAGS, flags_of
 from tests.conftest import Result
+from tests.processes import python
 
 Run = Callable[..., Result]
 
@@ -242,7 +243,7 @@ def test_a_reader_that_has_seen_enough_changes_no_verdict(
 def test_the_status_of_a_pipeline_in_a_shell() -> None:
     """Standard output and standard error to a reader that goes; a full disk, which is an error of its own."""
     demo = files("locater") / "demo"
-    command = f"{sys.executable} -m locater scan {demo} --eigenvalues --json - --fail-on 'variance>0'"
+    command = f"{python()} -m locater scan {demo} --eigenvalues --json - --fail-on 'variance>0'"
     ends = {"2>&1 | head -1": (1, ""), ">/dev/full": (2, "locater: output: No space left on device\n")}
     started = [
         subprocess.Popen(["bash", "-o", "pipefail", "-c", f"{command} {end}"], stdout=-1, stderr=-1, text=True)
@@ -324,7 +325,7 @@ import locater, locater_lab.train
 print(*(type(getattr(locater, name)).__name__ for name in locater.__all__ if name.islower()))
 print(locater.explain.decompose.__name__, locater.integrations.hf.attach.__name__, locater_lab.train.load.__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=True)
     *orders, kinds, documented = done.stdout.splitlines()
     assert orders == [f"{order}{' True' * 5} Scan True False" for order in ORDERS], done.stderr
     assert set(kinds.split()) == {"module", "function", "str"}
@@ -427,7 +428,7 @@ def test_the_options_of_train_stand_in_groups(run: Run) -> None:
     """Every field of a plan is in one group, and with it on the command line."""
     from dataclasses import fields
 
-    from locater_lab.cli.train_options import PANELS
+    from locater_lab.cli.train import PANELS
     from locater_lab.train.plan import Plan
 
     names = [name for group in PANELS.values() for name in group]

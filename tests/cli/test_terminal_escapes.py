@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,11 @@ import locater
 from locater.cli.shell import _Console
 from locater.errors import LocaterError
 from locater.escapes import escaped_output, one_line
-from locater_lab.train.display import Live
+from locater_lab.cli.train import ProgressLine
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint
 from tests.conftest import Result
+from tests.processes import python
 
 Run = Callable[..., Result]
 # colours, a link, a title, a bell, the start of the line, C1, writing directions, a command of GitHub, markup of rich
@@ -200,7 +200,7 @@ def test_what_is_warned_of_and_logged() -> None:
         "    print(sys.argv[1])\n"
     )
     environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUTF8": "1"}
-    command = [sys.executable, "-c", code, HOSTILE]
+    command = [python(), "-c", code, HOSTILE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8", check=True)
     assert not acted_on(done.stdout + done.stderr)
     assert (done.stdout + done.stderr).count("\\u001b[31m") == 3
@@ -209,7 +209,7 @@ def test_what_is_warned_of_and_logged() -> None:
 
 def test_progress_still_rewrites_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     with escaped_output():
-        live = Live(label=HOSTILE)
+        live = ProgressLine(label=HOSTILE)
         live.terminal = True
         live.clear()
     assert capsys.readouterr().err == "\r\x1b[K"
@@ -226,7 +226,7 @@ def test_text_of_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_traceback_is_escaped_too(folder: Path) -> None:
-    command = [sys.executable, "-m", "locater", "--debug", "scan", str(folder / "missing")]
+    command = [python(), "-m", "locater", "--debug", "scan", str(folder / "missing")]
     done = subprocess.run(command, env={"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True)
     assert "Traceback" in done.stderr
     assert not acted_on(done.stderr)

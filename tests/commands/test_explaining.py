@@ -20,7 +20,7 @@ from locater.errors import LocaterError
 from locater.inputs.tokenizer import CONFIG, FILE, make_tokenizer
 from locater.report.explanation import pack_table, unpack_table
 from locater.results.explanations import TokenStream
-from locater_lab.engine.trained_models import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from locater_lab.train import Shape, Transformer
 from tests.conftest import Result
 
@@ -92,7 +92,7 @@ def test_a_token_of_another_model_is_named_as_it_is_written() -> None:
     """In the vocabulary of MiniLM pieces inside a word have two signs in front of them."""
     from transformers import AutoTokenizer
 
-    if why := why_absent():
+    if why := why_unavailable():
         pytest.skip(why)
     tok = AutoTokenizer.from_pretrained(str(sentence_model()))
     entries = Entries(tok)

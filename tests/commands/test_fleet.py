@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from locater.errors import LocaterError
 from locater.results.run_names import label_source, list_checkpoints
 from tests import ROOT, benchmark
 from tests.commands.fleet_folders import checkpoint, make_run, rewritten, table
-from tests.processes import finished, forked
+from tests.processes import finished, forked, python
 
 pytest.importorskip("pyarrow")
 Run = Callable[..., Any]
@@ -504,7 +503,7 @@ def test_patterns_leave_out_what_is_no_checkpoint(steps: Path, tmp_path: Path) -
 def test_the_reader_version_covers_what_a_scan_imports() -> None:
     code = "import sys, locater.commands.scanning; print(*(m for m in sys.modules if m.startswith('locater.')))"
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", code], env=variables, capture_output=True, text=True, check=True)
     modules = [Path(*name.split(".")[1:]) for name in done.stdout.split()]
     left_out = {Path(place).with_suffix("") for place in UNRELATED}
     assert not [module for module in modules if left_out & {module, *module.parents}]

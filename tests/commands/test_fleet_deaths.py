@@ -29,6 +29,7 @@ from locater.commands.fleet.tasks import Outcome
 from locater.results.run_names import list_checkpoints
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint, make_run, table
+from tests.processes import python
 
 pytest.importorskip("pyarrow")
 LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
@@ -148,6 +149,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def driver(pattern: str, out: Path, *options: str, home: str | None = None) -> subprocess.Popen[bytes]:
+    """A process that is found, with those below it, by its number."""
     command = [sys.executable, "-m", "locater", "fleet", pattern, "--out", str(out), *options]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     if home is not None:  # where the token of a Ray cluster is
@@ -195,7 +197,7 @@ def test_a_disk_that_is_full_costs_what_was_not_written(
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (small, small))
 
-    command = [sys.executable, "-m", "locater", "fleet", str(steps / "step-*"), "--out", str(out), "--workers", workers]
+    command = [python(), "-m", "locater", "fleet", str(steps / "step-*"), "--out", str(out), "--workers", workers]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, preexec_fn=full, timeout=120)
     assert done.returncode == 2, done
@@ -212,8 +214,9 @@ def test_a_disk_that_is_full_costs_what_was_not_written(
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc is a folder that nobody can write to")
 def test_a_folder_that_cannot_be_written(steps: Path) -> None:
-    done = driver(str(steps / "step-*"), Path("/proc/heads"), "--workers", "2")
-    said = done.communicate(timeout=60)[1].decode()
+    command = [python(), "-m", "locater", "fleet", str(steps / "step-*"), "--out", "/proc/heads", "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = done.stderr
     assert done.returncode == 2
     assert said.startswith("locater: /proc/heads"), said
     assert len(said.splitlines()) == 1

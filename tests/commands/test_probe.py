@@ -27,9 +27,9 @@ from locater.inputs.images import image_batches
 from locater.layers import AttentionLayer, Norm
 from locater.layers.normed import NormedProjection
 from locater.numerics import spearman
-from locater.observing.circuits import circuit_scores
-from locater.observing.collecting import collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import statistics_of_batches
+from locater.observing.forward_pass import run_model
+from locater.observing.head_roles import circuit_scores
 from locater.predict.prediction import logit_bound
 from locater.results.probe import (
     BOUND,
@@ -92,12 +92,12 @@ def test_a_decoder_has_every_number(llama: Probe) -> None:
 def test_numbers_come_from_two_parts_of_the_text(llama: Probe) -> None:
     """Statistics from the first third, measurements from the rest; theory as a scan with those statistics has it."""
     torch_model, text = model("llama"), ids(12, 40)
-    found = collected(torch_model, [{"input_ids": text[:4]}])
+    found = statistics_of_batches(torch_model, [{"input_ids": text[:4]}])
     assert llama.statistics is not None
     for a, b in zip(llama.statistics.inputs, found.inputs, strict=True):
         assert torch.allclose(a.covariance, b.covariance, atol=1e-5)
     with observe(torch_model) as seen:
-        run(torch_model, {"input_ids": text[4:]})
+        run_model(torch_model, {"input_ids": text[4:]})
     assert [row.entropy for row in llama.rows] == pytest.approx([row.entropy for row in seen.rows], rel=1e-5)
     theory, weights = scan(torch_model, statistics=found, length=40), scan(torch_model, length=40)
     for name in ("M", "F", "localization"):

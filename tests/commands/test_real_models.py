@@ -46,7 +46,7 @@ def test_no_sound_head_is_called_sharp(name: str) -> None:
     """Unless a probe finds it below an entropy ratio of 0.15 on what the model was made for."""
     folder = folder_of(name)
     called = sharp(scan(str(folder)))
-    data = flags.inputs(name, PROSE)
+    data = flags.model_inputs(name, PROSE)
     measured = {(row.layer, row.head): row.entropy_ratio for row in probe(str(folder), data, tokens=1024).rows}
     assert len(measured) == len(scan(str(folder)).rows)
     assert [place for place in sorted(called) if not (measured[place] or 1) < flags.SHARP] == []
@@ -65,7 +65,7 @@ def test_every_planted_head_is_called_sharp_and_no_other(name: str) -> None:
     normed = layers[0].query_norm is not None
     for layer in range(0, len(layers), max(1, len(layers) // 8)):
         for head in [0] if normed else range(layers[layer].heads)[:: max(1, layers[layer].heads // 3)]:
-            planted = flags.plant(module, "sharp", layer, head)
+            planted = flags.plant_fault(module, "sharp", layer, head)
             assert sharp(scan(module)) == set(planted), (layer, head)
             module.load_state_dict(kept)
 
@@ -92,7 +92,7 @@ def kept() -> list[dict[str, Any]]:
 
 def test_the_kept_counts_are_those_of_the_heads() -> None:
     document = json.loads((ROOT / "docs" / flags.PAPER.document_file).read_text())
-    found = flags.found_in(kept())
+    found = flags.results_of(kept())
     assert document["studies"][flags.STUDY.title]["tables"] == json.loads(json.dumps(found.tables))
     assert set(found.tables["models"]) == set(flags.FOLDERS)
 
@@ -102,13 +102,13 @@ def test_every_flag_of_a_scan_is_right_where_it_was_tried() -> None:
     sound = [x for model in kept() for x in model["heads"]]
     for name in SCAN_FLAGS:
         planted = [x for model in kept() for x in model["planted"][name]]
-        raised, right, _ = flags.counts(sound, name)
+        raised, right, _ = flags.count_flagged(sound, name)
         assert raised - right == 0, f"{name}: a false alarm on a sound model"
-        raised, right, true = flags.counts(planted, name)
+        raised, right, true = flags.count_flagged(planted, name)
         assert right >= 0.8 * raised > 0
         assert right >= 0.8 * true > 0
     for name in RETIRED:
-        raised, right, _ = flags.counts(sound, name)
+        raised, right, _ = flags.count_flagged(sound, name)
         assert right < 0.8 * raised
 
 

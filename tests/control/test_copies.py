@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from locater import LocaterError
-from locater.calls import interface
+from locater.calls import attention_interface
 from locater.control import (
     Control,
     Controls,
@@ -208,8 +208,8 @@ def test_the_table_is_restored_when_the_last_copy_is_gone() -> None:
 
     table = AttentionInterface._global_mapping
     gc.collect()  # copies that earlier tests made
-    interface.install()
-    interface.remove()
+    attention_interface.install()
+    attention_interface.remove()
     model, before = model_of("llama"), dict(table)
     control = Temperature(init=2.0).attach(model)
     twin = copy.deepcopy(model)
@@ -228,7 +228,7 @@ def test_copies_may_go_while_the_table_is_written(monkeypatch: pytest.MonkeyPatc
 
     model = model_of("llama")
     control = Temperature(init=2.0).attach(model)
-    twins, real = [copy.deepcopy(model)], interface._tables
+    twins, real = [copy.deepcopy(model)], attention_interface._tables
     control.detach()
 
     def collected() -> Any:
@@ -237,12 +237,12 @@ def test_copies_may_go_while_the_table_is_written(monkeypatch: pytest.MonkeyPatc
         gc.collect()
         return tables
 
-    monkeypatch.setattr(interface, "_tables", collected)
-    interface.install()
-    assert interface._replaced
-    assert all(table.get(name) is ours for table, name, _, ours in interface._replaced)
-    interface.remove()
-    assert not interface._replaced
+    monkeypatch.setattr(attention_interface, "_tables", collected)
+    attention_interface.install()
+    assert attention_interface._replaced
+    assert all(table.get(name) is ours for table, name, _, ours in attention_interface._replaced)
+    attention_interface.remove()
+    assert not attention_interface._replaced
     assert AttentionInterface._global_mapping
 
 

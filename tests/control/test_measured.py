@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from locater.control import LocAteR
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.observing.token_sample import TokenSample, chosen_tokens
+from locater.observing.training_tokens import TokenSample, chosen_tokens
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from tests.families import CASES
@@ -278,10 +278,10 @@ def test_a_sample_covers_sequences_and_positions() -> None:
 def test_passes_share_a_sample_evenly() -> None:
     sample = TokenSample("layer", 1, torch.zeros(()))
     for number in range(4):
-        sample.see(torch.full((4, 100, 1), float(number)), None)
+        sample.receive(torch.full((4, 100, 1), float(number)), None)
     assert all(abs(int(count) - 64) < 24 for count in sample.tokens.flatten().int().bincount(minlength=4))
     sample.restart()
-    sample.see(torch.full((4, 100, 1), 9.0), None)
+    sample.receive(torch.full((4, 100, 1), 9.0), None)
     assert sample.tokens.unique().tolist() == [9.0]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError, Monitor
-from locater.calls.changes import AttentionChange, AttentionRequest, put, take
+from locater.calls.interceptors import AttentionRequest, Interceptor, add_interceptor, remove_interceptor
 from locater.control import Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.discovery import attention_layers
 from locater.observing import observe
@@ -51,7 +51,7 @@ def encoder(how: str = "sdpa") -> Any:
     return model
 
 
-class Noted(AttentionChange):
+class Noted(Interceptor):
     """Keeps the queries and keys that come first, before any control."""
 
     order = -1
@@ -77,14 +77,14 @@ def last_layer(model: Any, batch: dict[str, Tensor] = BATCH, **kw: Any) -> tuple
     )
     held: dict[str, Tensor] = {}
     note = Noted()
-    put(part, note)
+    add_interceptor(part, note)
     hooks = [
         value.register_forward_hook(lambda m, args, y: held.update(v=y)),
         out.register_forward_pre_hook(lambda m, args: held.update(out=args[0])),
     ]
     with torch.no_grad():
         model(**batch, **kw)
-    take(part, note)
+    remove_interceptor(part, note)
     for hook in hooks:
         hook.remove()
     q, k = note.seen[-1]

@@ -709,7 +709,7 @@ def test_a_block_without_an_mlp_has_none_to_lose() -> None:
 
 def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, count = small("Bert"), 0
-    real = surgery.instead
+    real = surgery.replace_method
 
     def failing(*args: Any) -> Any:
         nonlocal count
@@ -718,7 +718,7 @@ def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no more")
         return real(*args)
 
-    monkeypatch.setattr(surgery, "instead", failing)
+    monkeypatch.setattr(surgery, "replace_method", failing)
     control = Surgery(no_skip=True, no_mlp=True, no_norm=True)
     with pytest.raises(RuntimeError, match="no more"):
         control.attach(model)

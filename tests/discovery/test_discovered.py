@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 import locater
 from locater.discovery.errors import UnreadableError
-from locater.discovery.passes import Copy, Pass
-from locater.discovery.reading import read_layout
-from locater.discovery.searching import verified
+from locater.discovery.layout_of_call import read_layout
+from locater.discovery.redrawn_copy import RedrawnCopy, TapedPass
+from locater.discovery.verified_search import verify_layout
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, effective
 from locater.layers.layout import AttentionLayout
@@ -163,17 +163,17 @@ def _logit_maps(layer: AttentionLayer) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def qwen3() -> tuple[AttentionLayout, Pass]:
+def qwen3() -> tuple[AttentionLayout, TapedPass]:
     """A layout with norms and rotation, and a second pass to verify it on."""
-    copied = Copy(build("Qwen3", **{**BASE, **HEAD}), None)
+    copied = RedrawnCopy(build("Qwen3", **{**BASE, **HEAD}), None)
     first = copied.run(0)
     layout = read_layout(first.tape, first.calls[0])
     return layout, copied.run(1)
 
 
-def test_the_layout_that_was_read_is_verified(qwen3: tuple[AttentionLayout, Pass]) -> None:
+def test_the_layout_that_was_read_is_verified(qwen3: tuple[AttentionLayout, TapedPass]) -> None:
     layout, run = qwen3
-    assert verified(layout, run, run.calls[0]) == layout
+    assert verify_layout(layout, run, run.calls[0]) == layout
     assert layout.query_norm is not None
     assert len(layout.frequencies) == 4
 
@@ -200,24 +200,24 @@ def _faults(layout: AttentionLayout) -> dict[str, AttentionLayout]:
     }
 
 
-def test_mistakes_in_queries_and_keys_are_refused(qwen3: tuple[AttentionLayout, Pass]) -> None:
+def test_mistakes_in_queries_and_keys_are_refused(qwen3: tuple[AttentionLayout, TapedPass]) -> None:
     layout, run = qwen3
     for name, faulty in _faults(layout).items():
         with pytest.raises(UnreadableError, match="queries and keys differ"):
-            pytest.fail(f"{name} was verified: {verified(faulty, run, run.calls[0])}")
+            pytest.fail(f"{name} was verified: {verify_layout(faulty, run, run.calls[0])}")
 
 
-def test_a_mistake_in_the_scale_leaves_queries_and_keys(qwen3: tuple[AttentionLayout, Pass]) -> None:
+def test_a_mistake_in_the_scale_leaves_queries_and_keys(qwen3: tuple[AttentionLayout, TapedPass]) -> None:
     layout, run = qwen3
     faulty = replace(layout, logits=replace(layout.logits, scale=layout.logits.scale * 1.0001))
-    result = verified(faulty, run, run.calls[0])
+    result = verify_layout(faulty, run, run.calls[0])
     assert "scale differs" in str(result.unknown_scale)
     layer = result.build(locater.sources.sources.open_source(run.model)[0])
     with pytest.raises(LocaterError, match="only its queries and keys are known"):
         layer.logits(torch.zeros(1, 2, 32))
 
 
-def test_mistakes_in_values_and_output_leave_the_logits(qwen3: tuple[AttentionLayout, Pass]) -> None:
+def test_mistakes_in_values_and_output_leave_the_logits(qwen3: tuple[AttentionLayout, TapedPass]) -> None:
     layout, run = qwen3
     value, out = layout.value, layout.out
     assert value is not None
@@ -226,7 +226,7 @@ def test_mistakes_in_values_and_output_leave_the_logits(qwen3: tuple[AttentionLa
         replace(layout, value=replace(value, rows=_shifted(value.rows))),
         replace(layout, out=replace(out, rows=_shifted(out.rows))),
     ):
-        result = verified(faulty, run, run.calls[0])
+        result = verify_layout(faulty, run, run.calls[0])
         assert result.unknown_logits is None
         assert "output differs" in str(result.unknown_output)
         layer = result.build(locater.sources.sources.open_source(run.model)[0])
@@ -235,10 +235,10 @@ def test_mistakes_in_values_and_output_leave_the_logits(qwen3: tuple[AttentionLa
             layer.output(torch.zeros(1, 2, 32, dtype=torch.float64))
 
 
-def test_a_mistake_in_the_mask_leaves_logits_and_maps(qwen3: tuple[AttentionLayout, Pass]) -> None:
+def test_a_mistake_in_the_mask_leaves_logits_and_maps(qwen3: tuple[AttentionLayout, TapedPass]) -> None:
     layout, run = qwen3
     for mistake in ({"causal": False}, {"window": 8}):
-        result = verified(replace(layout, logits=replace(layout.logits, **mistake)), run, run.calls[0])
+        result = verify_layout(replace(layout, logits=replace(layout.logits, **mistake)), run, run.calls[0])
         assert result.unknown_logits is None
         assert result.unknown_output is None
         assert "mask changes" in str(result.unknown_mask)
@@ -257,7 +257,9 @@ def test_a_clipped_query_is_refused(clip: float) -> None:
     model = build("Olmo", **{**BASE, **EVERY_HEAD}, clip_qkv=clip)
     discovered = locater.discover(model)
     assert not discovered.layers
-    assert {refusal.reason for refusal in discovered.refused} == {"its queries, keys or values are clipped or bent"}
+    assert {refusal.reason for refusal in discovered.refused} == {
+        "its queries, keys or values are clipped, or no linear function of their maps"
+    }
     with pytest.raises(LocaterError, match="clipped"):
         locater.attention_layers(model)
 

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import locater
-from locater.discovery import disk as discovered_disk
-from locater.discovery import disk as small_models
-from locater.discovery import reading_models
-from locater.discovery.carried_layouts import DIFFERENT, UNCLEAR, Searched, carried
+from locater.discovery import from_config_json as discovered_disk
+from locater.discovery import from_config_json as small_models
+from locater.discovery import record_or_discovery
+from locater.discovery.carried_layouts import DIFFERENT, UNCLEAR, SearchResult, carry_layouts
 from locater.discovery.layer_kinds import Kinds
-from locater.discovery.reading_models import layers_of
-from locater.discovery.searching import search
+from locater.discovery.record_or_discovery import layers_of
 from locater.discovery.small_config import CUTS, changed_settings, small_config
+from locater.discovery.verified_search import search
 from locater.errors import LocaterError
 from locater.sources.sources import open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights
@@ -156,7 +156,7 @@ def test_numbers_that_json_has_not_and_modules_that_a_pass_replaces(model_type: 
 def test_rows_from_disk_are_those_of_the_record(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path, *WITH_RECORD[name])
     by_record = locater.scan(folder)
-    monkeypatch.setattr(reading_models, "BY_TYPE", {})
+    monkeypatch.setattr(record_or_discovery, "BY_TYPE", {})
     discovered = locater.scan(folder)
     assert {layer["provenance"] for layer in discovered.layers} == {"discovered"}
     rows = {(by_record.layers[row.layer]["name"], row.head): row for row in by_record.rows}
@@ -178,7 +178,7 @@ def test_layers_that_are_built_otherwise_have_a_layout_of_their_own(tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def small_and_full() -> tuple[Searched, Kinds, ModuleWeights, ModuleWeights]:
+def small_and_full() -> tuple[SearchResult, Kinds, ModuleWeights, ModuleWeights]:
     """What a search finds in a Gemma of three layers, and a Gemma of seven."""
     import transformers
 
@@ -187,13 +187,13 @@ def small_and_full() -> tuple[Searched, Kinds, ModuleWeights, ModuleWeights]:
     config = small_config(settings, CUTS[0])
     small = ModuleWeights(transformers.GemmaForCausalLM(config))
     kinds = Kinds(small.modules(), full.modules(), changed_settings(settings, config))
-    return Searched(*search(small.module, small, None)), kinds, small, full
+    return SearchResult(*search(small.module, small, None)), kinds, small, full
 
 
 def test_layouts_are_carried_over_to_all_layers(small_and_full: Any) -> None:
     searched, kinds, small, full = small_and_full
     assert len(searched.layouts) == 3
-    result = carried(searched, kinds, small, full)
+    result = carry_layouts(searched, kinds, small, full)
     assert [layout.name for layout in result.layouts] == [f"model.layers.{n}.self_attn" for n in range(7)]
     assert result.layouts[6].query.weight == "model.layers.6.self_attn.q_proj.weight"
     assert not result.refused
@@ -209,7 +209,7 @@ def test_layers_of_one_kind_that_disagree_are_refused(fault: str, small_and_full
         layout = replace(layout, query=replace(layout.query, rows=layout.query.rows[::-1]))
     else:
         layout = replace(layout, key=replace(layout.key, weight="model.layers.1.self_attn.k_proj.weight"))
-    result = carried(replace(searched, layouts=[*searched.layouts[:2], layout]), kinds, small, full)
+    result = carry_layouts(replace(searched, layouts=[*searched.layouts[:2], layout]), kinds, small, full)
     assert [layout.name for layout in result.layouts] == ["model.layers.0.self_attn"]
     assert {refusal.name for refusal in result.refused} == {f"model.layers.{n}.self_attn" for n in range(1, 7)}
     assert {refusal.reason for refusal in result.refused} == {UNCLEAR if fault == "tensor" else DIFFERENT}
@@ -228,7 +228,7 @@ def test_a_layer_of_another_kind_is_refused(fault: str, small_and_full: Any) -> 
         odd.model.windows = [None, None, None, None, None, 4, None]
         small.module.model.windows = [None, None, None]
     odd_kinds = Kinds(small.modules(), ModuleWeights(odd).modules(), kinds.changed)
-    result = carried(searched, odd_kinds, small, ModuleWeights(odd))
+    result = carry_layouts(searched, odd_kinds, small, ModuleWeights(odd))
     assert [refusal.name for refusal in result.refused] == ["model.layers.5.self_attn"]
     assert len(result.layouts) == 6
 
@@ -333,7 +333,7 @@ def test_what_was_discovered_is_kept(gemma: Path, tmp_path: Path, monkeypatch: p
     (path,) = folder.iterdir()  # one file, and no leftover of writing it
     path.write_text(path.read_text()[:-40])  # broken: ignored, and made again
     discovered_from(gemma)
-    monkeypatch.setattr(discovered_disk, "_searched", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(discovered_disk, "_search_checkpoint", lambda *_: pytest.fail("searched again"))
     after = discovered_from(gemma)
     for one, other in zip(before.layers, after.layers, strict=True):
         assert not differences(one, other)

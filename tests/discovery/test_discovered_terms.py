@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.discovery.passes import Copy
-from locater.discovery.reading import read_layout
-from locater.discovery.searching import verified
+from locater.discovery.layout_of_call import read_layout
+from locater.discovery.redrawn_copy import RedrawnCopy
+from locater.discovery.verified_search import verify_layout
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.layout import AttentionLayout, TableLayout
@@ -168,7 +168,7 @@ def test_padding_of_the_example_is_no_mask_of_the_layer() -> None:
 
 
 def test_a_mistake_in_a_table_or_a_sink_is_refused() -> None:
-    copied = Copy(Windows(), {"x": torch.randn(2, 12, 16)})
+    copied = RedrawnCopy(Windows(), {"x": torch.randn(2, 12, 16)})
     first = copied.run(0)
     layout = read_layout(first.tape, first.calls[0])
     table = layout.logits.table
@@ -178,7 +178,7 @@ def test_a_mistake_in_a_table_or_a_sink_is_refused() -> None:
     rows[2][1] = (rows[2][1] + 1) % 7
     wrong = replace(layout.logits, table=TableLayout(table.name, tuple(map(tuple, rows)), table.axis))
     for how in (wrong, replace(layout.logits, table=None)):
-        result: AttentionLayout = verified(replace(layout, logits=how), second, second.calls[0])
+        result: AttentionLayout = verify_layout(replace(layout, logits=how), second, second.calls[0])
         assert "logits differ" in str(result.unknown_logits)
         assert result.unknown_scale is None  # the scale was verified
 

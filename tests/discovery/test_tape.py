@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.discovery.tape import Tape, replay
-from locater.discovery.tape.walking import linear_map, upstream, with_bias
+from locater.discovery.tape.linear_maps import linear_map, upstream, with_bias
 
 
 class Writing(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from locater.discovery.passes import LARGE, ThinProducts, is_thin, light_copy, redraw
+from locater.discovery.redrawn_copy import LARGE, ThinProducts, is_thin, light_copy, redraw
 
 
 def large() -> nn.Module:

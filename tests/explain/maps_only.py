@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from locater import Block, Family
 from locater.calls.call import Call
-from locater.calls.patching import along
+from locater.calls.patching import record_parts
 from locater.kernels import Terms
 from locater.layers import AttentionLayer
 from locater.layers.build import projection
@@ -78,7 +78,7 @@ def describe(module: Any, passage: Any) -> Call:
 
 
 def tap(module: nn.Module) -> Iterator[Any]:
-    yield from along(module, describe, outputs=["q", "k"], inputs=["o"])
+    yield from record_parts(module, describe, outputs=["q", "k"], inputs=["o"])
 
 
 FAMILY = Family(("maps_only",), layers, Block(attention="attn", stack="layers"), tap)

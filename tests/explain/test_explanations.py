@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.explain.models import REFUSED, built
 from tests.explain.test_operator import close_to, complete, first_input, one
 from tests.explain.test_paths import HEADS, LAYERS, TEXT, bert, gpt2, hf, model_of, reference
 from tests.parity import tokens
+from tests.processes import python
 
 METHODS: dict[str, Callable[..., Any]] = {"operator": operator, "paths": paths}
 
@@ -254,7 +254,7 @@ assert not {f"locater.explain.{name}" for name in locater.explain.__all__} & {
 }
 print("same")
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    run = subprocess.run([python(), "-c", script], capture_output=True, text=True)
     assert run.stdout == "same\n", run.stderr
 
 

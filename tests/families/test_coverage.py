@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.calls.coverage import NUMBER, attention_like
+from locater.calls.attention_like import NUMBER, attention_like
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.sources.sources import open_source

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from locater import scan
-from locater.calls.coverage import unread
+from locater.calls.attention_like import unread
 from locater.discovery import attention_layers
 from locater.families import families
 from locater.layers import AttentionLayer, Norm, Projection, Rotary, effective

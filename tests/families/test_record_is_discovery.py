@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.discovery import reading_models
+from locater.discovery import record_or_discovery
 from locater.errors import LocaterError
 from locater.families.registry import BUILT_IN
 from locater.layers import AttentionLayer
@@ -67,7 +67,7 @@ def read_twice(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Bot
     model = model_of(case)
     source, options = _saved(case, model, folder)
     record, record_scan = locater.attention_layers(source, **options), locater.scan(source, **options)
-    monkeypatch.setattr(reading_models, "reader_for", _no_record)
+    monkeypatch.setattr(record_or_discovery, "reader_for", _no_record)
     monkeypatch.setenv("LOCATER_CACHE", str(folder / "cache"))
     example = _example(case) if source is model else None
     found = locater.attention_layers(source, example=example)

@@ -14,6 +14,7 @@ import multiprocessing
 import resource
 import shutil
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def keep(kept: Path | None, work: Path, outcome: Outcome) -> None:
 
 
 def _work(conn: Any, name: str, originals: Path, work: Path, seeds: Iterable[int], kept: Path | None) -> None:
+    warnings.simplefilter("ignore")  # what reference libraries say of broken files would bury the counts
     form = {**FORMATS, "planted": PLANTED}[name]
     attempt(form, originals, work, GOOD)  # imports what is needed, which is no part of a file's time
     conn.send(None)

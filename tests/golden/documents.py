@@ -43,7 +43,7 @@ class Document:
 
     def lacks(self) -> str | None:
         """Why it cannot be made here, if so."""
-        if "{MiniLM}" in self.arguments and (why := code.why_absent()):
+        if "{MiniLM}" in self.arguments and (why := code.why_unavailable()):
             return why
         missing = [path for name, path in code.MODELS.items() if f"{{{name}}}" in self.arguments and not path.is_dir()]
         return f"{missing[0]} is not there" if missing else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from locater_lab.engine.mechanism_runs import PROBE_SEED, RECIPES, TEXT_SEEDS, recipe_row, text_arms, text_rows
 from locater_lab.engine.runs import Arm, Runs
-from locater_lab.engine.sink_runs import PROBE_SEED, RECIPES, TEXT_SEEDS, recipe_row, text_arms, text_rows
 
 
 def made_line(loss: float, **more: Any) -> dict[str, Any]:

@@ -18,9 +18,8 @@ import locater
 from locater.calls.call import Call
 from locater.families.registry import BY_TYPE
 from locater.kernels import Terms, dispatch
-from locater.observing import counted_rows, known_layers, observation, observe
-from locater.observing import site as tally
-from locater.observing.counted_rows import next_sample
+from locater.observing import accumulate, layers_by_record, observation, observe, row_masks
+from locater.observing.row_masks import next_sample
 from tests.kernels.test_head_sums import judge, summed
 from tests.kernels.test_statistics import inputs, masks
 from tests.observing.test_modes import BATCH, llama
@@ -58,20 +57,20 @@ class Kernel:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     """The host side of a call on a GPU, without the GPU."""
     pytest.importorskip("triton", reason="Triton is only made for Linux")
-    from locater.kernels import triton_kernels, triton_launch, triton_sums
+    from locater.kernels import triton_launch, triton_statistics, triton_sums
 
-    stand_ins = [Kernel(triton_kernels.rows_kernel), Kernel(triton_sums.sums_kernel)]
+    stand_ins = [Kernel(triton_statistics.rows_kernel), Kernel(triton_sums.sums_kernel)]
     monkeypatch.setattr(dispatch, "default_backend", lambda q, terms: "triton")
-    monkeypatch.setattr(triton_kernels, "rows_kernel", stand_ins[0])
+    monkeypatch.setattr(triton_statistics, "rows_kernel", stand_ins[0])
     monkeypatch.setattr(triton_sums, "sums_kernel", stand_ins[1])
-    for module in (triton_launch, triton_kernels, triton_sums):
+    for module in (triton_launch, triton_statistics, triton_sums):
         monkeypatch.setattr(module, "LAUNCHES", {} if module is triton_launch else triton_launch.LAUNCHES)
     return stand_ins
 
 
-def accumulators(heads: int) -> tally.Accumulators:
-    return tally.Accumulators(
-        torch.zeros(heads, len(tally.COLUMNS), dtype=torch.float64),
+def accumulators(heads: int) -> accumulate.Accumulators:
+    return accumulate.Accumulators(
+        torch.zeros(heads, len(accumulate.COLUMNS), dtype=torch.float64),
         torch.full((heads, 1), -torch.inf),
         torch.zeros(heads, 0, 2, dtype=torch.float64),
         None,
@@ -83,11 +82,11 @@ def accumulators(heads: int) -> tally.Accumulators:
 def test_two_launches_for_a_layer(rows: int, terms: Terms, kernels: list[Kernel]) -> None:
     q, k = inputs(T=50, S=50)
     call, into = Call(q, k, terms, torch.zeros(2, 50, 4, 16)), accumulators(4)
-    options = tally.StatisticsOptions(rows)
+    options = accumulate.StatisticsOptions(rows)
     next_sample(50, 5, CPU)
     for launches in (1, 2):  # the second goes straight to the compiled kernel
         with Operations() as seen:
-            tally.add_call(call, into, options, own=True, heads=None)
+            accumulate.add_call(call, into, options, own=True, heads=None)
         assert [kernel.launches for kernel in kernels] == [launches, launches]
         assert len(seen.names) <= 1, seen.names  # memory for the numbers of the rows
 
@@ -97,17 +96,17 @@ def test_sums_of_a_sample_are_those_of_its_rows(name: str) -> None:
     q, k = inputs(T=50, S=50)
     terms = masks(2, 4, 50, 50, "cpu")[name]
     into = accumulators(4)
-    counted_rows._samples.cache_clear()
-    tally.add_call(Call(q, k, Terms(**terms)), into, tally.StatisticsOptions(7), own=True, heads=None)
-    counted_rows._samples.cache_clear()
+    row_masks._samples.cache_clear()
+    accumulate.add_call(Call(q, k, Terms(**terms)), into, accumulate.StatisticsOptions(7), own=True, heads=None)
+    row_masks._samples.cache_clear()
     want, top = summed(q, k, terms, next_sample(50, 7, CPU))
     judge(into.sums, into.maxima, want, top)
 
 
 def test_samples_are_drawn_one_out_of_each_part_and_from_nobody_elses_numbers() -> None:
     state = torch.random.get_rng_state()
-    counted_rows._samples.cache_clear()
-    drawn = [next_sample(1000, 8, CPU) for _ in range(counted_rows.DRAWS)]
+    row_masks._samples.cache_clear()
+    drawn = [next_sample(1000, 8, CPU) for _ in range(row_masks.DRAWS)]
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all((sample // 125).tolist() == list(range(8)) for sample in drawn)
     assert len({tuple(sample.tolist()) for sample in drawn}) == len(drawn)
@@ -120,13 +119,13 @@ def test_samples_are_drawn_one_out_of_each_part_and_from_nobody_elses_numbers() 
 def search(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that layers are looked for in, from now on."""
     searched: list[nn.Module] = []
-    whole = known_layers.attention_layers
+    whole = layers_by_record.attention_layers
 
     def attention_layers(source: nn.Module) -> Any:
         searched.append(source)
         return whole(source)
 
-    monkeypatch.setattr(known_layers, "attention_layers", attention_layers)
+    monkeypatch.setattr(layers_by_record, "attention_layers", attention_layers)
     return searched
 
 
@@ -185,7 +184,7 @@ def test_a_remembered_model_can_be_freed() -> None:
     model = llama()
     observe(model)
     layer = weakref.ref(model.model.layers[0].self_attn)
-    assert model in known_layers._remembered
+    assert model in layers_by_record._cached_forms
     del model
     gc.collect()
     assert layer() is None
@@ -205,15 +204,15 @@ def test_a_new_family_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether anything was heard is known without its numbers."""
+    """Whether anything was received is known without its numbers."""
     model, fetches = llama(), []
-    fetched = observation.fetched
+    fetched = observation.fetch_numbers
 
     def fetch(tensors: list[Tensor]) -> Any:
         fetches.append(len(tensors))
         return fetched(tensors)
 
-    monkeypatch.setattr(observation, "fetched", fetch)
+    monkeypatch.setattr(observation, "fetch_numbers", fetch)
     with torch.no_grad(), observe(model):
         model(**BATCH, use_cache=False)
     assert not fetches
@@ -225,13 +224,13 @@ def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.Mon
 def test_masks_are_looked_at_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a pass have the same mask, also where each has its own view of it."""
     model, looks = llama(), []
-    placed = counted_rows.place
+    placed = row_masks.place_queries
 
     def look(*args: Any) -> Any:
         looks.append(args)
         return placed(*args)
 
-    monkeypatch.setattr(counted_rows, "place", look)
+    monkeypatch.setattr(row_masks, "place_queries", look)
     with torch.no_grad(), observe(model) as seen:
         for passes in (1, 2):
             model(**BATCH, use_cache=False)
@@ -243,14 +242,14 @@ def test_a_mask_that_changes_in_place_is_looked_at_again() -> None:
     q = torch.randn(2, 4, 6, 8)
     mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6).clone()
     call = Call(q, q, Terms(mask=mask))
-    before = counted_rows.counted_rows(call, own=True, again=True)
-    assert counted_rows.counted_rows(call, own=True, again=True).counted is before.counted
+    before = row_masks.counted_rows(call, own=True, again=True)
+    assert row_masks.counted_rows(call, own=True, again=True).counted is before.counted
     mask[1, :, :, :2] = False
-    after = counted_rows.counted_rows(call, own=True, again=True)
-    fresh = counted_rows.counted_rows(call, own=True)
+    after = row_masks.counted_rows(call, own=True, again=True)
+    fresh = row_masks.counted_rows(call, own=True)
     assert torch.equal(after.counted, fresh.counted)
     assert torch.equal(after.first, fresh.first)
     assert after.counted[1].tolist() == [False, False, True, True, True, True]
     with torch.inference_mode():
         of_inference = Call(q, q, Terms(mask=mask.clone()))
-        assert counted_rows._masks_key(of_inference, True) is None  # where changes leave no trace
+        assert row_masks._masks_key(of_inference, True) is None  # where changes leave no trace

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.calls.call import Call, from_interface
-from locater.calls.interface import eager_function
+from locater.calls.attention_interface import eager_function
+from locater.calls.call import Call, call_of_interface
 from locater.errors import LocaterError
 from locater.kernels import Terms
-from locater.observing import site as tallying
+from locater.observing import accumulate
 from locater.runs.record_sinks import JsonlSink, read_run
 
 transformers = pytest.importorskip("transformers")
@@ -147,22 +147,22 @@ def test_masks_without_a_batch_are_shared_and_unknown_ones_refused() -> None:
     q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(0))
     module, seen = nn.Module(), torch.ones(3, 3, dtype=torch.bool).tril()
     for mask in (seen, seen[None], seen[None, None]):
-        call = from_interface(module, "sdpa", q, q, mask, {}, q)
+        call = call_of_interface(module, "sdpa", q, q, mask, {}, q)
         assert call.terms.mask is not None
         assert torch.equal(call.terms.mask, seen[None, None])
         assert call.terms.padding is None
         assert not call.terms.causal
     with pytest.raises(LocaterError, match="int64 may hide or be added, and which of them 'mine' attention does"):
-        from_interface(module, "mine", q, q, seen[None, None].long(), {}, q)
+        call_of_interface(module, "mine", q, q, seen[None, None].long(), {}, q)
 
 
 def test_fused_attention_without_a_mask_has_no_window() -> None:
     # FlashAttention is told of a window; for the fused function it is in the mask alone
     q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     module = nn.Module()
-    assert from_interface(module, "sdpa", q, q, None, {"sliding_window": 2}, q).terms.window is None
-    assert from_interface(module, "flash_attention_2", q, q, None, {"sliding_window": 2}, q).terms.window == 2
-    assert not from_interface(module, "flex_attention", q, q, None, {}, q).terms.causal
+    assert call_of_interface(module, "sdpa", q, q, None, {"sliding_window": 2}, q).terms.window is None
+    assert call_of_interface(module, "flash_attention_2", q, q, None, {"sliding_window": 2}, q).terms.window == 2
+    assert not call_of_interface(module, "flex_attention", q, q, None, {}, q).terms.causal
 
 
 def test_a_saved_model_knows_nothing_of_the_observation() -> None:
@@ -467,18 +467,18 @@ def test_flash_attention_is_told_of_documents_without_a_mask(told: str) -> None:
         "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]),
         "cu_seq_lens_k": torch.tensor([0, 2, 6], dtype=torch.int32),
     }
-    call = from_interface(
+    call = call_of_interface(
         site.module, "flash_attention_2", q, q[:, ::2], None, {"scaling": 1.0, told: kw[told]}, q.transpose(1, 2)
     )
     apart = locater.observe(model, rest=True)
     for rows in (slice(0, 2), slice(2, 6)):
         part = q[:, :, rows]
-        apart.sites[0].see(
-            from_interface(
+        apart.sites[0].receive(
+            call_of_interface(
                 site.module, "flash_attention_2", part, part[:, ::2], None, {"scaling": 1.0}, part.transpose(1, 2)
             )
         )
-    site.see(call)
+    site.receive(call)
     one, other = site.sums.clone(), apart.sites[0].sums.clone()
     one[:, 0] = other[:, 0] = 0  # calls
     assert torch.allclose(one, other, atol=1e-5)
@@ -514,7 +514,7 @@ def test_what_padding_holds_does_not_reach_the_outputs() -> None:
     for held in (0.0, torch.nan):
         site = locater.observe(llama(), outputs=True).sites[0]
         output[:, :2] = held
-        site.see(Call(q, q[:, ::2], Terms(1.0, causal=True, padding=padding), output))
+        site.receive(Call(q, q[:, ::2], Terms(1.0, causal=True, padding=padding), output))
         grams.append(site.gram)
     assert grams[0] is not None
     assert torch.equal(*grams)
@@ -576,7 +576,7 @@ def test_what_padding_holds_spoils_nothing() -> None:
         site = locater.observe(llama()).sites[0]
         made = output.clone()
         made[0, row, 3] = torch.inf
-        site.see(Call(q, q[:, ::2], Terms(1.0, causal=True, padding=padding), made))
+        site.receive(Call(q, q[:, ::2], Terms(1.0, causal=True, padding=padding), made))
         assert site.sums.isnan().any(1).tolist() == [False, False, False, spoiled]
 
 
@@ -644,7 +644,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
 def test_what_cannot_be_counted_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, original = llama().train(), tallying.row_statistics
+    model, original = llama().train(), accumulate.row_statistics
 
     def fails(*args: Any, **kw: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
@@ -652,14 +652,14 @@ def test_what_cannot_be_counted_is_left_out(
     monitor = locater.Monitor(tmp_path / "run.jsonl", every=1).attach(model)
     with caplog.at_level(logging.WARNING, "locater"):
         for step in range(4):
-            monkeypatch.setattr(tallying, "row_statistics", fails if step in (1, 2) else original)
+            monkeypatch.setattr(accumulate, "row_statistics", fails if step in (1, 2) else original)
             model(tokens(2, 6))
             monitor.after_step()
     monitor.detach()
     held = [record["heads"]["entropy"][0][0] for record in read_run(tmp_path / "run.jsonl").steps]
     assert [x is None for x in held] == [False, True, True, False]
     assert sum("out of memory" in record.message for record in caplog.records) == 1
-    monkeypatch.setattr(tallying, "row_statistics", fails)
+    monkeypatch.setattr(accumulate, "row_statistics", fails)
     # asked for by hand, it is told at once
     with pytest.raises(RuntimeError, match="out of memory"), locater.observe(model):
         model(tokens(2, 6))

@@ -20,8 +20,8 @@ import locater
 from locater import LocaterError, Statistics, statistics
 from locater.discovery import attention_layers
 from locater.inputs.text import batches
-from locater.observing.collecting import SAMPLE, collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import SAMPLE, statistics_of_batches
+from locater.observing.forward_pass import run_model
 from locater.predict.input_statistics import Input
 from tests.families import CASES
 from tests.parity import Case, model_of, record
@@ -79,7 +79,7 @@ def test_moments_are_those_of_what_the_layer_reads(label: str) -> None:
         site.attention: here
         for site, here in zip(case.sites, record(case, model, case.implementations[0]), strict=True)
     }
-    found = collected(model, [as_keywords(label, batch)])
+    found = statistics_of_batches(model, [as_keywords(label, batch)])
     assert [x.layer for x in found.inputs] == list(range(len(layers)))
     for given, layer in zip(found.inputs, layers, strict=True):
         here = seen[layer.name]
@@ -114,7 +114,7 @@ def test_a_module_that_is_called_many_times_counts_every_call() -> None:
     handle.remove()
     assert len(kept) == 3  # depths
     pairs = [split(x.numpy(), batch["attention_mask"].bool().numpy()) for x in kept]
-    given = collected(model, [batch]).inputs[0]
+    given = statistics_of_batches(model, [batch]).inputs[0]
     close(given.first, np.concatenate([first for first, _ in pairs]).mean(0))
     for ours, expected in zip(
         (given.mean, given.covariance), moments(np.concatenate([rest for _, rest in pairs])), strict=True
@@ -149,7 +149,9 @@ def test_what_padding_holds_changes_nothing(label: str) -> None:
     for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if ids in other:
             other[ids][other[mask] == 0] = 7
-    for a, b in zip(collected(model, [batch]).inputs, collected(model, [other]).inputs, strict=True):
+    for a, b in zip(
+        statistics_of_batches(model, [batch]).inputs, statistics_of_batches(model, [other]).inputs, strict=True
+    ):
         assert torch.allclose(a.covariance, b.covariance, atol=1e-6)
         assert torch.allclose(a.mean, b.mean, atol=1e-6)
 
@@ -158,13 +160,17 @@ def test_the_mask_of_one_stack_is_not_that_of_the_other() -> None:
     """A decoder without a mask of its own is not padded, whatever its encoder is; nor is the tower that sees."""
     case = case_of("t5")
     batch = {name: x for name, x in case.batch().items() if name != "decoder_attention_mask"}
-    own = [x for x in collected(model_of(case), [batch]).inputs if x.kind == "self" and x.name.startswith("decoder")]
+    own = [
+        x
+        for x in statistics_of_batches(model_of(case), [batch]).inputs
+        if x.kind == "self" and x.name.startswith("decoder")
+    ]
     assert [x.tokens for x in own] == [2 * 6] * 3
     case = case_of("clip")
     # as many as patches and the class token
     words = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    found = collected(
+    found = statistics_of_batches(
         model_of(case), [{"input_ids": words, "attention_mask": mask, "pixel_values": case.batch()["pixel_values"]}]
     )
     assert [x.tokens for x in found.inputs] == [6, 6, 8, 8]
@@ -211,7 +217,7 @@ def test_what_else_is_said_of_the_input() -> None:
 @pytest.fixture(scope="module")
 def found() -> Statistics:
     case = case_of("t5")
-    return collected(model_of(case), [case.batch()])
+    return statistics_of_batches(model_of(case), [case.batch()])
 
 
 def test_save_and_load(found: Statistics, tmp_path: Path) -> None:
@@ -336,9 +342,9 @@ def test_a_model_without_attention_that_can_be_told() -> None:
 def test_run_takes_the_tower_that_the_batch_is_for() -> None:
     case = case_of("clip")
     model, batch = model_of(case), case.batch()
-    both = run(model, batch)
-    words = run(model, {name: batch[name] for name in ("input_ids", "attention_mask")})
-    sight = run(model, {"pixel_values": batch["pixel_values"]})
+    both = run_model(model, batch)
+    words = run_model(model, {name: batch[name] for name in ("input_ids", "attention_mask")})
+    sight = run_model(model, {"pixel_values": batch["pixel_values"]})
     for one, whole in ((words, both.text_embeds), (sight, both.image_embeds)):
         pooled = one if isinstance(one, Tensor) else one.pooler_output
         assert torch.allclose(torch.nn.functional.normalize(pooled, dim=-1), whole, atol=1e-9)
@@ -519,9 +525,9 @@ def test_roberta_counts_positions_from_its_padding_on() -> None:
     with pytest.raises(LocaterError, match=f"the model has {most} positions: use length={most}"):
         batches(model, ids)
     held = batches(model, ids[:, :most])
-    assert collected(model, held).length == most  # and it runs
+    assert statistics_of_batches(model, held).length == most  # and it runs
     with pytest.raises((IndexError, RuntimeError), match="out of"):
-        run(model, {"input_ids": ids})
+        run_model(model, {"input_ids": ids})
 
 
 def test_statistics_of_text_are_those_of_its_batches() -> None:
@@ -534,7 +540,7 @@ def test_statistics_of_text_are_those_of_its_batches() -> None:
         return held
 
     ours = statistics(model, WORDS, **how, progress=progress)
-    same = collected(model, batches(model, WORDS, **how))
+    same = statistics_of_batches(model, batches(model, WORDS, **how))
     assert seen == [2]
     assert (ours.length, ours.tokens) == (20, 4 * 19)
     assert all(torch.equal(a.covariance, b.covariance) for a, b in zip(ours.inputs, same.inputs, strict=True))

@@ -21,14 +21,14 @@ from locater.discovery import attention_layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm, Tokens, effective
 from locater.numerics import spearman
-from locater.observing.collecting import collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import statistics_of_batches
+from locater.observing.forward_pass import run_model
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
-from locater_lab.engine.trained_models import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from tests import ROOT
 from tests.families import CASES
 from tests.parity import model_of
@@ -339,7 +339,7 @@ def test_weights_alone_know_that_layer_norm_removes_the_mean() -> None:
 def test_scans_use_statistics(tmp_path: Path) -> None:
     case = next(c for c in CASES if c.label == "qwen3")
     model = model_of(case).float()
-    found = collected(model, [case.batch()])
+    found = statistics_of_batches(model, [case.batch()])
     scanned = locater.scan(model, statistics=found, length=9)
     assert scanned.assumptions["prediction"] == "predicted"
     for layer, given in zip(attention_layers(model), found.inputs, strict=True):
@@ -362,7 +362,7 @@ def test_scans_use_statistics(tmp_path: Path) -> None:
 MODELS: dict[str, Path | None] = {
     "demo": Path(str(files("locater") / "demo")),
     "stories260K": SHARED / "models" / "stories260K",
-    "MiniLM": None if why_absent() else sentence_model(),
+    "MiniLM": None if why_unavailable() else sentence_model(),
 }
 T = 128
 
@@ -381,14 +381,14 @@ def texts() -> tuple[str, str]:
 def test_held_out_predictions_of_trained_models(name: str) -> None:
     folder = MODELS[name]
     if folder is None or not folder.is_dir():
-        pytest.skip(f"{folder} is not here" if folder else str(why_absent()))
+        pytest.skip(f"{folder} is not here" if folder else str(why_unavailable()))
     model: Any = load_model(str(folder))
     most = min(T, getattr(model.config, "max_position_embeddings", T))
     one, other = (batches(model, text[:60000], length=most, tokens=2048) for text in texts())
-    found = collected(model, one)
+    found = statistics_of_batches(model, one)
     with observe(model, rest=True) as seen:
         for part in other:
-            run(model, part)
+            run_model(model, part)
     layers = list(attention_layers(model))
     measured = torch.tensor([row.entropy for row in seen.rows])
     predicted = torch.cat([predict(layers[x.layer], x, most)["entropy"] for x in found.inputs])

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.calls.coverage import NUMBER
-from locater.discovery.disk import VARIABLE, discovered_on_disk
-from locater.discovery.searching import Discovered
+from locater.calls.attention_like import NUMBER
+from locater.discovery.from_config_json import VARIABLE, discovered_on_disk
+from locater.discovery.verified_search import Discovered
 from locater.layers.layer import AttentionLayer, Projection
 from locater.sources.sources import open_source
 

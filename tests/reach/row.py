@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 
 import locater
-from locater.calls.coverage import attention_like
+from locater.calls.attention_like import attention_like
 from locater.calls.recognise import NO_SOFTMAX
-from locater.discovery.searching import Discovered, discover
+from locater.discovery.verified_search import Discovered, discover
 from locater.errors import LocaterError, first_line
 from locater.families.registry import BUILT_IN
 from locater.layers.layer import AttentionLayer
-from locater.observing.rows import tower_of
+from locater.observing.seen_heads import tower_of
 from locater.sources.weights import ModuleWeights
 from tests.reach.heads import checked, heads_met, observed, scanned
 from tests.reach.met import attention_met

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, ResNetConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from locater.calls.coverage import unread
+from locater.calls.attention_like import unread
 from locater.discovery.example_inputs import example_inputs
 from locater.errors import LocaterError, first_line
 from locater.sources.weights import ModuleWeights

@@ -31,7 +31,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{}")
     out = folder / "gallery"
-    script.gallery([*models.packaged()[:1], *models.given([folder])], out, tokens=256)
+    script.gallery([*models.packaged_models()[:1], *models.given_models([folder])], out, tokens=256)
     return out
 
 
@@ -56,10 +56,10 @@ def test_what_is_missing_is_said(pages: Path, capsys: pytest.CaptureFixture[str]
     assert "No probe: " in text
     assert "no tokenizer there" in text
     assert "<h2>broken</h2>" not in text
-    script.gallery(models.given([pages.parent / "broken"]), pages.parent / "other")
+    script.gallery(models.given_models([pages.parent / "broken"]), pages.parent / "other")
     assert "broken: left out (" in capsys.readouterr().err
     with pytest.raises(Exception, match="no checkpoint there"):
-        models.given([pages])
+        models.given_models([pages])
 
 
 @needs_browser
@@ -120,7 +120,7 @@ def test_zones_share_out_all_weight() -> None:
                     zone = "first token" if s == 0 else kinds.COPY if after is not None and after[b, t, s] else near
                     sums[zone] += float(maps[b, t, s]) / (2 * (14 - kinds.FROM))
         expected = [sums[zone] for zone in (*kinds.ZONES, *([] if after is None else [kinds.COPY]))]
-        assert kinds.shares(maps, after) == pytest.approx(expected, abs=1e-9)
+        assert kinds.weight_by_zone(maps, after) == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_head_that_is_taken_out_adds_nothing() -> None:
@@ -132,7 +132,7 @@ def test_a_head_that_is_taken_out_adds_nothing() -> None:
     def silence(module: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         return (inputs[0].clone().index_fill_(-1, torch.arange(8, 12), 0.0),)
 
-    cut = kinds.without(model, 1, 2)(ids)
+    cut = kinds.without_head(model, 1, 2)(ids)
     before = model(ids)
     handle = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(silence)
     torch.testing.assert_close(cut, model(ids))
@@ -144,10 +144,10 @@ def test_a_head_that_is_taken_out_adds_nothing() -> None:
 def test_the_recipes_grow_heads_of_all_kinds_and_the_whole_gallery_is_made(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["gallery.py", "--out", str(tmp_path / "g"), "--tokens", "512"])
     script.main()
-    named = {exhibit.name for exhibit in (*models.packaged(), *models.installed())} | set(models.RECIPES)
+    named = {exhibit.name for exhibit in (*models.packaged_models(), *models.installed_models())} | set(models.RECIPES)
     shown = {name for name in links(tmp_path / "g" / "index.html") if name.endswith("-probe.html")}
     assert shown == {f"{name}-probe.html" for name in named}
-    tables, pictures = kinds.measured(tmp_path / "g" / "models", [], print)
+    tables, pictures = kinds.make_tables(tmp_path / "g" / "models", [], print)
     assert [head["kind"] for head in tables["heads"]] == [kind.name for kind in kinds.KINDS]
     assert len(pictures) == 15
-    assert set(kinds.found_in(tables, pictures).measured) == {claim.id for claim in kinds.CLAIMS}
+    assert set(kinds.results_of(tables, pictures).measured) == {claim.id for claim in kinds.CLAIMS}

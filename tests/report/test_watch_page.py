@@ -7,7 +7,6 @@ import math
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from locater.runs.record_sinks import JsonlSink, Sink, open_sink, read_run
 from locater.runs.run_log import RunReader
 from locater.runs.watch_page import Server, watch_page
 from tests.conftest import Result
-from tests.processes import hears_interrupts
+from tests.processes import hears_interrupts, python
 from tests.report.visits import Visit, data_of, needs_browser
 
 COLUMNS = ["entropy_ratio", "max_logit"]
@@ -580,7 +579,7 @@ def test_the_live_page_follows_the_run(browser: Any, server: Server) -> None:
 
 def test_the_command_serves_and_stops(tmp_path: Path) -> None:
     write(tmp_path / "run.jsonl", header(), step(0))
-    command = [sys.executable, "-m", "locater", "watch", str(tmp_path)]
+    command = [python(), "-m", "locater", "watch", str(tmp_path)]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, preexec_fn=hears_interrupts, **pipes) as process:
         assert process.stdout is not None

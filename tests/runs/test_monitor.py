@@ -24,8 +24,7 @@ from locater.discovery import attention_layers, fold_graph, stacked_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
-from locater.observing import observe
-from locater.observing import site as tally
+from locater.observing import accumulate, observe
 from locater.runs import head_table
 from locater.runs.record_sinks import read_run
 from locater.runs.run_monitor import controls_that_fit, warning_line
@@ -451,8 +450,8 @@ def test_an_observed_step_ends_in_few_operations_and_one_read(tmp_path: Path) ->
 
 def test_a_call_is_counted_in_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(2, 4, 6, 8)
-    found = tally.row_statistics(q, q, Terms(causal=True))
-    monkeypatch.setattr(tally, "row_statistics", lambda *args, **kw: found)
+    found = accumulate.row_statistics(q, q, Terms(causal=True))
+    monkeypatch.setattr(accumulate, "row_statistics", lambda *args, **kw: found)
     for padding, most in ((None, 22), (torch.ones(2, 6, dtype=torch.bool), 70)):
         with Counted() as seen:
             counted(q, q, padding=padding)
@@ -462,13 +461,13 @@ def test_a_call_is_counted_in_few_operations(monkeypatch: pytest.MonkeyPatch) ->
 def counted(q: Tensor, k: Tensor, causal: bool = True, **more: Any) -> tuple[Tensor, Tensor]:
     """Sums and maxima of one call."""
     sums, maxima = (
-        torch.zeros(q.shape[1], len(tally.COLUMNS), dtype=torch.float64),
+        torch.zeros(q.shape[1], len(accumulate.COLUMNS), dtype=torch.float64),
         torch.full((q.shape[1], 1), -torch.inf),
     )
     pairs = torch.zeros(q.shape[1], 0, 2, dtype=torch.float64)
     call = Call(q, k, Terms(0.4, causal, **more))
-    into = tally.Accumulators(sums, maxima, pairs, None)
-    tally.add_call(call, into, tally.StatisticsOptions(), own=True, heads=None)
+    into = accumulate.Accumulators(sums, maxima, pairs, None)
+    accumulate.add_call(call, into, accumulate.StatisticsOptions(), own=True, heads=None)
     return sums, maxima
 
 
@@ -492,7 +491,7 @@ def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
     generator = torch.Generator().manual_seed(queries)
     q, k = torch.randn(3, 4, queries, 8, generator=generator), torch.randn(3, 2, 6, 8, generator=generator)
     short = counted(q, k, causal, **MORE[more])
-    monkeypatch.setattr(tally, "STACKED", stacked)
+    monkeypatch.setattr(accumulate, "STACKED", stacked)
     long = counted(q, k, causal, padding=torch.ones(3, 6, dtype=torch.bool), **MORE[more])
     torch.testing.assert_close(short, long, rtol=1e-5, atol=1e-5)
 

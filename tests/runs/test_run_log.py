@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from locater.runs.head_table import COLUMNS, SPECTRUM
 from locater.runs.record_sinks import JsonlSink, read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
+from tests.processes import python
 
 
 def llama(**more: Any) -> Any:
@@ -398,10 +398,11 @@ def test_a_loss_that_is_written_over_is_kept(tmp_path: Path) -> None:
 # Kills, full disks, folders that vanish
 
 LOOP = """
-import sys, torch
+import os, sys, torch
 from locater import Monitor
 model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 1, enable_nested_tensor=False)
 monitor = Monitor(sys.argv[1], every=10**6).attach(model.train())
+print(os.getpid(), flush=True)
 for step in range(1, 10**6):
     loss = model(torch.randn(1, 3, 16)).square().mean()
     monitor.after_step(loss=loss)
@@ -411,11 +412,12 @@ for step in range(1, 10**6):
 
 def test_a_killed_run_loses_no_step_that_was_done(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with subprocess.Popen([sys.executable, "-c", LOOP, str(path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([python(), "-c", LOOP, str(path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        number = int(process.stdout.readline())
         for _ in range(40):
             process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
+        os.kill(number, signal.SIGKILL)
         done = [line for line in process.stdout.read().splitlines() if line]
         assert process.wait(30) == -signal.SIGKILL
     last = max(40, *map(int, done[:-1])) if done[:-1] else 40  # the last line may be torn

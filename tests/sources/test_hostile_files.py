@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.sources.pickle_file import load_pickle
+from tests.processes import python
 from tests.sources.hostile import GOOD, LIMIT_KB, LIMIT_S, MAKERS, call, in_archive, name, text, without_archive
 
 
@@ -24,7 +24,7 @@ from tests.sources.hostile import GOOD, LIMIT_KB, LIMIT_S, MAKERS, call, in_arch
 def test_hostile_files_are_refused_at_once(kind: str, tmp_path: Path) -> None:
     """All of a kind in one process, which an alarm ends: what hashes in C hears nothing else."""
     MAKERS[kind](tmp_path)
-    command = [sys.executable, "-m", "tests.sources.hostile", str(tmp_path)]
+    command = [python(), "-m", "tests.sources.hostile", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, f"died of {lines[-1:]}: {done.stderr[-1000:]}"

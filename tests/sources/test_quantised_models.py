@@ -301,5 +301,5 @@ def test_the_page_has_the_table_that_the_study_prints() -> None:
     from locater_lab.studies import quantised_weights
 
     page = (Path(__file__).parents[2] / "docs" / "quantised.md").read_text()
-    for line in quantised_weights.table():
+    for line in quantised_weights.comparison_table():
         assert line in page, f"{line}: make study STUDY=quantised_weights"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater.sources.remote import Traffic, http_client, http_file, objects
+from locater.sources.remote import Traffic, buckets, http_client, http_file
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.folders import ObjectFile, read
+from locater.sources.remote.folders import ObjectFile, read_range
 from locater.sources.remote.http_file import _redirected
 from tests.conftest import Result
 from tests.range_server import Fault, RangeServer
@@ -422,12 +422,12 @@ def test_a_signed_address_is_named_without_its_signature(run: Run, server: Range
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(objects, "READ_SECONDS", 0.4)
-    monkeypatch.setattr(objects, "WHOLE_SECONDS", 1.5)
-    monkeypatch.setattr(objects, "RETRY_SECONDS", 1.0)
-    objects._store.cache_clear()
+    monkeypatch.setattr(buckets, "READ_SECONDS", 0.4)
+    monkeypatch.setattr(buckets, "WHOLE_SECONDS", 1.5)
+    monkeypatch.setattr(buckets, "RETRY_SECONDS", 1.0)
+    buckets._store.cache_clear()
     yield
-    objects._store.cache_clear()
+    buckets._store.cache_clear()
 
 
 def xml(text: str, status: str = "200 OK") -> bytes:
@@ -518,14 +518,14 @@ def test_an_object_that_changes_between_reads(bucket: Any, saved_llama: Path) ->
     address = remote_address("s3://runs/run/x/model.safetensors")
     assert address is not None
     file = ObjectFile(address, Traffic())
-    assert len(read(file, 0, 100)) == 100
+    assert len(read_range(file, 0, 100)) == 100
     data = (saved_llama / "model.safetensors").read_bytes()
     bucket.put_object(Bucket="runs", Key="run/x/model.safetensors", Body=data[:-1] + b"x")
     with pytest.raises(LocaterError, match="changed while it was read: start again"):
-        read(file, 100, 200)
+        read_range(file, 100, 200)
     bucket.delete_object(Bucket="runs", Key="run/x/model.safetensors")
     with pytest.raises(LocaterError, match=r"no such object or bucket|changed while it was read"):
-        read(file, 100, 200)
+        read_range(file, 100, 200)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from locater.families.registry import BY_TYPE
 from locater.sources.listing import remote_identity as identity
 from locater.sources.remote import Traffic
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.opening import FIRST
+from locater.sources.remote.open_remote import FIRST
 from locater.sources.remote.prefetch import byte_ranges
 from locater.sources.sources import open_source
 from tests.range_server import RangeServer

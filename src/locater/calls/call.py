@@ -106,7 +106,7 @@ def hidden_by(mask: Tensor) -> Tensor:
     return (mask <= floor) | (mask == OLD_MASK)
 
 
-def from_interface(
+def call_of_interface(
     module: nn.Module, name: str, query: Tensor, key: Tensor, mask: Any, kw: dict[str, Any], output: Tensor
 ) -> Call:
     """The call that transformers makes of its attention function called `name`, without gradients.

@@ -1,4 +1,4 @@
-"""Listeners of an attention module: each call is announced to those that are switched on."""
+"""Listeners of an attention module: each call is handed to those that are switched on."""
 
 from __future__ import annotations
 
@@ -68,21 +68,21 @@ class Listener(Protocol):
     @property
     def switch(self) -> Switch: ...
 
-    def see(self, call: Call) -> None: ...
+    def receive(self, call: Call) -> None: ...
 
 
-def listening(module: nn.Module) -> tuple[Listener, ...]:
+def active_listeners(module: nn.Module) -> tuple[Listener, ...]:
     """The listeners of a module that are switched on."""
-    return tuple(site for site in module.__dict__.get(KEY, ()) if site is not None and is_on(site.switch))
+    return tuple(site for site in module.__dict__.get(KEY, ()) if site is not None and is_listening(site.switch))
 
 
-def is_here(switch: Switch) -> bool:
+def counts_this_thread(switch: Switch) -> bool:
     """Whether calls of this thread count. A graph does not ask: there the operators do."""
     return torch.compiler.is_dynamo_compiling() or switch.thread is None or switch.thread == threading.get_ident()
 
 
-def is_on(switch: Switch) -> bool:
-    if not is_here(switch):
+def is_listening(switch: Switch) -> bool:
+    if not counts_this_thread(switch):
         return False
     if not switch.on or (switch.trained is not None and not switch.trained.training):
         return False
@@ -93,7 +93,12 @@ def is_on(switch: Switch) -> bool:
 
 def begins_pass(switch: Switch) -> bool:
     """Whether a part of the model that is called now is the outermost one, so that `run_pass` decides."""
-    return switch.on and (switch.loss_only or switch.keeps_call) and switch.counts_pass is None and is_here(switch)
+    return (
+        switch.on
+        and (switch.loss_only or switch.keeps_call)
+        and switch.counts_pass is None
+        and counts_this_thread(switch)
+    )
 
 
 def run_pass(switch: Switch, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +114,7 @@ def run_pass(switch: Switch, module: nn.Module, forward: Callable[..., Any], *ar
         out = forward(*args, **kwargs)
         switch.counts_pass = None
         return out
-    if switch.keeps_call and switch.call is None and is_on(switch):
+    if switch.keeps_call and switch.call is None and is_listening(switch):
         switch.call = (module, args, kwargs)
     switch.left_out += not switch.counts_pass and (switch.trained is None or switch.trained.training)
     try:
@@ -118,18 +123,18 @@ def run_pass(switch: Switch, module: nn.Module, forward: Callable[..., Any], *ar
         switch.counts_pass = None
 
 
-def report_missed(mailbox: int, error: Exception) -> None:
+def report_uncounted(mailbox: int, error: Exception) -> None:
     """Keep the error for which an operator left out a call, for the observation whose `Switch.mailbox` this is."""
     switch = _switches.get(mailbox)
     if switch is not None:
         switch.missed.append(error)
 
 
-def described(sites: Sequence[Listener], how: Callable[..., Call], *args: Any) -> Call | None:
+def describe_call(sites: Sequence[Listener], how: Callable[..., Call], *args: Any) -> Call | None:
     """The call that `how` makes of intercepted arguments; None where that fails and all listeners are lenient."""
     try:
         return how(*args)
-    except Exception as error:
+    except Exception as error:  # arguments are the model's: anything can be wrong with them, and all of it is reported
         if not all(site.switch.lenient for site in sites):
             raise
         for site in sites:
@@ -148,12 +153,12 @@ def is_measured(site: Listener, call: Call) -> bool:
     return False
 
 
-def enter(site: Listener) -> None:
+def add_listener(site: Listener) -> None:
     with attaching:
         site.module.__dict__[KEY] = (*site.module.__dict__.get(KEY, ()), site)
 
 
-def leave(site: Listener) -> None:
+def remove_listener(site: Listener) -> None:
     with attaching:
         left = tuple(s for s in site.module.__dict__.get(KEY, ()) if s is not site and s is not None)
         if left:

@@ -16,42 +16,42 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.listeners import Listener, attaching, described, listening
+from locater.calls.listeners import Listener, active_listeners, attaching, describe_call
 from locater.errors import LocaterError
 
 Undo = Callable[[], None]
-Described = Callable[[nn.Module, "Passage"], Call]
+Describe = Callable[[nn.Module, "RecordedCall"], Call]
 REPLACED = "_locater_replaced"  # on a stand-in: the attribute before it, and whether it has ended
 CONTROL = "_locater_control"  # on a stand-in of a control: the repr of the control
 
 
-def instead(module: nn.Module, name: str, function: Callable[..., Any], control: str | None = None) -> Undo:
+def replace_method(module: nn.Module, name: str, function: Callable[..., Any], control: str | None = None) -> Undo:
     """Replace a method of one module by `function(module, method, *args, **kwargs)`; returns what restores it.
 
     A copy of the module has the original method; but where a `control` is named, its own stand-in and function.
     """
-    over = [False]
+    ended = [False]
     with attaching:
-        module.__dict__[name] = _stand(module, name, function, control, module.__dict__.get(name), over)
-    return partial(_restore, module, name, over)
+        module.__dict__[name] = _make_replacement(module, name, function, control, module.__dict__.get(name), ended)
+    return partial(_restore, module, name, ended)
 
 
-def _stand(
-    module: nn.Module, name: str, function: Callable[..., Any], control: str | None, before: Any, over: list[bool]
+def _make_replacement(
+    module: nn.Module, name: str, function: Callable[..., Any], control: str | None, before: Any, ended: list[bool]
 ) -> Any:
     method = getattr(module, name) if before is None else before
-    stand = partial(function, module, method)
-    copied = partial(_as_before, module, name, before)
+    replacement = partial(function, module, method)
+    copied = partial(_reduce_to_original, module, name, before)
     if control is not None:
-        copied = partial(_as_it_is, (module, name, function, control, before, over))
-        vars(stand)[CONTROL] = control
+        copied = partial(_reduce_to_replacement, (module, name, function, control, before, ended))
+        vars(replacement)[CONTROL] = control
     # trainers and generate() read the signature of forward to decide how to call it
-    vars(stand).update(__wrapped__=method, __reduce_ex__=copied, **{REPLACED: (before, over)})
-    return stand
+    vars(replacement).update(__wrapped__=method, __reduce_ex__=copied, **{REPLACED: (before, ended)})
+    return replacement
 
 
-def _restore(module: nn.Module, name: str, over: list[bool]) -> None:
-    over[0] = True
+def _restore(module: nn.Module, name: str, ended: list[bool]) -> None:
+    ended[0] = True
     # stand-ins put on later may end later; a method that others put on top stays, with our stand-in idle below it
     with attaching:
         while (
@@ -65,22 +65,24 @@ def _restore(module: nn.Module, name: str, over: list[bool]) -> None:
                 module.__dict__[name] = vars(top)[REPLACED][0]
 
 
-def _as_before(module: nn.Module, name: str, before: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _reduce_to_original(
+    module: nn.Module, name: str, before: Any, protocol: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """How a stand-in is copied and saved: as the original, so that no copy and no saved model knows of Locater."""
     return (getattr, (module, name)) if before is None else (partial, (before,))
 
 
-def _as_it_is(arguments: tuple[Any, ...], protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _reduce_to_replacement(arguments: tuple[Any, ...], protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The same for a stand-in that changes what the model computes: a copy without it would be another model."""
-    return _stand, arguments
+    return _make_replacement, arguments
 
 
-def through(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def force_retrace(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A stand-in that changes nothing, by which a compiled model is traced again."""
     return method(*args, **kwargs)
 
 
-class Passage:
+class RecordedCall:
     """One call of a module: its arguments, its result, and the tensors that passed through its parts, by name."""
 
     def __init__(self, owner: nn.Module) -> None:
@@ -89,14 +91,14 @@ class Passage:
         self.args: tuple[Any, ...] = ()
         self.kwargs: Mapping[str, Any] = {}
         self.returned: Any = None
-        self._threads: dict[int, Passage] = {}  # the calls that run now, of each thread its own
+        self._threads: dict[int, RecordedCall] = {}  # the calls that run now, of each thread its own
 
     @property
-    def here(self) -> Passage:
+    def here(self) -> RecordedCall:
         """That of this thread. A graph has one."""
         if torch.compiler.is_dynamo_compiling():
             return self
-        return self._threads.setdefault(threading.get_ident(), Passage(self.owner))
+        return self._threads.setdefault(threading.get_ident(), RecordedCall(self.owner))
 
     def end(self) -> None:
         """The call of this thread is over."""
@@ -104,7 +106,7 @@ class Passage:
 
     def argument(self, at: int, name: str) -> Any:
         """An argument by keyword or by position; None where it was left out."""
-        return argument(self.args, self.kwargs, at, name)
+        return argument_of(self.args, self.kwargs, at, name)
 
     def heads(self, name: str, count: int) -> Tensor | None:
         """The tensor `name` (B, T, H * V) split into heads (B, T, H, V); None where that part was not called."""
@@ -115,84 +117,95 @@ class Passage:
         """Record the first tensor of this name: a part may be called again, as DeBERTa's maps are for its position
         table.
         """
-        if name not in self.tensors and listening(self.owner):
+        if name not in self.tensors and active_listeners(self.owner):
             self.tensors[name] = passed.detach()
 
 
-def along(
-    module: nn.Module, describe: Described, outputs: Sequence[str] = (), inputs: Sequence[str] = ()
+def record_parts(
+    module: nn.Module, describe: Describe, outputs: Sequence[str] = (), inputs: Sequence[str] = ()
 ) -> Iterator[Undo]:
     """Record outputs and inputs of the named parts, and describe each call of the module when it ends."""
-    passage = Passage(module)
-    yield instead(module, "forward", partial(_whole, passage, describe))
+    recorded = RecordedCall(module)
+    yield replace_method(module, "forward", partial(_record_call, recorded, describe))
     for name in outputs:
-        yield instead(getattr(module, name), "forward", partial(_keep_output, passage, name))
+        yield replace_method(getattr(module, name), "forward", partial(_keep_output, recorded, name))
     for name in inputs:
-        yield instead(getattr(module, name), "forward", partial(_keep_input, passage, name))
+        yield replace_method(getattr(module, name), "forward", partial(_keep_input, recorded, name))
 
 
-def _whole(
-    passage: Passage, describe: Described, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+def _record_call(
+    recorded: RecordedCall,
+    describe: Describe,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    sites = listening(module)
+    sites = active_listeners(module)
     if not sites:
         return forward(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
-        return _recorded(passage, describe, sites, module, forward, *args, **kwargs)
+        return _run_recorded(recorded, describe, sites, module, forward, *args, **kwargs)
     try:
-        return _recorded(passage.here, describe, sites, module, forward, *args, **kwargs)
+        return _run_recorded(recorded.here, describe, sites, module, forward, *args, **kwargs)
     finally:
-        passage.end()
+        recorded.end()
 
 
-def _recorded(
-    passage: Passage,
-    describe: Described,
+def _run_recorded(
+    recorded: RecordedCall,
+    describe: Describe,
     sites: Sequence[Listener],
     module: nn.Module,
     forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    passage.tensors.clear()  # a call that failed may have left something
+    recorded.tensors.clear()  # a call that failed may have left something
     out = forward(*args, **kwargs)
-    passage.args, passage.kwargs, passage.returned = args, kwargs, out
+    recorded.args, recorded.kwargs, recorded.returned = args, kwargs, out
     with torch.no_grad():
-        call = described(sites, describe, module, passage)
+        call = describe_call(sites, describe, module, recorded)
         if call is not None:
-            tell(sites, call)
-    passage.args, passage.kwargs, passage.returned = (), {}, None
-    passage.tensors.clear()
+            notify(sites, call)
+    recorded.args, recorded.kwargs, recorded.returned = (), {}, None
+    recorded.tensors.clear()
     return out
 
 
 def _keep_output(
-    passage: Passage, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    recorded: RecordedCall, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     out = forward(*args, **kwargs)
-    passage.here.keep(name, out)
+    recorded.here.keep(name, out)
     return out
 
 
 def _keep_input(
-    passage: Passage, name: str, part: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+    recorded: RecordedCall,
+    name: str,
+    part: nn.Module,
+    forward: Callable[..., Any],
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    passage.here.keep(name, x)
+    recorded.here.keep(name, x)
     return forward(x, *args, **kwargs)
 
 
-def tell(sites: Sequence[Listener], call: Call) -> None:
+def notify(sites: Sequence[Listener], call: Call) -> None:
     for site in sites:
-        site.see(call)
+        site.receive(call)
 
 
-def argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -> Any:
+def argument_of(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -> Any:
     if name in kwargs:
         return kwargs[name]
     return args[at] if len(args) > at else None
 
 
-def cached(module: Any, past: Any, key: Tensor, length: int | None) -> Tensor:
+def cached_keys(module: Any, past: Any, key: Tensor, length: int | None) -> Tensor:
     """Keys as they meet the queries: those in the cache, the new ones included; `length` is how many there must be."""
     if past is None:
         return key
@@ -200,13 +213,13 @@ def cached(module: Any, past: Any, key: Tensor, length: int | None) -> Tensor:
     keys = getattr(layers[module.layer_idx], "keys", None) if layers is not None else None
     if not isinstance(keys, Tensor) or length not in (None, keys.shape[-2]):
         raise LocaterError(
-            f"{name_of(module)}: the keys of a {type(past).__name__} cannot be read as they are used: "
+            f"{layer_name(module)}: the keys of a {type(past).__name__} cannot be read as they are used: "
             "run with a DynamicCache or a StaticCache"
         )
     return keys.detach().to(key)
 
 
-def name_of(module: nn.Module) -> str:
+def layer_name(module: nn.Module) -> str:
     """The name of a layer for messages: from its listener, or its class."""
-    sites = listening(module)
+    sites = active_listeners(module)
     return sites[0].name if sites and sites[0].name else type(module).__name__

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.inputs.images import image_batches
 from locater.inputs.text import Batch, Text, batches, files_named
-from locater.observing.stream import time_first
+from locater.observing.residual_stream import time_first
 
 DEFAULT_TEXT = "the documentation that comes with Python"
 

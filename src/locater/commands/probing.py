@@ -22,12 +22,12 @@ from locater.findings import flags_of
 from locater.inputs.text import Batch, Text
 from locater.layers import AttentionLayer
 from locater.numerics import finite_or_none, spearman, upcast
-from locater.observing.circuits import Circuit, circuit_scores, period_of
-from locater.observing.collecting import Progress, collected
-from locater.observing.inputs import run
+from locater.observing.collect_statistics import Progress, statistics_of_batches
+from locater.observing.forward_pass import run_model
+from locater.observing.head_roles import Circuit, circuit_scores, period_of
 from locater.observing.observation import observe
-from locater.observing.rows import SeenHead
-from locater.observing.stream import SeenLayer
+from locater.observing.residual_stream import SeenLayer
+from locater.observing.seen_heads import SeenHead
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import logit_bound, predict
 from locater.report.probe import stream_after
@@ -85,12 +85,12 @@ def probe_on_batches(
 ) -> Probe:
     """Probe a model on batches as it takes them."""
     for_statistics, for_measurement = split_batches(module, batches)
-    statistics = collected(module, for_statistics, progress)
+    statistics = statistics_of_batches(module, for_statistics, progress)
     predicted = scan(module, statistics=statistics, length=max(2, min(statistics.length, 4096)))
     circuits = _circuits(module, for_statistics)
     with observe(module, rest=True, outputs=True, hidden=True, rows=rows) as seen:
         for batch in progress(for_measurement, len(for_measurement)) if progress else for_measurement:
-            run(module, batch)
+            run_model(module, batch)
     prior = scan(module, length=predicted.assumptions["length"])
     written = {number: written_norms(layer) for number, layer in enumerate(attention_layers(module))}
     probe_rows = _rows(module, seen.rows, statistics, predicted, prior, circuits, written)

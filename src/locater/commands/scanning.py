@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.coverage import folded_paths, unread
+from locater.calls.attention_like import folded_paths, unread
 from locater.commands.head_rows import ScanOptions, rows_of
 from locater.commands.layer_moments import NumberedLayer, Work, layer_moments
 from locater.discovery import read_source
-from locater.discovery.disk import searched_once
+from locater.discovery.from_config_json import search_once
 from locater.discovery.planning import planned_reads
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
@@ -292,7 +292,7 @@ def scan(
         raise LocaterError(f"length {length} is out of range: give 2 to 1,000,000,000 tokens")
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
     names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
-    with session(traffic) as remote, searched_once():
+    with session(traffic) as remote, search_once():
         weights, config = open_source(source, download, base)
         record = ReadingRecord(weights)
         read = partial(read_source, weights, config, **names, example=example)

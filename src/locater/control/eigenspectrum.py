@@ -38,8 +38,16 @@ from locater.discovery.stacked_maps import FoldedStacks, Inputs, Maps
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.effective import Effective
-from locater.observing.token_sample import Listener, TokenSample, on_training_tokens, samples_of, share_samples
-from locater.observing.token_size import TokenSize, share_sizes, sizes_of
+from locater.observing.training_tokens import (
+    TokenListener,
+    TokenSample,
+    TokenSize,
+    listen_to_training_tokens,
+    samples_of,
+    share_samples,
+    share_sizes,
+    sizes_of,
+)
 
 # The query and key maps of a live model in the form that a penalty acts on; re-read at each step.
 
@@ -68,8 +76,8 @@ class ModelMaps:
             **{number: partial(_mean_square, size) for number, size in self.sizes.items()},
         }
         self._stacks = FoldedStacks(model, self.numbers, self.fold, self._inputs)
-        listeners: list[Listener] = [*self.samples.values(), *self.sizes.values()]
-        self._ends = on_training_tokens(model, listeners) if listeners else []
+        listeners: list[TokenListener] = [*self.samples.values(), *self.sizes.values()]
+        self._ends = listen_to_training_tokens(model, listeners) if listeners else []
 
     def current_maps(self) -> list[Maps]:
         """Queries (L, H, h, d), keys (L, K, h, d) and logit scales (L,) of each stack; gradients flow to the weights.

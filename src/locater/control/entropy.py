@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from locater.calls.changes import AttentionRequest
+from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers, device_of
 from locater.control.forward import MEASURE, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import row_entropy

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from locater.brief import brief
-from locater.calls import interface
-from locater.calls.changes import AttentionChange, changes, numbered, put, take
-from locater.calls.patching import CONTROL, instead, through
+from locater.calls import attention_interface
+from locater.calls.interceptors import Interceptor, add_interceptor, interceptors, remove_interceptor, renumber
+from locater.calls.patching import CONTROL, force_retrace, replace_method
 from locater.control.base import Control, Layers, device_of, layers_numbered
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
@@ -104,7 +104,7 @@ def add_over_ranks(x: Tensor) -> int:
     return dist.get_world_size()
 
 
-class ForwardChange(AttentionChange):
+class ForwardChange(Interceptor):
     """A change that a control has made to one attention module.
 
     `control` is the repr of the control. `mechanism` is the name of the attention mechanism of the module under this
@@ -130,7 +130,7 @@ class ForwardChange(AttentionChange):
 def _rebuild_change(kind: type[ForwardChange], attributes: dict[str, Any]) -> ForwardChange:
     change = kind.__new__(kind)
     vars(change).update(attributes)
-    interface.keep(numbered(change))
+    attention_interface.keep_installed(renumber(change))
     return change
 
 
@@ -145,7 +145,7 @@ def _warn_about_parameters(control: str) -> None:
 
 def forward_changes(module: nn.Module) -> list[ForwardChange]:
     """The changes that controls have made to an attention module, in the order in which they act."""
-    return [change for change in changes(module) if isinstance(change, ForwardChange)]
+    return [change for change in interceptors(module) if isinstance(change, ForwardChange)]
 
 
 @dataclass(frozen=True)
@@ -196,20 +196,20 @@ class ForwardControl(Control, Generic[Change]):
 
     def _attach(self, model: nn.Module) -> None:
         new = self._check(model)
-        interface.install()
+        attention_interface.install()
         self._changes = new
         for module, change in new:
             change.control = repr(self)
-            put(module, change)
+            add_interceptor(module, change)
         # a model compiled before looks at the forward of its parts, and not at the table of attention functions
-        self._undo = [instead(module, "forward", through) for module, _ in new]
+        self._undo = [replace_method(module, "forward", force_retrace) for module, _ in new]
 
     def _detach(self, model: nn.Module) -> None:
         for module, change in self._changes:
-            take(module, change)
+            remove_interceptor(module, change)
         for undo in self._undo:
             undo()
-        interface.remove(change for _, change in self._changes)
+        attention_interface.remove(change for _, change in self._changes)
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         """A control that is copied together with its model, as an attribute of it, controls the copy."""
@@ -217,7 +217,7 @@ class ForwardControl(Control, Generic[Change]):
         if self.model is not None:
             self._changes = [(module, change) for module, change in self._changes if change is not None]
             if self._changes:
-                interface.install()
+                attention_interface.install()
             else:  # this kind of change is not carried
                 self.model = None
 

@@ -22,7 +22,7 @@ from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection
 from locater.layers.joined import JoinedProjection
 from locater.layers.normed import NormedProjection
-from locater.observing.accumulators import StatisticsOptions
+from locater.observing.accumulate import StatisticsOptions
 from locater.observing.observation import Observation
 
 Part = Callable[[AttentionLayer], Projection]

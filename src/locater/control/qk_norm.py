@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.changes import AttentionRequest
+from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward import (
     NORM,

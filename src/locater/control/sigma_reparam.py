@@ -22,7 +22,7 @@ from locater.discovery.stacked_maps import Recorder
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.numerics import upcast
-from locater.observing.stream import streams
+from locater.observing.residual_stream import stream_points
 from locater.sources.live_tensors import LiveTensor, is_a, stored_map
 from locater.sources.sources import config_of
 from locater.torch_private import own_parameters
@@ -184,7 +184,7 @@ def _blocks(model: nn.Module, weights: Recorder, layers: list[AttentionLayer]) -
     """Paths of the blocks of these layers; the attention module's parent where there is no list of blocks."""
     modules = {id(weights.submodule(layer.name)) for layer in layers}
     names = [path for path, module in model.named_modules() if id(module) in modules]
-    blocks = list(dict.fromkeys(stream.name for stream in streams(model, names)))
+    blocks = list(dict.fromkeys(stream.name for stream in stream_points(model, names)))
 
     def block_of(name: str) -> str:
         parent = name.rpartition(".")[0]

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.calls.call import ADD, hidden_by
-from locater.calls.changes import AttentionRequest
+from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
 from locater.control.rows import terms_of

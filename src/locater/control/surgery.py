@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from locater.calls.patching import REPLACED, instead
+from locater.calls.patching import REPLACED, replace_method
 from locater.control.base import Control, Layers, self_layers
 from locater.errors import LocaterError
 from locater.families.record import Block, BlockModules
@@ -116,7 +116,7 @@ class Surgery(Control):
         try:
             for cut in cuts:
                 stand_in = partial(_run_while_on, self._switch, cut.stand_in)
-                self._undo.append(instead(cut.module, "forward", stand_in, repr(self)))
+                self._undo.append(replace_method(cut.module, "forward", stand_in, repr(self)))
         except BaseException:
             self._detach(model)
             raise

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from locater.calls.changes import AttentionRequest
+from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward import TEMPERATURE, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
 from locater.errors import LocaterError

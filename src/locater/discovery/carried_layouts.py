@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from locater.calls.coverage import attention_like
+from locater.calls.attention_like import attention_like
 from locater.discovery.layer_kinds import Kinds, Stack
-from locater.discovery.searching import Refusal
-from locater.discovery.tree import alike, tensor_names, with_names
+from locater.discovery.layout_json import nearly_equal, rename_tensors, tensor_names
+from locater.discovery.verified_search import Refusal
 from locater.layers.layout import AttentionLayout
 from locater.sources.weights import ModuleWeights
 
@@ -26,7 +26,7 @@ T = TypeVar("T", AttentionLayout, Refusal)
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchResult:
     """What a search found in a model, by names of its modules and tensors."""
 
     layouts: list[AttentionLayout]
@@ -34,7 +34,7 @@ class Searched:
     unreached: list[str]
 
 
-def carried(searched: Searched, kinds: Kinds, small: ModuleWeights, full: ModuleWeights) -> Searched:
+def carry_layouts(searched: SearchResult, kinds: Kinds, small: ModuleWeights, full: ModuleWeights) -> SearchResult:
     """What was found in the small model, for the full one."""
     attention = attention_like(full)
     carrier = _Carrier(searched, kinds, small, full, attention)
@@ -49,19 +49,19 @@ def carried(searched: Searched, kinds: Kinds, small: ModuleWeights, full: Module
     names = {*(layout.name for layout in layouts), *(item.name for item in (*refused, *unreached))}
     refused += [Refusal(path, UNLIKE) for path in attention if not _covered(path, names)]
     unique = list(dict.fromkeys(refused))
-    return Searched(layouts, unique, [item.name for item in unreached if not item.reason])
+    return SearchResult(layouts, unique, [item.name for item in unreached if not item.reason])
 
 
-def unlike(kinds: Kinds, small: ModuleWeights, full: ModuleWeights) -> list[str]:
+def unlike_modules(kinds: Kinds, small: ModuleWeights, full: ModuleWeights) -> list[str]:
     """Attention modules of the full model that no module of the small one is like."""
     paths = [Refusal(path, NO_SEARCH) for path in attention_like(small)]
-    refused = carried(Searched([], paths, []), kinds, small, full).refused
+    refused = carry_layouts(SearchResult([], paths, []), kinds, small, full).refused
     return [refusal.name for refusal in refused if refusal.reason != NO_SEARCH]
 
 
 class _Carrier:
     def __init__(
-        self, searched: Searched, kinds: Kinds, small: ModuleWeights, full: ModuleWeights, attention: list[str]
+        self, searched: SearchResult, kinds: Kinds, small: ModuleWeights, full: ModuleWeights, attention: list[str]
     ) -> None:
         self._kinds, self._tensors, self._weights = kinds, set(small.names()), (small, full)
         self._small, self._full = self._by_layer(attention_like(small)), self._by_layer(attention)
@@ -141,8 +141,8 @@ class _Carrier:
         if isinstance(first, Refusal):
             return replace(first, name=name)
         layouts = [item for item in items if isinstance(item, AttentionLayout)]
-        blank = [with_names(replace(layout, name=""), self._tensors, lambda _: "?") for layout in layouts]
-        if not all(alike(blank[0], other) for other in blank[1:]):
+        blank = [rename_tensors(replace(layout, name=""), self._tensors, lambda _: "?") for layout in layouts]
+        if not all(nearly_equal(blank[0], other) for other in blank[1:]):
             return Refusal(name, DIFFERENT)
         names = [tensor_names(layout, self._tensors) for layout in layouts]
         new = [self._tensor(list(one), stack, places, number) for one in zip(*names, strict=True)]
@@ -151,7 +151,7 @@ class _Carrier:
         if not self._same_shapes(names[0], new):
             return Refusal(name, UNLIKE)
         waiting = iter(x for x in new if x is not None)
-        return replace(with_names(replace(layouts[0], name=""), self._tensors, lambda _: next(waiting)), name=name)
+        return replace(rename_tensors(replace(layouts[0], name=""), self._tensors, lambda _: next(waiting)), name=name)
 
     def _same_shapes(self, old: list[str], new: list[str | None]) -> bool:
         """Whether tensors of the full model have the shapes of those of the small one: rows mean the same only then."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from locater.discovery.calls import MASKED
 from locater.discovery.errors import UnreadableError
+from locater.discovery.taped_calls import MASKED
 from locater.layers.layout import LogitsLayout
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleKeys:
     """Where the queries of a call may look."""
 
     seen: Tensor  # (B, H, T, S)
@@ -22,7 +22,7 @@ class Visible:
     rows: Tensor  # (B, T): queries that are no padding
 
 
-def visible_in(constant: Tensor) -> Visible:
+def visible_keys(constant: Tensor) -> VisibleKeys:
     """From the constant part of logits (B, H, T, S). Keys that no query of a sequence sees are padding, if another
     sequence of the batch sees them: a rule of the model hides the same keys in all sequences.
     """
@@ -30,23 +30,23 @@ def visible_in(constant: Tensor) -> Visible:
     real = seen.any(2).any(1)  # (B, S)
     rows = torch.ones(seen.shape[0], seen.shape[2], dtype=torch.bool)
     if (real == real[:1]).all():
-        return Visible(seen, None, rows)
+        return VisibleKeys(seen, None, rows)
     if seen.shape[2] == seen.shape[3]:  # queries of padding tokens count for nothing
         rows = real
-    return Visible(seen, real, rows)
+    return VisibleKeys(seen, real, rows)
 
 
 def read_mask(layout: LogitsLayout, constant: Tensor, chunks: Collection[int] = ()) -> LogitsLayout:
     """The layout with the rule that its mask follows. Runs of tokens count as a rule only where a setting of the model
     (`chunks`) has their length: packed sequences look the same.
     """
-    view = visible_in(constant)
+    view = visible_keys(constant)
     seen = view.seen[:, 0]  # (B, T, S)
     if (view.seen != view.seen[:, :1]).any():
         raise UnreadableError("its heads are masked differently")
-    keep = torch.ones_like(seen) if view.padding is None else view.padding[:, None, :].expand(seen.shape)
+    kept = torch.ones_like(seen) if view.padding is None else view.padding[:, None, :].expand(seen.shape)
     for rule, causal, window, chunk in _rules(seen, chunks):
-        if torch.equal((rule & keep)[view.rows], seen[view.rows]):
+        if torch.equal((rule & kept)[view.rows], seen[view.rows]):
             return replace(layout, causal=causal, window=window, chunk=chunk)
     if (seen != seen[:1]).any():
         raise UnreadableError("its sequences are masked differently")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from locater.discovery.reading_models import Reading
+from locater.discovery.record_or_discovery import Reading
 from locater.layers.effective import effective
 from locater.layers.layer import AttentionLayer
 from locater.sources.remote.prefetch import Read, Record, recorded

@@ -21,7 +21,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from locater.discovery.fold_graph import LayerStack, layer_stacks, tensor_kind
-from locater.discovery.reading_models import layers_of
+from locater.discovery.record_or_discovery import layers_of
 from locater.errors import LocaterError, first_line
 from locater.layers.effective import Effective, effective
 from locater.layers.layer import AttentionLayer

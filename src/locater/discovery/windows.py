@@ -2,7 +2,7 @@
 
 So the copy of the model runs again with such a setting made smaller than the example, at two sizes. A layer whose mask
 follows has a window of that setting, by the one rule that explains both sizes. Where no mask follows, the model may
-have built the size in when it was made: then it is made anew from its configuration.
+have built the size in when it was made: then it is rebuilt from its configuration.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import nn
 
+from locater.discovery.attention_site import call_logits, site_of
 from locater.discovery.errors import UnreadableError
 from locater.discovery.masks import read_mask
-from locater.discovery.norms import plain
-from locater.discovery.passes import Copy, Pass
-from locater.discovery.place import captured_logits, place_of
-from locater.discovery.plain_settings import Setting, settings_of
+from locater.discovery.module_settings import Setting, settings_of
+from locater.discovery.norm_fit import unwrapped_path
+from locater.discovery.redrawn_copy import RedrawnCopy, TapedPass
 from locater.errors import LocaterError
 from locater.layers.layout import AttentionLayout, LogitsLayout
 
@@ -53,14 +53,14 @@ def window_settings(model: nn.Module, length: int) -> list[list[WindowSetting]]:
     for path, module in model.named_modules():
         config = getattr(module, "config", None)
         if config is not None:
-            holders.setdefault(id(config), []).append(plain(path))
+            holders.setdefault(id(config), []).append(unwrapped_path(path))
     groups: dict[tuple[str, int], list[WindowSetting]] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         for setting in settings_of(module, seen):
             if not SETTING.fullmatch(setting.name) or type(setting.value) is not int or setting.value < length - 1:
                 continue
-            inside = [plain(path)] if setting.owner is module else holders.get(id(setting.owner), [""])
+            inside = [unwrapped_path(path)] if setting.owner is module else holders.get(id(setting.owner), [""])
             groups.setdefault((setting.name, setting.value), []).append(WindowSetting(setting, tuple(inside)))
     return list(groups.values())
 
@@ -84,7 +84,7 @@ def made_small(settings: list[WindowSetting], size: int) -> Iterator[None]:
 
 
 def with_windows(
-    copied: Copy, layouts: Mapping[int, AttentionLayout], groups: list[list[WindowSetting]], length: int
+    copied: RedrawnCopy, layouts: Mapping[int, AttentionLayout], groups: list[list[WindowSetting]], length: int
 ) -> dict[int, AttentionLayout]:
     """Layouts, by number of their call, with the windows that show in passes with small settings."""
     result = dict(layouts)
@@ -142,7 +142,7 @@ def _rule(mask: LogitsLayout) -> tuple[Any, ...]:
 
 
 def _masks(
-    copied: Copy, layouts: Mapping[int, AttentionLayout], settings: list[WindowSetting]
+    copied: RedrawnCopy, layouts: Mapping[int, AttentionLayout], settings: list[WindowSetting]
 ) -> list[dict[int, Mask]] | None:
     """The masks of every call at each of SIZES; None where the setting shows in none, and may act all the same."""
     with contextlib.suppress(LocaterError):
@@ -158,25 +158,25 @@ def _masks(
 
 
 def _masks_at(
-    run: Callable[[None], Pass], layouts: Mapping[int, AttentionLayout], settings: list[WindowSetting], size: int
+    run: Callable[[None], TapedPass], layouts: Mapping[int, AttentionLayout], settings: list[WindowSetting], size: int
 ) -> dict[int, Mask]:
     with made_small(settings, size):
         done = run(None)
     return {number: _mask(done, number, layout, size) for number, layout in layouts.items()}
 
 
-def _mask(run: Pass, number: int, layout: AttentionLayout, size: int) -> Mask:
-    if number >= len(run.calls) or plain(run.calls[number].path) != layout.name:
+def _mask(run: TapedPass, number: int, layout: AttentionLayout, size: int) -> Mask:
+    if number >= len(run.calls) or unwrapped_path(run.calls[number].path) != layout.name:
         return "other attention runs"
     call = run.calls[number]
     try:
-        place = place_of(run.tape, call)
-        return read_mask(LogitsLayout(), captured_logits(place)[2], (size,))
+        site = site_of(run.tape, call)
+        return read_mask(LogitsLayout(), call_logits(site)[2], (size,))
     except (LocaterError, RuntimeError, ValueError, TypeError, LookupError) as error:
         return str(error) if isinstance(error, UnreadableError) else "its mask cannot be read"
 
 
-def _made_anew(copied: Copy) -> nn.Module:
+def _made_anew(copied: RedrawnCopy) -> nn.Module:
     """The model made from its configuration as it is now. Refused where that gives other parameters."""
     config: Any = getattr(copied.model, "config", None)
     if not hasattr(config, "to_dict"):
@@ -184,7 +184,7 @@ def _made_anew(copied: Copy) -> nn.Module:
     try:
         with _without_initialization():
             other: nn.Module = type(copied.model)(copy.deepcopy(config))
-    except Exception as error:
+    except Exception as error:  # of the constructor of any class
         raise LocaterError("it cannot be made from its configuration") from error
     every = [model.named_parameters(remove_duplicate=False) for model in (copied.model, other)]
     shapes = [{name: p.shape for name, p in named} for named in every]

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from locater.calls.call import Call
 from locater.layers import AttentionLayer
 from locater.numerics import upcast
-from locater.observing.inputs import Read
-from locater.observing.map_of_heads import attention_maps, without_autocast
-from locater.observing.stream import time_first
+from locater.observing.attention_maps import attention_maps, without_autocast
+from locater.observing.forward_pass import AttentionInput
+from locater.observing.residual_stream import time_first
 
-# Values of attention that announces none: computed again from the input of its module, and checked by its output.
+# Values of attention whose calls come without them: computed again from the input of the module, checked by its output.
 
 
 class Values(NamedTuple):
@@ -35,7 +35,9 @@ class Values(NamedTuple):
 
 
 @torch.no_grad()
-def values_behind(layer: AttentionLayer, call: Call, module: nn.Module, read: Read, y: Tensor) -> Values | None:
+def recomputed_values(
+    layer: AttentionLayer, call: Call, module: nn.Module, read: AttentionInput, y: Tensor
+) -> Values | None:
     """Values of the stream that keys read. None unless O = A V, or O behind the output map, is what the module
     returned: a module that norms its input, adds a skip or has another layout is not guessed at.
     """

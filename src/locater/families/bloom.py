@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from locater.calls.call import Call
-from locater.calls.patching import Passage, Undo, along, cached
+from locater.calls.patching import RecordedCall, Undo, cached_keys, record_parts
 from locater.errors import LocaterError
 from locater.families.gpt_neox import per_head
 from locater.families.record import Block, Family
@@ -81,17 +81,17 @@ def block(config: Config) -> Block:
 
 def tap(module: nn.Module) -> Iterator[Undo]:
     """ALiBi, mask and cache are arguments of the call."""
-    yield from along(module, _described, outputs=["query_key_value"], inputs=["dense"])
+    yield from record_parts(module, _described, outputs=["query_key_value"], inputs=["dense"])
 
 
-def _described(module: Any, passage: Passage) -> Call:
-    q, k, _ = split_bloom(module, passage.tensors["query_key_value"])
-    alibi = passage.argument(2, "alibi").detach()
-    k = cached(module, passage.argument(4, "layer_past"), k, alibi.shape[-1])
+def _described(module: Any, recorded: RecordedCall) -> Call:
+    q, k, _ = split_bloom(module, recorded.tensors["query_key_value"])
+    alibi = recorded.argument(2, "alibi").detach()
+    k = cached_keys(module, recorded.argument(4, "layer_past"), k, alibi.shape[-1])
     bias = module.beta * alibi.view(q.shape[0], module.num_heads, 1, -1)
-    output = passage.heads("dense", module.num_heads)  # not called with slow_but_exact
+    output = recorded.heads("dense", module.num_heads)  # not called with slow_but_exact
     call = Call(q, k, Terms(float(module.inv_norm_factor), bias=bias), output)
-    mask = passage.argument(3, "attention_mask")
+    mask = recorded.argument(3, "attention_mask")
     return call if mask is None else call.masked(mask.detach(), added=True)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.listeners import listening
-from locater.calls.patching import Passage, Undo, along, instead
+from locater.calls.listeners import active_listeners
+from locater.calls.patching import RecordedCall, Undo, record_parts, replace_method
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.record import Family
 from locater.kernels import Terms
@@ -106,30 +106,30 @@ def _listed(setting: str | list[str]) -> list[str]:
 def tap(module: nn.Module) -> Iterator[Undo]:
     """Position terms are taken from the module's own method: in training their table passes a dropout on the way."""
     positions: dict[str, Tensor] = {}
-    yield from along(module, partial(_described, positions), outputs=["query_proj", "key_proj"])
-    yield instead(module, "disentangled_attention_bias", partial(_keep_terms, positions))
+    yield from record_parts(module, partial(_described, positions), outputs=["query_proj", "key_proj"])
+    yield replace_method(module, "disentangled_attention_bias", partial(_keep_terms, positions))
 
 
 def _keep_terms(
     positions: dict[str, Tensor], module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     terms = method(*args, **kwargs)
-    if isinstance(terms, Tensor) and listening(module):  # the number 0 where no kind of term is configured
+    if isinstance(terms, Tensor) and active_listeners(module):  # the number 0 where no kind of term is configured
         positions["bias"] = terms.detach()
     return terms
 
 
-def _described(positions: dict[str, Tensor], module: Any, passage: Passage) -> Call:
+def _described(positions: dict[str, Tensor], module: Any, recorded: RecordedCall) -> Call:
     heads = module.num_attention_heads
-    q, k = (passage.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("query_proj", "key_proj"))
+    q, k = (recorded.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("query_proj", "key_proj"))
     parts = 1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type)
     bias = positions.pop("bias", None)
     terms = Terms(
         (q.shape[-1] * parts) ** -0.5,
         bias=None if bias is None else bias.unflatten(0, (-1, heads)),
-        mask=passage.argument(1, "attention_mask").bool(),
+        mask=recorded.argument(1, "attention_mask").bool(),
     )
-    return Call(q, k, terms, passage.returned[0].detach().unflatten(-1, (heads, -1)))
+    return Call(q, k, terms, recorded.returned[0].detach().unflatten(-1, (heads, -1)))
 
 
 FAMILY = Family(("deberta-v2",), layers, BERT_BLOCK, tap)

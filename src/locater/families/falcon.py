@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.patching import Passage, Undo, along, cached
+from locater.calls.patching import RecordedCall, Undo, cached_keys, record_parts
 from locater.errors import LocaterError
 from locater.families.record import Block, Family, Part
 from locater.kernels import Terms
@@ -127,25 +127,27 @@ def tap(module: nn.Module) -> Iterator[Undo]:
     """Queries and keys are rotated once more here, which costs two products per channel."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
-    yield from along(module, partial(_described, apply_rotary_pos_emb), outputs=["query_key_value"], inputs=["dense"])
+    yield from record_parts(
+        module, partial(_described, apply_rotary_pos_emb), outputs=["query_key_value"], inputs=["dense"]
+    )
 
 
-def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Call:
+def _described(rotate: Callable[..., Any], module: Any, recorded: RecordedCall) -> Call:
     """The mask depends on the implementation: the fused function reads a boolean one, the plain way adds any mask."""
-    q, k = (part.transpose(1, 2) for part in split_falcon(module, passage.tensors["query_key_value"])[:2])
+    q, k = (part.transpose(1, 2) for part in split_falcon(module, recorded.tensors["query_key_value"])[:2])
     alibi, mask, past = (
-        passage.argument(1, "alibi"),
-        passage.argument(2, "attention_mask"),
-        passage.argument(4, "layer_past"),
+        recorded.argument(1, "alibi"),
+        recorded.argument(2, "attention_mask"),
+        recorded.argument(4, "layer_past"),
     )
     if alibi is None:
-        cos, sin = passage.argument(7, "position_embeddings")
+        cos, sin = recorded.argument(7, "position_embeddings")
         q, k = rotate(q, k, cos.detach(), sin.detach())
-    k = cached(module, past, k, None if mask is None else mask.shape[-1])
-    call = Call(q, k, Terms(float(module.inv_norm_factor)), passage.heads("dense", module.num_heads))
+    k = cached_keys(module, past, k, None if mask is None else mask.shape[-1])
+    call = Call(q, k, Terms(float(module.inv_norm_factor)), recorded.heads("dense", module.num_heads))
     if "Flash" in type(module).__name__:
         return call.masked(mask).with_terms(causal=module.is_causal)
-    if attention_implementation(module) == "sdpa" and not passage.argument(6, "output_attentions"):
+    if attention_implementation(module) == "sdpa" and not recorded.argument(6, "output_attentions"):
         return call.masked(mask.detach()) if mask is not None else _causal(call, module)
     return _added(call, mask, None if alibi is None else alibi.detach() * module.inv_norm_factor)
 

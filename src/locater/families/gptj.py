@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from locater.calls.call import Call
-from locater.calls.listeners import listening
-from locater.calls.patching import Undo, argument, instead, tell
+from locater.calls.listeners import active_listeners
+from locater.calls.patching import Undo, argument_of, notify, replace_method
 from locater.errors import LocaterError
 from locater.families.record import Block, Family
 from locater.kernels import Terms
@@ -75,18 +75,18 @@ BLOCK = Block(
 
 def tap(module: nn.Module) -> Iterator[Undo]:
     """The method `_attn` is called with queries and keys after rotation and cache."""
-    yield instead(module, GPTJ_ATTENTION, _attend)
+    yield replace_method(module, GPTJ_ATTENTION, _attend)
 
 
 def _attend(module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out = attend(*args, **kwargs)
-    sites = listening(module)
+    sites = active_listeners(module)
     if sites:
         names = ((0, "query"), (1, "key"), (3, "attention_mask"))
-        q, k, mask = (argument(args, kwargs, at, name) for at, name in names)
+        q, k, mask = (argument_of(args, kwargs, at, name) for at, name in names)
         terms = Terms(1 / float(module.scale_attn))
         call = Call(q.detach(), k.detach(), terms, out[0].detach().transpose(1, 2))
-        tell(sites, call if mask is None else call.masked(mask.detach(), added=True))
+        notify(sites, call if mask is None else call.masked(mask.detach(), added=True))
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from locater.calls.call import Call
-from locater.calls.patching import Passage, Undo, along
+from locater.calls.patching import RecordedCall, Undo, record_parts
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.record import Family
 from locater.kernels import Terms
@@ -50,15 +50,15 @@ BLOCK = replace(BERT_BLOCK, attention="attention.attn", after_attention="attenti
 
 def tap(module: nn.Module) -> Iterator[Undo]:
     """Queries and keys are the outputs of two maps; bias and mask are arguments of the call."""
-    yield from along(module, _described, outputs=["q", "k"], inputs=["o"])
+    yield from record_parts(module, _described, outputs=["q", "k"], inputs=["o"])
 
 
-def _described(module: Any, passage: Passage) -> Call:
+def _described(module: Any, recorded: RecordedCall) -> Call:
     heads = module.num_attention_heads
-    q, k = (passage.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("q", "k"))
-    mask, bias = passage.argument(1, "attention_mask"), passage.argument(2, "position_bias")
+    q, k = (recorded.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("q", "k"))
+    mask, bias = recorded.argument(1, "attention_mask"), recorded.argument(2, "position_bias")
     bias = None if bias is None else bias.detach()
-    call = Call(q, k, Terms(module.attention_head_size**-0.5, bias=bias), passage.heads("o", heads))
+    call = Call(q, k, Terms(module.attention_head_size**-0.5, bias=bias), recorded.heads("o", heads))
     return call if mask is None else call.masked(mask.detach(), added=True)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from locater.calls.attention_interface import uses_attention_interface
 from locater.calls.call import Call
-from locater.calls.interface import reaches
-from locater.calls.patching import Passage, Undo, along, name_of
+from locater.calls.patching import RecordedCall, Undo, layer_name, record_parts
 from locater.errors import LocaterError
 from locater.families.record import Family
 from locater.kernels import Terms
@@ -40,23 +40,24 @@ KNOWN = ("attn_mask", "is_causal")
 def tap(module: nn.Module) -> Iterator[Undo]:
     norms = [name for name in ("q_norm", "k_norm") if isinstance(getattr(module, name, None), nn.Module)]
     names = list(inspect.signature(module.forward).parameters)
-    yield from along(module, partial(_described, names), outputs=["qkv", *norms], inputs=["proj"])
+    yield from record_parts(module, partial(_described, names), outputs=["qkv", *norms], inputs=["proj"])
 
 
-def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
-    fused = passage.tensors["qkv"].unflatten(-1, (3, module.num_heads, -1))  # (B, T, 3, H, D)
+def _described(names: Sequence[str], module: Any, recorded: RecordedCall) -> Call:
+    fused = recorded.tensors["qkv"].unflatten(-1, (3, module.num_heads, -1))  # (B, T, 3, H, D)
     q, k = (
         fused[:, :, part].transpose(1, 2)
-        if name not in passage.tensors
-        else _heads_first(module, passage.tensors[name], fused)
+        if name not in recorded.tensors
+        else _heads_first(module, recorded.tensors[name], fused)
         for part, name in enumerate(("q_norm", "k_norm"))
     )
-    call = Call(q, k, Terms(float(module.scale)), passage.heads("proj", module.num_heads))
-    arguments = {**dict(zip(names, passage.args, strict=False)), **passage.kwargs}
+    call = Call(q, k, Terms(float(module.scale)), recorded.heads("proj", module.num_heads))
+    arguments = {**dict(zip(names, recorded.args, strict=False)), **recorded.kwargs}
     for name in names[1:]:
         if arguments.get(name) is not None and name not in KNOWN:
             raise LocaterError(
-                f"{name_of(module)}: what its argument {name!r} does to attention is not known: pass attn_mask instead"
+                f"{layer_name(module)}: what its argument {name!r} does to attention is not known: "
+                "pass attn_mask instead"
             )
     if arguments.get("is_causal"):
         call = call.with_terms(causal=True)
@@ -67,7 +68,7 @@ def _heads_first(module: nn.Module, normed: Tensor, fused: Tensor) -> Tensor:
     B, T, _, H, D = fused.shape
     if tuple(normed.shape) not in ((B, H, T, D), (B, T, H, D)):
         raise LocaterError(
-            f"{name_of(module)}: its norms give {list(normed.shape)}, no heads: describe it with locater.register()"
+            f"{layer_name(module)}: its norms give {list(normed.shape)}, no heads: describe it with locater.register()"
         )
     return normed if normed.shape[1] == H else normed.transpose(1, 2)
 
@@ -78,7 +79,7 @@ def _masked(call: Call, module: Any, mask: Tensor | None) -> Call:
     if not mask.is_floating_point() and not getattr(module, "fused_attn", False):
         # the plain way adds its mask, so True and False would be 1 and 0
         raise LocaterError(
-            f"{name_of(module)}: a boolean attn_mask hides nothing unless fused_attn is set: "
+            f"{layer_name(module)}: a boolean attn_mask hides nothing unless fused_attn is set: "
             "set it, or pass an additive mask"
         )
     while mask.ndim < 4:
@@ -250,7 +251,7 @@ def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None
 
 def recognises(module: nn.Module) -> bool:
     """Attention of timm's that does not pass the interface of transformers."""
-    return _offers(module) and not reaches(module)
+    return _offers(module) and not uses_attention_interface(module)
 
 
 FAMILY = Family(("timm",), layers, tap=tap, recognises=recognises)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.calls.call import Call
-from locater.calls.listeners import listening
-from locater.calls.patching import Undo, argument, instead, tell
+from locater.calls.listeners import active_listeners
+from locater.calls.patching import Undo, argument_of, notify, replace_method
 from locater.errors import LocaterError
 from locater.families.record import Family
 from locater.kernels import Terms
@@ -28,7 +28,7 @@ from locater.layers.build import integer, matrix, norm, optional, projection, sh
 from locater.layers.layer import AttentionLayer, Kind, Projection
 from locater.layers.norm import Norm, NormKind
 from locater.sources.sources import Config
-from locater.sources.weights import ModuleWeights, Rows, Weights, natural
+from locater.sources.weights import ModuleWeights, Rows, Weights, natural_sort_key
 from locater.torch_private import ENCODER_STEPS, has_joint_projection, replace_fused_encoder_layer
 
 # The tap of `nn.MultiheadAttention`, alone or inside PyTorch's own encoders and decoders.
@@ -40,7 +40,7 @@ _plain: list[Callable[..., Tensor]] = []  # the function that is replaced, while
 
 def tap(module: nn.Module) -> Iterator[Undo]:
     assert isinstance(module, nn.MultiheadAttention)
-    yield instead(module, "forward", _attend)
+    yield replace_method(module, "forward", _attend)
     if not _tapped:
         _plain.append(replace_fused_encoder_layer(_encode))
     _tapped.append(module)
@@ -55,13 +55,13 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 def _attend(module: nn.MultiheadAttention, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out = forward(*args, **kwargs)
-    sites = listening(module)
+    sites = active_listeners(module)
     if sites:
-        query, key, _, hidden, _, mask = (argument(args, kwargs, at, name) for at, name in enumerate(ARGUMENTS))
+        query, key, _, hidden, _, mask = (argument_of(args, kwargs, at, name) for at, name in enumerate(ARGUMENTS))
         with torch.no_grad():
             q, k, padding = _batched(module, query, key)
             output, _, _ = _batched(module, out[0].detach(), out[0])
-            tell(sites, replace(_masked(_met(module, q, k, padding), mask, hidden), output=output))
+            notify(sites, replace(_masked(_met(module, q, k, padding), mask, hidden), output=output))
     return out
 
 
@@ -75,10 +75,10 @@ def _encode(*args: Any) -> Tensor:
     out = _plain[0](*args)
     for module in _tapped:
         if module.in_proj_weight is args[3]:
-            sites = listening(module)
+            sites = active_listeners(module)
             if sites:
                 with torch.no_grad():
-                    tell(sites, _in_layer(module, *args))
+                    notify(sites, _in_layer(module, *args))
     return out
 
 
@@ -165,7 +165,7 @@ class _Facts:
 def stems(weights: Weights) -> list[str]:
     """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
     paths = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
-    return sorted(paths, key=lambda stem: natural(stem.split(".")))
+    return sorted(paths, key=lambda stem: natural_sort_key(stem.split(".")))
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.listeners import listening
-from locater.calls.patching import Undo, argument, instead, tell
+from locater.calls.listeners import active_listeners
+from locater.calls.patching import Undo, argument_of, notify, replace_method
 from locater.errors import LocaterError
 from locater.families.record import Block, Family
 from locater.kernels import Terms
@@ -27,7 +27,7 @@ from locater.layers.layer import AttentionLayer, Projection
 from locater.layers.norm import Norm
 from locater.layers.relative import RelativeTerms
 from locater.numerics import upcast
-from locater.sources.settings import configuration
+from locater.sources.config_rules import configuration
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
@@ -125,15 +125,15 @@ def tap(module: nn.Module) -> Iterator[Undo]:
     """
     # the query stream's mask, from the start of a call until its first stream is seen
     under_way: dict[str, Tensor | None] = {}
-    yield instead(module, "forward", partial(_keep_mask, under_way))
-    yield instead(module, "rel_attn_core", partial(_attend, under_way))
+    yield replace_method(module, "forward", partial(_keep_mask, under_way))
+    yield replace_method(module, "rel_attn_core", partial(_attend, under_way))
 
 
 def _keep_mask(
     under_way: dict[str, Tensor | None], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if listening(module):
-        under_way["mask"] = argument(args, kwargs, 3, "attn_mask_g")
+    if active_listeners(module):
+        under_way["mask"] = argument_of(args, kwargs, 3, "attn_mask_g")
     return forward(*args, **kwargs)
 
 
@@ -141,7 +141,7 @@ def _attend(
     under_way: dict[str, Tensor | None], module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     out = attend(*args, **kwargs)
-    sites = listening(module)
+    sites = active_listeners(module)
     if sites and "mask" in under_way:
         mask = under_way.pop("mask")
         with torch.no_grad():
@@ -149,13 +149,13 @@ def _attend(
             if mask is not None:  # (T, S, B, 1)
                 real = (mask == 0).any(0).any(-1).T
                 call = call.with_terms(padding=real.expand(call.query.shape[0], -1))
-            tell(sites, call)
+            notify(sites, call)
     return out
 
 
 def _described(module: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
     names = ("q_head", "k_head_h", "v_head_h", "k_head_r", "seg_mat", "attn_mask")
-    q, k, _, k_r, segments, mask = (argument(args, kwargs, at, name) for at, name in enumerate(names))
+    q, k, _, k_r, segments, mask = (argument_of(args, kwargs, at, name) for at, name in enumerate(names))
     place = torch.einsum("ibnd,jbnd->bnij", q + module.r_r_bias, k_r)
     bias = module.rel_shift_bnij(place, klen=k.shape[0])
     if segments is not None:

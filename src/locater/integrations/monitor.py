@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.patching import instead
+from locater.calls.patching import replace_method
 from locater.runs.run_monitor import RunMonitor
 from locater.torch_private import unscales_gradients
 
@@ -101,7 +101,7 @@ class Monitor(RunMonitor):
             self._add_loss(loss)
             return loss
 
-        self._stop_listening = instead(trainer, "training_step", counted_step)
+        self._stop_listening = replace_method(trainer, "training_step", counted_step)
         self._step_losses_known = True
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **event: Any) -> None:

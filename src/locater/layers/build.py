@@ -17,7 +17,7 @@ from locater.layers.layer import AttentionLayer, Projection
 from locater.layers.norm import Norm, NormKind
 from locater.layers.row_readers import PickedRows, StoredRows
 from locater.numerics import upcast
-from locater.sources.settings import configuration, remedy
+from locater.sources.config_rules import configuration, remedy
 from locater.sources.weights import ModuleWeights, Rows, Weights
 
 

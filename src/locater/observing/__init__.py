@@ -1,10 +1,10 @@
 """A model under observation: statistics of its attention heads and of its residual stream, collected while it runs."""
 
-from locater.observing.collecting import statistics
-from locater.observing.map_of_heads import attention_pattern
+from locater.observing.attention_maps import attention_pattern
+from locater.observing.collect_statistics import statistics
 from locater.observing.observation import Observation, observe
-from locater.observing.rows import SeenHead
-from locater.observing.stream import SeenLayer
+from locater.observing.residual_stream import SeenLayer
+from locater.observing.seen_heads import SeenHead
 
 __all__ = [
     "Observation",

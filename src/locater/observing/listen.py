@@ -8,20 +8,20 @@ from typing import Literal
 
 from torch import nn
 
-from locater.calls import interface
-from locater.calls.listeners import Listener, enter, leave
-from locater.calls.patching import instead, through
+from locater.calls import attention_interface
+from locater.calls.listeners import Listener, add_listener, remove_listener
+from locater.calls.patching import force_retrace, replace_method
 from locater.errors import LocaterError
 from locater.families.record import Family
 from locater.families.registry import family_of
 from locater.families.taps import put_tap, refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
-from locater.observing.known_layers import parts_of
+from locater.observing.layers_by_record import parts_of
 from locater.torch_private import is_compiled_in_place, own_children
 
 
 @contextmanager
-def heard(
+def listening_to(
     model: nn.Module, sites: Sequence[Listener], family: Family | Literal["own"] | None = "own"
 ) -> Iterator[None]:
     """Announce the attention calls of `model` to `sites` inside the `with` block.
@@ -36,20 +36,20 @@ def heard(
             "from a whole model: load its checkpoint in one process"
         )
     with ExitStack() as stack:
-        interface.install()
-        stack.callback(interface.remove)
+        attention_interface.install()
+        stack.callback(attention_interface.remove)
         for site in sites:
             refuse_unobservable(site.module, family, site.name)
-            enter(site)
-            stack.callback(leave, site)
+            add_listener(site)
+            stack.callback(remove_listener, site)
             for undo in put_tap(site.module, family):
                 stack.callback(undo)
-        for part in compiled_parts(model):
-            stack.callback(instead(part, "forward", through))
+        for part in parts_that_may_be_compiled(model):
+            stack.callback(replace_method(part, "forward", force_retrace))
         yield
 
 
-def compiled_parts(model: nn.Module) -> list[nn.Module]:
+def parts_that_may_be_compiled(model: nn.Module) -> list[nn.Module]:
     """Parts that may be compiled already. Their graphs are guarded on `forward`, but not on a new entry in the table of
     attention functions.
     """

@@ -16,23 +16,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.coverage import folded_paths
-from locater.calls.listeners import Switch, is_here, run_pass
-from locater.calls.patching import instead
+from locater.calls.attention_like import folded_paths
+from locater.calls.listeners import Switch, counts_this_thread, run_pass
+from locater.calls.patching import replace_method
 from locater.errors import LocaterError
 from locater.families.taps import refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
-from locater.observing.accumulators import StatisticsOptions, owners
-from locater.observing.by_calls import CalledLayers
-from locater.observing.choosing import Choice, chosen, chosen_heads
-from locater.observing.counted_rows import forget_masks
-from locater.observing.known_layers import KnownLayers, known_layers
-from locater.observing.listen import heard
-from locater.observing.map_of_heads import pattern_sites
-from locater.observing.ranks import combine, refuse_split_tokens
-from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
-from locater.observing.site import Site, clear
-from locater.observing.stream import Padding, SeenLayer, listen, streams
+from locater.observing.accumulate import StatisticsOptions, owners
+from locater.observing.attention_maps import pattern_sites
+from locater.observing.layer_choice import Choice, choose, choose_heads
+from locater.observing.layers_by_calls import CalledLayers
+from locater.observing.layers_by_record import KnownLayers, known_layers
+from locater.observing.listen import listening_to
+from locater.observing.listening_site import Site, clear
+from locater.observing.reduce_ranks import combine_ranks, refuse_split_tokens
+from locater.observing.residual_stream import Padding, SeenLayer, listen_to_stream, stream_points
+from locater.observing.row_masks import forget_masks
+from locater.observing.seen_heads import SeenHead, accumulators, fetch_numbers, rows_of, totals
 from locater.torch_private import COMPILED_CALL, attention_implementation, is_compiled_in_place, unwrap_compiled
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # The layers of a model that a family reads, as places where attention is listened to.
 
 
-def sites_of(
+def sites_of_known_layers(
     model: nn.Module,
     known: KnownLayers,
     parts: Sequence[nn.Module],
@@ -54,7 +54,7 @@ def sites_of(
     """A site for each of the chosen layers, which knows the heads that this rank computes."""
     split = SplitHeads(model)
     sites = []
-    for number, layer in chosen(list(enumerate(known.layers)), layers, "layers"):
+    for number, layer in choose(list(enumerate(known.layers)), layers, "layers"):
         module = parts[layer.part]
         refuse_unobservable(module, known.family, layer.name)
         site = Site(
@@ -64,7 +64,7 @@ def sites_of(
             module=module,
             group=layer.group,
             count=layer.heads,
-            heads=chosen_heads(layer.heads, heads),
+            heads=choose_heads(layer.heads, heads),
             switch=switch,
             options=options,
             layer=layer,
@@ -156,15 +156,15 @@ class Observation:
             self.sites = self.by_calls.sites
         else:
             self.family = known.family
-            self.sites = sites_of(model, known, parts, options, layers, heads, self.switch)
+            self.sites = sites_of_known_layers(model, known, parts, options, layers, heads, self.switch)
         if hidden and SplitHeads(model).is_any:
             raise LocaterError(
                 f"{type(model).__name__}: it is split over ranks, and so may be the tokens between its blocks: "
                 "observe it without hidden=True"
             )
         self.pattern_sites = pattern_sites(model, patterns, self.switch)
-        self.streams = streams(model, self._attention_paths()) if hidden else []
-        self._counter = _Counter(self.switch, every, self.by_calls)
+        self.streams = stream_points(model, self._attention_paths()) if hidden else []
+        self._counter = _PassCounter(self.switch, every, self.by_calls)
         self.reduced = False  # whether the numbers are those of all ranks
         self._agreed = False  # whether all ranks are known to have the same layers
         self._end: weakref.finalize[..., Any] | None = None  # removes the listeners
@@ -180,8 +180,8 @@ class Observation:
         return self._counter.elsewhere
 
     @property
-    def over(self) -> bool:
-        return self._counter.over
+    def ended(self) -> bool:
+        return self._counter.ended
 
     def __repr__(self) -> str:
         name, heads = type(self.model).__name__, sum(len(site.heads) for site in self.sites)
@@ -209,25 +209,25 @@ class Observation:
         # a trainer may run in another thread than the one in which a monitor was attached
         self.switch.thread = get_ident() if self.every else None
         with ExitStack() as stack:
-            self._own(stack)
+            self._claim_sums(stack)
             listeners = self.sites if self.by_calls is None else self.by_calls.listeners
-            stack.enter_context(heard(self.model, [*listeners, *self.pattern_sites], self.family))
+            stack.enter_context(listening_to(self.model, [*listeners, *self.pattern_sites], self.family))
             for undo in () if self.by_calls is None else self.by_calls.listen():
                 stack.callback(undo)
             padding = Padding()
-            for undo in listen(self.streams, padding, self.switch):
+            for undo in listen_to_stream(self.streams, padding, self.switch):
                 stack.callback(undo)
             for part in self._parts_that_may_be_called():
-                stack.callback(instead(part, _entry(part), partial(_run_pass, self.switch)))
-            passing = partial(_passing, self._counter, padding if self.streams else None)
-            stack.callback(instead(self.model, _entry(self.model), passing))
+                stack.callback(replace_method(part, _entry_method(part), partial(_run_pass, self.switch)))
+            run_pass_observed = partial(_run_observed_pass, self._counter, padding if self.streams else None)
+            stack.callback(replace_method(self.model, _entry_method(self.model), run_pass_observed))
             # nothing on the model refers to this observation: one that nobody can read any more ends by itself
-            self._end = weakref.finalize(self, _ended, stack.pop_all(), self._counter)
+            self._end = weakref.finalize(self, _end_observation, stack.pop_all(), self._counter)
             self._end.atexit = False
-        self._counter.over = False
+        self._counter.ended = False
         return self
 
-    def _own(self, stack: ExitStack) -> None:
+    def _claim_sums(self, stack: ExitStack) -> None:
         """Let operators of a compiled model count the calls of this thread alone."""
         if self.switch.thread is not None:
             for sums in (*(site.here.sums for site in self.sites), *(point.sums for point in self.streams)):
@@ -241,7 +241,7 @@ class Observation:
         known = [site.is_known_to_be_called() for site in self.sites]  # where none is, the device has to be asked
         self.close()
         if kind is None and (self.passes or self.elsewhere) and not any(known) and not any(self.called):
-            raise LocaterError(self.nothing())
+            raise LocaterError(self.why_nothing())
 
     def close(self) -> None:
         """Remove the listeners; the numbers stay."""
@@ -264,13 +264,13 @@ class Observation:
             )
         rows = rows_of(self.sites)
         if not rows:
-            raise LocaterError(self.nothing())
+            raise LocaterError(self.why_nothing())
         return rows
 
     @property
     def called(self) -> list[bool]:
         """Whether each site was called since the last `clear`."""
-        return [total.called for total in totals(self.sites, fetched(accumulators(self.sites)))]
+        return [total.called for total in totals(self.sites, fetch_numbers(accumulators(self.sites)))]
 
     @property
     def layers(self) -> list[SeenLayer]:
@@ -298,7 +298,7 @@ class Observation:
 
     @property
     def notes(self) -> list[str]:
-        """What the rows leave out, each in a line: unknown maps, attention modules that never ran or were not heard."""
+        """What the rows leave out, each in a line: unknown maps, attention modules that never ran or were missed."""
         others = (
             [f"not counted: {self.elsewhere} forward passes in other threads than the one that entered observe()"]
             if self.elsewhere
@@ -345,7 +345,7 @@ class Observation:
         and all have the same numbers afterwards, of all heads also where these are split over ranks. Two collectives
         for all heads together; the first time one more.
         """
-        combine(self.model, self.sites, self.streams, self.by_calls is not None or not self._agreed, group)
+        combine_ranks(self.model, self.sites, self.streams, self.by_calls is not None or not self._agreed, group)
         self.reduced = self._agreed = True
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -354,7 +354,7 @@ class Observation:
 
         return pandas.DataFrame([asdict(row) for row in self.rows])
 
-    def nothing(self) -> str:
+    def why_nothing(self) -> str:
         """Why there are no rows."""
         name = type(self.model).__name__
         if not self.passes and self.elsewhere:
@@ -365,7 +365,7 @@ class Observation:
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
         if self.by_calls is not None:
-            return f"{name}: no softmax attention was heard. {self.by_calls.why_nothing()}"
+            return f"{name}: no softmax attention was found. {self.by_calls.why_nothing()}"
         how = attention_implementation(self.model)
         implementation = f" (attn_implementation {how!r})" if how else ""
         return (
@@ -375,7 +375,7 @@ class Observation:
         )
 
 
-def _entry(module: nn.Module) -> str:
+def _entry_method(module: nn.Module) -> str:
     """The method of a module to replace: outside of its graph where it was compiled in place, since inside passes could
     not be counted.
     """
@@ -388,7 +388,7 @@ def _run_pass(switch: Switch, part: nn.Module, forward: Callable[..., Any], *arg
 
 
 @dataclass(eq=False)
-class _Counter:
+class _PassCounter:
     """What a model under observation knows of it: which passes count."""
 
     switch: Switch
@@ -396,24 +396,24 @@ class _Counter:
     by_calls: CalledLayers | None
     passes: int = 0
     elsewhere: int = 0
-    over: bool = True
+    ended: bool = True
 
 
-def _ended(listeners: ExitStack, counter: _Counter) -> None:
+def _end_observation(listeners: ExitStack, counter: _PassCounter) -> None:
     """Take the listeners off."""
-    counter.over = True
+    counter.ended = True
     listeners.close()
 
 
-def _passing(
-    watch: _Counter, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
+def _run_observed_pass(
+    watch: _PassCounter, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
 ) -> Any:
     """Replaces the model's forward. Not a hook: hooks turn off PyTorch's fast path, and a compiled model ignores hooks
     that come after its first call.
     """
-    if watch.over:  # it could not be removed, because another method replaced it in turn
+    if watch.ended:  # it could not be removed, because another method replaced it in turn
         return forward(*args, **kw)
-    if not is_here(watch.switch):
+    if not counts_this_thread(watch.switch):
         watch.elsewhere += 1
         if watch.switch.lenient:
             watch.switch.missed.append(
@@ -423,7 +423,7 @@ def _passing(
     if watch.switch.thread is None and not torch.compiler.is_dynamo_compiling():
         watch.switch.thread = get_ident()  # until the pass ends
         try:
-            return _passing(watch, padding, model, forward, *args, **kw)
+            return _run_observed_pass(watch, padding, model, forward, *args, **kw)
         finally:
             watch.switch.thread = None
     if not torch.compiler.is_dynamo_compiling():
@@ -433,7 +433,7 @@ def _passing(
             watch.by_calls.begin_pass()
     if padding is not None:
         padding.before(model, args, kw)
-    # a counter inside a graph would be compiled anew at each value
+    # a counter inside a graph would be recompiled at each value
     if watch.every and not torch.compiler.is_dynamo_compiling():
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1

@@ -18,13 +18,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from locater.calls.call import Call
-from locater.calls.direct_calls import Heard
-from locater.calls.head_axes import BASE, Memory, Step, bases, labels_of
+from locater.calls.function_listener import DirectCall
+from locater.calls.head_axes import BASE, MemoryRegion, TensorStep, labels_of, source_maps
 from locater.errors import LocaterError
 
 
 @dataclass(frozen=True)
-class Layer:
+class RepeatedLayer:
     """Calls of one layer: `parts` are its heads, each with the numbers of its calls. `key` tells it from other layers
     of the same place; None where there is one alone.
     """
@@ -38,21 +38,23 @@ class _Source:
     """Which weights and channels made the queries and keys of a call, of which input and tokens."""
 
     made: tuple[Any, ...]
-    fed: tuple[Memory, ...]
-    read: tuple[Memory, ...]
+    fed: tuple[MemoryRegion, ...]
+    read: tuple[MemoryRegion, ...]
     tokens: tuple[bytes, bytes]
 
     @property
-    def weights(self) -> list[Memory]:
+    def weights(self) -> list[MemoryRegion]:
         return [memory for side in self.made for memory in side[0]]
 
 
-def layers_of(calls: Sequence[tuple[Heard, Call]], tokens: int | None, model: nn.Module) -> list[Layer]:
+def split_into_layers(
+    calls: Sequence[tuple[DirectCall, Call]], tokens: int | None, model: nn.Module
+) -> list[RepeatedLayer]:
     """The layers of calls with equally many heads, in a run of a module that was given this many tokens."""
     everything = [list(range(len(calls)))]
     if len(calls) > 1 and tokens == sum(call.query.shape[0] * call.query.shape[2] for _, call in calls):
-        return [Layer(everything)]  # each token is in one of them
-    sources = [_source(heard) for heard, _ in calls]
+        return [RepeatedLayer(everything)]  # each token is in one of them
+    sources = [_source(direct) for direct, _ in calls]
     known = [source for source in sources if source is not None]
     if len(known) < len(calls):
         raise LocaterError(
@@ -75,29 +77,29 @@ def layers_of(calls: Sequence[tuple[Heard, Call]], tokens: int | None, model: nn
     learned = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
     stable = all(memory.storage in learned for source in known for memory in source.weights)
     return [
-        Layer([same for _, same in parts], tuple(made for made, _ in parts) if stable else (at, len(together)))
+        RepeatedLayer([same for _, same in parts], tuple(made for made, _ in parts) if stable else (at, len(together)))
         for at, parts in enumerate(together.values())
     ]
 
 
-def _source(heard: Heard) -> _Source | None:
+def _source(direct: DirectCall) -> _Source | None:
     """None where the weights, channels or tokens of a call are not known."""
-    if heard.query is None or heard.key is None:
+    if direct.query is None or direct.key is None:
         return None
     sides, tokens = [], []
-    for step in (heard.query, heard.key):
-        made = tuple(memory for base in bases(step) for memory in base.made)
+    for step in (direct.query, direct.key):
+        made = tuple(memory for base in source_maps(step) for memory in base.made)
         channels, rows = _labels(step) or (None, None)
         if not made or channels is None or rows is None:
             return None
         sides.append((made, channels))
         tokens.append(rows)
-    first = bases(heard.query)
+    first = source_maps(direct.query)
     fed, read = ([memory for base in first for memory in getattr(base, name)] for name in ("fed", "read"))
     return _Source(tuple(sides), tuple(fed), tuple(read), (tokens[0], tokens[1]))
 
 
-def _labels(step: Step) -> tuple[tuple[int, ...], bytes] | None:
+def _labels(step: TensorStep) -> tuple[tuple[int, ...], bytes] | None:
     """The channels and the tokens that the rows of a tensor come from."""
     try:
         labels = labels_of(step)

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.discovery.example_settings import BATCH, TOKENS
-from locater.discovery.searching import Discovered, discovered_in
+from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError
 from locater.layers.layer import AttentionLayer
-from locater.observing.site import Site
+from locater.observing.listening_site import Site
 from locater.sources.live_tensors import is_a
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import is_compiled_wrapper, unwrap_compiled

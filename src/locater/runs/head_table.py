@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from locater.calls.changes import CHANGES, changes
+from locater.calls.interceptors import INTERCEPTORS, interceptors
 from locater.discovery import attention_layers
 from locater.discovery.stacked_maps import FoldedStacks, Spectra, spectra_of
 from locater.errors import LocaterError
@@ -20,9 +20,9 @@ from locater.findings import key_variance
 from locater.layers import AttentionLayer, effective
 from locater.layers.effective import Effective
 from locater.numerics import finite_or_none
-from locater.observing.known_layers import parts_of
-from locater.observing.rows import numbers_of, totals
-from locater.observing.site import Site
+from locater.observing.layers_by_record import parts_of
+from locater.observing.listening_site import Site
+from locater.observing.seen_heads import head_numbers, totals
 from locater.runs.first_batch import DiscoveredLayers
 from locater.sources.live_tensors import next_training_pass
 from locater.sources.weights import ModuleWeights
@@ -41,7 +41,7 @@ def head_table(sites: Sequence[Site], numbers: Sequence[list[float]]) -> Table:
     for site, total in zip(sites, totals(sites, numbers), strict=True):
         if total.called:
             for head, sums, top in zip(site.heads, total.sums, total.tops, strict=True):
-                table[site.number, head] = numbers_of(site, sums, top, _MEANS)
+                table[site.number, head] = head_numbers(site, sums, top, _MEANS)
     return table
 
 
@@ -81,7 +81,7 @@ class WeightSpectra:
         """
         parts = parts_of(self.model)
         with next_training_pass(parts):
-            if self._stacks is None or any(CHANGES in part.__dict__ for part in parts):
+            if self._stacks is None or any(INTERCEPTORS in part.__dict__ for part in parts):
                 return self._layer_by_layer()
             return self._stacks.spectra()
 
@@ -98,7 +98,7 @@ class WeightSpectra:
 def changed_maps(layer: AttentionLayer, module: nn.Module) -> Effective:
     """The effective maps of a layer, under the changes that controls have put on its module."""
     fold: Callable[[AttentionLayer], Effective] = effective
-    for change in changes(module):
+    for change in interceptors(module):
         fold = partial(change.fold, fold=fold)
     return fold(layer)
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from locater.discovery.stacked_maps import Spectra
 from locater.errors import LocaterError, first_line
 from locater.findings import FLAGS, Condition, Remedy, parse_conditions, reasons, remedy_for
-from locater.observing.accumulators import StatisticsOptions
-from locater.observing.choosing import Choice
+from locater.observing.accumulate import StatisticsOptions
+from locater.observing.layer_choice import Choice
+from locater.observing.listening_site import Site
 from locater.observing.observation import Observation
-from locater.observing.ranks import ranks_agree
-from locater.observing.rows import accumulators, fetched
-from locater.observing.site import Site
+from locater.observing.reduce_ranks import ranks_agree
+from locater.observing.seen_heads import accumulators, fetch_numbers
 from locater.options import parse_call
 from locater.runs.first_batch import discover_layers
 from locater.runs.head_table import (
@@ -312,7 +312,7 @@ class RunMonitor:
         values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
         plain = [name for name, x in values.items() if type(x) in (Tensor, nn.Parameter)]
         of_sites, of_weights = accumulators(sites), [x for part in spectra for x in part.tensors]
-        fetched_numbers = iter(fetched([*of_sites, *of_weights, *(values[name] for name in plain)]))
+        fetched_numbers = iter(fetch_numbers([*of_sites, *of_weights, *(values[name] for name in plain)]))
         self.observation.clear()
         table = head_table(sites, list(islice(fetched_numbers, len(of_sites))))
         add_spectra(table, spectra, list(islice(fetched_numbers, len(of_weights))))
@@ -353,7 +353,7 @@ class RunMonitor:
                 about="no gradients",
             )
         elif not table:
-            reason = f"the model was not in training mode, or {self.observation.nothing()}"
+            reason = f"the model was not in training mode, or {self.observation.why_nothing()}"
             self._report_once(reason, about=self.observation)
         if error is not None and table:
             self.spectrum = False

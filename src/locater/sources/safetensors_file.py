@@ -19,7 +19,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError, printable
 from locater.files import VALUES, refuse_duplicates, regular_file
-from locater.sources.weights import Rows, joined
+from locater.sources.weights import Rows, join_files
 
 DTYPES = {  # those that are read; whole numbers stand for quantised weights, which `quantised/` makes floats of
     "F64": torch.float64,
@@ -97,7 +97,7 @@ class SafetensorsWeights(StoredTensors[Path]):
         self.where = where
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._entries = joined(((path, _located(path)) for path in files), where, file_of)
+        self._entries = join_files(((path, _located(path)) for path in files), where, file_of)
 
     def _bytes(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
         """`size` bytes from `offset` on. The file is opened for each read, so threads do not share a position in it."""

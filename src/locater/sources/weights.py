@@ -92,7 +92,7 @@ def has_dense_data(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def joined(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: Mapping[str, F] | None) -> dict[str, T]:
+def join_files(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: Mapping[str, F] | None) -> dict[str, T]:
     """The tensors of several files in one dictionary.
 
     A tensor that is in two files, or in another file than the index says (`file_of`), is refused.
@@ -136,7 +136,7 @@ class ModuleWeights:
     """The tensors that a live model computes with, neither copied nor detached: gradients flow through `read`.
 
     Wrappers that compile, checkpoint or shard a module add their own name to its path; it is removed here. Each `read`
-    applies adapters and parametrizations and gathers shards (`checkpoints/live_tensors.py`).
+    applies adapters and parametrizations and gathers shards (`live_tensors.py`).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -198,6 +198,6 @@ def numbered(weights: Weights, pattern: str) -> Iterator[tuple[re.Match[str], st
     yield from sorted(matches, key=lambda pair: (pair[0].groupdict().get("prefix", ""), int(pair[0]["layer"])))
 
 
-def natural(parts: Iterable[str]) -> list[tuple[int, str]]:
+def natural_sort_key(parts: Iterable[str]) -> list[tuple[int, str]]:
     """Sort key for the parts of a name: numbers by their value, so that layer 10 comes after layer 9."""
     return [(int(part), "") if re.fullmatch("[0-9]{1,9}", part) else (-1, part) for part in parts]

@@ -27,11 +27,11 @@ import locater
 from locater.errors import LocaterError, first_line
 from locater.runs.run_log import LOG, read_run
 from locater.version import __version__
+from locater_lab.data.tokens import TOKENS_FOLDER, shared_tokens
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.train.measured import SINK
+from locater_lab.train.measures import SINK
 from locater_lab.train.plan import PACE, Plan
 from locater_lab.train.sweep import append_line, read_lines
-from locater_lab.train.token_files import FOLDER, shared_tokens
 
 # ---- one run in this process, and the line that is stored of it ----
 
@@ -140,7 +140,7 @@ def versions(kind: str) -> dict[str, str]:
         "locater": __version__,
         "code": code_of(Path(locater.__file__)),
     }
-    commit = _commit(Path(locater.__file__).parent)
+    commit = commit_of(Path(locater.__file__).parent)
     return {**known, "commit": commit} if commit else known
 
 
@@ -154,7 +154,7 @@ def code_of(package: Path) -> str:
 
 
 @cache
-def _commit(folder: Path) -> str | None:
+def commit_of(folder: Path) -> str | None:
     """The commit of the tree that a package runs from, and whether its files differ from it; None outside of one."""
     try:
         done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
@@ -226,7 +226,7 @@ def train_missing(
     runs: Runs,
     data: Path,
     jobs: int,
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run every row that has no line, `jobs` at a time. `rows` is asked again after each, since some wait for the
     outcome of others.
@@ -236,15 +236,15 @@ def train_missing(
     _check_files(rows(runs), data)
     with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
         _tokenize(runs.missing(rows(runs)), data, Path(folder))
-        _train_missing(rows, runs, data, jobs, tell)
+        _train_missing(rows, runs, data, jobs, log)
 
 
 def _train_missing(
-    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, tell: Callable[[str], None]
+    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, log: Callable[[str], None]
 ) -> None:
     asked: set[str] = set()
     broken: list[str] = []
-    with ProcessPoolExecutor(jobs, _processes(), _set_token_folder, (os.environ.get(FOLDER),)) as pool:
+    with ProcessPoolExecutor(jobs, _processes(), _set_token_folder, (os.environ.get(TOKENS_FOLDER),)) as pool:
         waiting: dict[Any, Row] = {}
         while True:
             for row in runs.missing(rows(runs)):
@@ -258,10 +258,10 @@ def _train_missing(
                 name = f"{row.arm}, seed {row.plan.seed}, rate {row.plan.rate:g}"
                 try:
                     runs.add(row, done.result())
-                    tell(f"{name}: {_outcome_text(runs.lines[row.key])}; {len(waiting)} left")
-                except Exception as error:  # of any kind: compilers, memory, a worker that was killed
+                    log(f"{name}: {_outcome_text(runs.lines[row.key])}; {len(waiting)} left")
+                except Exception as error:  # anything can end a worker (compilers, memory, a kill); its run has no line and is run again
                     broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
-                    tell(broken[-1])
+                    log(broken[-1])
     if broken:
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
@@ -280,7 +280,7 @@ def _processes() -> Any:
 def _set_token_folder(tokens: str | None) -> None:
     """In a process that has the environment of its server, which may have begun before there was a folder of tokens."""
     if tokens is not None:
-        os.environ[FOLDER] = tokens
+        os.environ[TOKENS_FOLDER] = tokens
 
 
 def _tokenize(rows: Iterable[Row], data: Path, folder: Path) -> None:
@@ -308,7 +308,7 @@ def _check_files(rows: Sequence[Row], data: Path) -> None:
         for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
-                    f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
+                    f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data TOKENS_FOLDER"
                 )
 
 
@@ -382,13 +382,13 @@ class Arm:
         if best is not None:
             yield from (self.row(best, seed) for seed in range(1, self.seeds))
 
-    def so_far(self, runs: Runs) -> list[dict[str, Any]]:
+    def lines_so_far(self, runs: Runs) -> list[dict[str, Any]]:
         """Lines of the seeds at the best rate, those that there are."""
         best = self.rate(runs)
         lines = [] if best is None else [runs.of(self.row(best, seed)) for seed in range(self.seeds)]
         return [line for line in lines if line is not None and line["status"] == "done"]
 
-    def ends(self, runs: Runs) -> list[dict[str, Any]] | None:
+    def final_lines(self, runs: Runs) -> list[dict[str, Any]] | None:
         """The same of all seeds; None while one is missing."""
-        found = self.so_far(runs)
+        found = self.lines_so_far(runs)
         return found if len(found) == self.seeds else None

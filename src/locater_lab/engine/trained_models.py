@@ -24,7 +24,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
-from locater.observing.inputs import Read, on_input, run
+from locater.observing.forward_pass import AttentionInput, listen_to_input, run_model
 from locater_lab.engine.reproduction import Setting
 
 # The sentence encoder all-MiniLM-L6-v2, known by the hash of its files wherever they come from.
@@ -48,15 +48,15 @@ WAY_OUT = (
 def sentence_model() -> Path | None:
     """Its folder; None where it is not installed. Other files than those of its hash are refused."""
     folder = _folder()
-    if folder is not None and (fault := _fault(folder)):
+    if folder is not None and (fault := _hash_fault(folder)):
         raise LocaterError(fault)
     return folder
 
 
-def why_absent() -> str | None:
+def why_unavailable() -> str | None:
     """One line where it cannot be used here: why, and how to get it."""
     folder = _folder()
-    return f"the sentence model {NAME} is not installed: {WAY_OUT}" if folder is None else _fault(folder)
+    return f"the sentence model {NAME} is not installed: {WAY_OUT}" if folder is None else _hash_fault(folder)
 
 
 def _folder() -> Path | None:
@@ -67,7 +67,7 @@ def _folder() -> Path | None:
 
 
 @cache
-def _fault(folder: Path) -> str | None:
+def _hash_fault(folder: Path) -> str | None:
     for path, expected in ((folder / name, value) for name, value in SHA256.items()):
         if not path.is_file():
             return f"{path}: no such file; {WAY_OUT}"
@@ -103,16 +103,16 @@ def layer_inputs(model: nn.Module, held: list[dict[str, Tensor]]) -> list[tuple[
     layers = [layer for layer in attention_layers(model) if layer.kind == "self"]
 
     def keeper(number: int) -> Any:
-        def see(read: Read) -> None:
+        def see(read: AttentionInput) -> None:
             kept.setdefault(number, []).append(read.x.float())
 
         return see
 
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
-            stack.callback(on_input(modules[layer.name], keeper(number)))
+            stack.callback(listen_to_input(modules[layer.name], keeper(number)))
         for part in held:
-            run(model, part)
+            run_model(model, part)
     return [(layer, torch.cat(kept[number])) for number, layer in enumerate(layers) if number in kept]
 
 

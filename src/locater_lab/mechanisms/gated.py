@@ -49,9 +49,9 @@ def gated_attention(
     """
     x = _gated_logits(x, gate, value_gate, key_gate, query_gate)
     if value_gate is not None:
-        x = replace(x, v=x.v * _fit(value_gate, "value_gate", x.v, x.S))
+        x = replace(x, v=x.v * _fit_gate(value_gate, "value_gate", x.v, x.S))
     out = softmax_attention(x)
-    return out if gate is None else out * _fit(gate, "gate", out, x.S)
+    return out if gate is None else out * _fit_gate(gate, "gate", out, x.S)
 
 
 def gated_map(
@@ -71,8 +71,8 @@ def gated_map(
     x = _gated_logits(x, gate, value_gate, key_gate, query_gate)
     out = softmax_map(x)
     if value_gate is not None:
-        out = out * x.per_query_head(_fit(value_gate, "value_gate", x.k, x.S).expand(-1, x.k.shape[1], -1, -1)).mT
-    return out if gate is None else out * _fit(gate, "gate", x.q, x.S)
+        out = out * x.per_query_head(_fit_gate(value_gate, "value_gate", x.k, x.S).expand(-1, x.k.shape[1], -1, -1)).mT
+    return out if gate is None else out * _fit_gate(gate, "gate", x.q, x.S)
 
 
 def _gated_logits(
@@ -82,12 +82,12 @@ def _gated_logits(
         raise LocaterError(
             "gated needs at least one of gate, value_gate, key_gate, query_gate; without any it is softmax"
         )
-    q = x.q if query_gate is None else x.q * _fit(query_gate, "query_gate", x.q, x.S)
-    k = x.k if key_gate is None else x.k * _fit(key_gate, "key_gate", x.k, x.S)
+    q = x.q if query_gate is None else x.q * _fit_gate(query_gate, "query_gate", x.q, x.S)
+    k = x.k if key_gate is None else x.k * _fit_gate(key_gate, "key_gate", x.k, x.S)
     return replace(x, q=q, k=k)
 
 
-def _fit(gate: Tensor, name: str, onto: Tensor, S: int) -> Tensor:
+def _fit_gate(gate: Tensor, name: str, onto: Tensor, S: int) -> Tensor:
     """A gate with four axes that fit `onto` (B, heads, tokens, size), in its type."""
     shape, tokens = list(gate.shape), onto.shape[2]
     if gate.ndim == 3:

@@ -14,63 +14,56 @@ from locater.calls.call import OtherAttention
 from locater.errors import LocaterError
 from locater.kernels import Terms
 from locater.registry import Registry
-from locater_lab.mechanisms import (
-    binary,
-    centred,
-    delta,
-    differential,
-    doubly_normalized,
-    fastmax,
-    gated,
-    linear,
-    multiformer,
-    sigmoid,
-    sinks,
-    softmax,
-)
+from locater_lab.mechanisms import delta, doubly_normalized, gated, linear, multiformer, softmax
+from locater_lab.mechanisms import softmax_variants as variants
 from locater_lab.mechanisms.mechanism_record import Mechanism
-from locater_lab.mechanisms.qk_norm import qk_norm_attention, qk_norm_map
-from locater_lab.mechanisms.softcap import DEFAULT_CAP, capped_attention, capped_map
 
 _OVER_QUERIES = "it normalises over queries first, later ones included; for encoders and cross-attention"
 _RECURRENT = "it is a recurrence over tokens"
 _CONVOLVES = "a convolution over tokens joins each with later ones; for encoders"
 TABLE = (
     Mechanism("softmax", softmax.softmax_attention, softmax.softmax_map, "stochastic", "softmax(s q k^T) v"),
-    Mechanism("softcap", capped_attention, capped_map, "stochastic", "softmax(c tanh(s q k^T / c)) v", path="kernel"),
+    Mechanism(
+        "softcap",
+        variants.capped_attention,
+        variants.capped_map,
+        "stochastic",
+        "softmax(c tanh(s q k^T / c)) v",
+        path="kernel",
+    ),
     Mechanism(
         "qk_norm",
-        qk_norm_attention,
-        qk_norm_map,
+        variants.qk_norm_attention,
+        variants.qk_norm_map,
         "stochastic",
         "softmax(s g_q g_k (q/rms q) (k/rms k)^T) v",
         learned=("query_gain", "key_gain"),
     ),
     Mechanism(
         "sigmoid",
-        sigmoid.sigmoid_attention,
-        sigmoid.sigmoid_map,
+        variants.sigmoid_attention,
+        variants.sigmoid_map,
         "non-negative",
         "sigmoid(s q k^T - ln n) v",
         path="kernel",
     ),
     Mechanism(
         "softmax_plus_one",
-        sinks.softmax_plus_one_attention,
-        sinks.softmax_plus_one_map,
+        variants.softmax_plus_one_attention,
+        variants.softmax_plus_one_map,
         "sub-stochastic",
         "exp(x_j) / (1 + sum exp(x)), x = s q k^T",
     ),
     Mechanism(
         "learned_sink",
-        sinks.learned_sink_attention,
-        sinks.learned_sink_map,
+        variants.learned_sink_attention,
+        variants.learned_sink_map,
         "sub-stochastic",
         "exp(x_j) / (exp(sinks_h) + sum exp(x)), x = s q k^T",
         learned=("sinks",),
     ),
     Mechanism(
-        "centred", centred.centred_attention, centred.centred_map, "signed", "softmax(s q k^T) v - mean of v in view"
+        "centred", variants.centred_attention, variants.centred_map, "signed", "softmax(s q k^T) v - mean of v in view"
     ),
     Mechanism(
         "doubly_normalized",
@@ -93,8 +86,8 @@ TABLE = (
     ),
     Mechanism(
         "fastmax",
-        fastmax.fastmax_attention,
-        fastmax.fastmax_map,
+        linear.fastmax_attention,
+        linear.fastmax_map,
         "stochastic",
         "f(x_j) / sum f(x), f = 1 + x (+ x^2/2), x = s (q/|q|) (k/|k|)^T",
         cost="linear",
@@ -135,16 +128,16 @@ TABLE = (
     ),
     Mechanism(
         "binary",
-        binary.binary_attention,
-        binary.binary_map,
+        variants.binary_attention,
+        variants.binary_map,
         "stochastic",
         "softmax(s mu_q mu_k sign(q) sign(k)^T + bias) v",
         learned=("bias",),
     ),
     Mechanism(
         "differential",
-        differential.differential_attention,
-        differential.differential_map,
+        variants.differential_attention,
+        variants.differential_map,
         "signed",
         "(softmax(s q1 k1^T) - lam softmax(s q2 k2^T)) v",
         learned=("lam",),
@@ -212,7 +205,7 @@ def why_unmeasurable(name: str) -> str | None:
     return f"{name} attention cannot be measured: {reason}"
 
 
-def other_attention(name: str, cap: float = DEFAULT_CAP) -> OtherAttention:
+def other_attention(name: str, cap: float = variants.DEFAULT_CAP) -> OtherAttention:
     """What a call at the attention interface says of the mechanism called `name`."""
     as_softmax = partial(_as_softmax, name, cap) if name in SOFTMAXES else None
     return OtherAttention(name, why_unmeasurable(name), mechanism(name).kind == "signed", as_softmax)

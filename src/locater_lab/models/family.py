@@ -23,8 +23,8 @@ from locater.sources.sources import Config
 from locater.sources.weights import Weights
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.modules import AttentionModule
-from locater_lab.mechanisms.softcap import DEFAULT_CAP
-from locater_lab.mechanisms.text import Named, parse_attention
+from locater_lab.mechanisms.softmax_variants import DEFAULT_CAP
+from locater_lab.mechanisms.stack import LayerAttention, parse_attention
 
 MODEL_TYPE, VARIANT = "locater", "locater_variant"
 UNREAD = {
@@ -44,7 +44,7 @@ def is_scanned(attention: str, layers: int) -> bool:
 
 
 @dataclass(frozen=True)
-class OtherAttention(AttentionLayer):
+class MechanismLayer(AttentionLayer):
     """A layer with another mechanism than softmax; `learned` builds the module of a mechanism that has parameters."""
 
     learned: Callable[[], AttentionModule] | None = None
@@ -113,10 +113,10 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         if config.get("qk_norm"):
             query, key = (norm(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
             placed = replace(placed, query_norm=query, key_norm=key)
-        yield _attending(placed, named, config, weights)
+        yield _with_mechanism(placed, named, config, weights)
 
 
-def _attending(layer: AttentionLayer, named: Named, config: Config, weights: Weights) -> AttentionLayer:
+def _with_mechanism(layer: AttentionLayer, named: LayerAttention, config: Config, weights: Weights) -> AttentionLayer:
     """The layer with its mechanism."""
     if named.name == "softcap":
         return replace(layer, softcap=named.settings.get("cap", DEFAULT_CAP))
@@ -126,14 +126,14 @@ def _attending(layer: AttentionLayer, named: Named, config: Config, weights: Wei
         return replace(layer, sinks=weights.read(f"{layer.name}.mechanism.sinks"))
     if named.name == "softmax":
         return layer
-    learned = None if named.is_bare else partial(_module, named, config, weights, layer.name, layer.index)
-    return OtherAttention(
+    learned = None if named.is_bare else partial(_load_module, named, config, weights, layer.name, layer.index)
+    return MechanismLayer(
         **{item.name: getattr(layer, item.name) for item in fields(layer)}
         | {"mechanism": named.name, "learned": learned}
     )
 
 
-def _module(named: Named, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
+def _load_module(named: LayerAttention, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
     """The learned parameters of a layer, as a module; built when the layer is run, because reading may be traced."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     with torch.device("meta"):

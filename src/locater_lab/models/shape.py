@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from locater_lab.mechanisms.text import Named, parse_attention
+from locater_lab.mechanisms.stack import LayerAttention, parse_attention
 from locater_lab.models.family import EPS, MODEL_TYPE, VARIANT
 
 THETA = 10_000.0  # base of the rotary angles
@@ -77,7 +77,7 @@ class Shape:
         return plain and self.causal and self.positions == "rotary" and self.mlp == "swiglu"
 
     @property
-    def by_layer(self) -> tuple[Named, ...]:
+    def by_layer(self) -> tuple[LayerAttention, ...]:
         """The attention mechanism of each layer."""
         return parse_attention(self.attention, self.layers)
 

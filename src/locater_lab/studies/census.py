@@ -23,15 +23,15 @@ ROOT = Path()  # of the repository, where make runs
 SEEDS = 3
 
 
-def initial(folder: Path, seed: int) -> locater.Scan:
+def scan_initial(folder: Path, seed: int) -> locater.Scan:
     """The scan of a model of the same shape, initialised as transformers does."""
     from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(seed)
-    return locater.scan(AutoModel.from_config(AutoConfig.from_pretrained(folder)))
+    return locater.scan(AutoModel.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
 
 
-def summary(scan: locater.Scan) -> dict[str, Any]:
+def summarise(scan: locater.Scan) -> dict[str, Any]:
     rows: list[Any] = [r for r in scan.rows if r.trace is not None]
 
     def column(name: str) -> list[Any]:
@@ -71,15 +71,20 @@ def measure(models: Path) -> list[dict[str, Any]]:
     entries = []
     for name, folder in model_folders(models).items():
         trained = locater.scan(folder)
-        starts = [initial(folder, seed) for seed in range(SEEDS)]
+        starts = [scan_initial(folder, seed) for seed in range(SEEDS)]
         pooled = locater.Scan("", {}, starts[0].layers, [row for start in starts for row in start.rows])
         entries.append(
-            {"model": name, "trained": summary(trained), "initial": summary(pooled), "M_by_layer": by_layer(trained)}
+            {
+                "model": name,
+                "trained": summarise(trained),
+                "initial": summarise(pooled),
+                "M_by_layer": by_layer(trained),
+            }
         )
     return entries
 
 
-def spread(triple: list[float]) -> str:
+def quartiles_text(triple: list[float]) -> str:
     low, middle, high = (round(x, 2) + 0.0 for x in triple)  # + 0.0: no minus sign on zero
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
@@ -96,7 +101,7 @@ COLUMNS = {
 }
 
 
-def page(entries: list[dict[str, Any]]) -> str:
+def page_text(entries: list[dict[str, Any]]) -> str:
     lines = [
         "# Census: what training does to the query-key spectrum",
         "",
@@ -110,7 +115,7 @@ def page(entries: list[dict[str, Any]]) -> str:
     for entry in entries:
         for state in ("initial", "trained"):
             s = entry[state]
-            cells = " | ".join(spread(s[name]) for name in COLUMNS)
+            cells = " | ".join(quartiles_text(s[name]) for name in COLUMNS)
             heads = s["heads"] if state == "trained" else s["heads"] // SEEDS
             lines.append(
                 f"| {entry['model']}, {state} | {heads} | {s['positive']:.0%} | {cells} | {s['localized']:.0%} |"
@@ -158,7 +163,7 @@ def main() -> None:
     entries = measure(args.models)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "census.json").write_text(json.dumps(entries, indent=1) + "\n")
-    (args.out / "census.md").write_text(page(entries))
+    (args.out / "census.md").write_text(page_text(entries))
     print(f"{len(entries)} models: {args.out / 'census.md'}")
 
 

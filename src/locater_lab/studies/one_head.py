@@ -2,8 +2,8 @@
 
     make study STUDY='one_head --models FOLDER'
 
-Models: those at hand (the demo and its twin, the sentence encoder where installed, folders below --models), and two that
-are trained here in about a minute: one layer that learns to copy, two layers of attention alone that learn n-grams.
+Models: those available (the demo and its twin, the sentence encoder where installed, folders below --models), and two
+that are trained here in about a minute: one layer that learns to copy, two layers of attention alone that learn n-grams.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.train import Plan, load, run
 
 RESULTS = Path("docs/results")  # from the root of the repository, where make runs
-BRIEF = dict(observe=0, evaluate=0, checkpoint=0, device="cpu")
-TRAINED = {
+TRAINING_OPTIONS = dict(observe=0, evaluate=0, checkpoint=0, device="cpu")
+TRAINED_HERE = {
     "copy, one layer": dict(task="copy", vocabulary=64, layers=1, heads=1, width=64, length=64, batch=32, steps=600, rate=6e-3, positions="learned"),
     "n-grams, two layers": dict(
         task="ngram", vocabulary=3, concentration=0.2, layers=2, heads=1, width=32, length=32, batch=32, steps=500, rate=1e-2, mlp="none",
@@ -79,19 +79,19 @@ PREDICTIONS = (
 )  # fmt: skip
 
 
-def models(folder: Path | None) -> dict[str, Any]:
+def load_models(folder: Path | None) -> dict[str, Any]:
     """Models by name."""
-    at_hand, left_out = read_each(model_folders(folder).items(), lambda name, path: load_model(str(path)))
+    available, left_out = read_each(model_folders(folder).items(), lambda name, path: load_model(str(path)))
     for name, why in left_out.items():
         print(f"{name}: left out ({why})")
-    at_hand["demo's twin, with LocAteR"] = load_model(str(files("locater") / "demo" / "twin"))
-    for name, settings in TRAINED.items():
+    available["demo's twin, with LocAteR"] = load_model(str(files("locater") / "demo" / "twin"))
+    for name, settings in TRAINED_HERE.items():
         with tempfile.TemporaryDirectory() as out:
-            at_hand[name] = load(run(Plan(**BRIEF, **settings, out=out + "/run")).model)  # type: ignore[arg-type]
-    return at_hand
+            available[name] = load(run(Plan(**TRAINING_OPTIONS, **settings, out=out + "/run")).model)  # type: ignore[arg-type]
+    return available
 
 
-def row_of(name: str, model: Any) -> dict[str, Any]:
+def model_row(name: str, model: Any) -> dict[str, Any]:
     """Medians over the heads of a model, and the share of heads that are as each prediction says."""
     scan = locater.scan(model, length=LENGTH)
     rows: list[Row] = [row for row in scan.rows if row.kind == "self" and row.effective_rank is not None]
@@ -116,7 +116,7 @@ def _share(prediction: Prediction, name: str, rows: list[Row]) -> float | None:
     return sum(map(prediction.holds, some)) / len(some)
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page_text(rows: list[dict[str, Any]]) -> str:
     """The table of models, and that of predictions."""
     names = [row["model"] for row in rows]
     lines = [
@@ -174,11 +174,11 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="folder with more trained models")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for one-head.json and one-head.md")
     options = parser.parse_args()
-    rows = [row_of(name, model) for name, model in models(options.models).items()]
+    rows = [model_row(name, model) for name, model in load_models(options.models).items()]
     predictions = [{"paper": p.paper, "says": p.says, "condition": p.condition} for p in PREDICTIONS]
     document = {"locater": locater.__version__, "length": LENGTH, "predictions": predictions, "models": rows}
     (options.out / "one-head.json").write_text(json.dumps(document, indent=1) + "\n")
-    (options.out / "one-head.md").write_text(page(rows))
+    (options.out / "one-head.md").write_text(page_text(rows))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from locater import scan
 
-Stored = dict[str, Tensor]
+StoredTensors = dict[str, Tensor]
 BLOCK = 128
 
 
-def fp8(weight: Tensor) -> Stored:
+def quantise_fp8(weight: Tensor) -> StoredTensors:
     """E4M3, one scale for each block of 128 x 128, as DeepSeek stores it."""
     scale = torch.stack(
         [torch.stack([part.abs().max() / 448 for part in rows.split(BLOCK, 1)]) for rows in weight.float().split(BLOCK)]
@@ -35,48 +35,48 @@ def fp8(weight: Tensor) -> Stored:
     return {"weight": (weight.float() / spread).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
-def four_bits(weight: Tensor, kind: str, nested: bool) -> Stored:
+def quantise_4bit(weight: Tensor, kind: str, nested: bool) -> StoredTensors:
     from bitsandbytes import functional
 
     packed, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
     return {"weight": packed, **{f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}}
 
 
-def llm_int8(weight: Tensor) -> Stored:
+def quantise_int8(weight: Tensor) -> StoredTensors:
     from bitsandbytes import functional
 
     codes, largest, _ = functional.int8_vectorwise_quant(weight.half())
     return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
 
 
-def packed_int(weight: Tensor, bits: int, group: int) -> Stored:
+def pack_int(weight: Tensor, bits: int, group: int) -> StoredTensors:
     from compressed_tensors.compressors import PackedQuantizationCompressor  # type: ignore[import-untyped]
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # type: ignore[import-untyped]
 
     args = QuantizationArgs(num_bits=bits, type="int", strategy="group", group_size=group)
     scale = weight.unflatten(1, (-1, group)).abs().amax(2) / (2 ** (bits - 1) - 0.5)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    stored: Stored = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    stored: StoredTensors = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     return stored
 
 
-def said(bits: int) -> dict[str, Any]:
+def compressed_tensors_config(bits: int) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
 
 
-FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
-    "FP8, blocks of 128 x 128": (fp8, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}),
-    "LLM.int8": (llm_int8, {"quant_method": "bitsandbytes"}),
-    "INT8, groups of 128": (lambda weight: packed_int(weight, 8, 128), said(8)),
-    "INT4, groups of 32": (lambda weight: packed_int(weight, 4, 32), said(4)),
-    "INT4, groups of 128": (lambda weight: packed_int(weight, 4, 128), said(4)),
-    "nf4": (lambda weight: four_bits(weight, "nf4", nested=False), {"quant_method": "bitsandbytes"}),
-    "nf4, double": (lambda weight: four_bits(weight, "nf4", nested=True), {"quant_method": "bitsandbytes"}),
-    "fp4": (lambda weight: four_bits(weight, "fp4", nested=False), {"quant_method": "bitsandbytes"}),
+FORMATS: dict[str, tuple[Callable[[Tensor], StoredTensors], dict[str, Any]]] = {
+    "FP8, blocks of 128 x 128": (quantise_fp8, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}),
+    "LLM.int8": (quantise_int8, {"quant_method": "bitsandbytes"}),
+    "INT8, groups of 128": (lambda weight: pack_int(weight, 8, 128), compressed_tensors_config(8)),
+    "INT4, groups of 32": (lambda weight: pack_int(weight, 4, 32), compressed_tensors_config(4)),
+    "INT4, groups of 128": (lambda weight: pack_int(weight, 4, 128), compressed_tensors_config(4)),
+    "nf4": (lambda weight: quantise_4bit(weight, "nf4", nested=False), {"quant_method": "bitsandbytes"}),
+    "nf4, double": (lambda weight: quantise_4bit(weight, "nf4", nested=True), {"quant_method": "bitsandbytes"}),
+    "fp4": (lambda weight: quantise_4bit(weight, "fp4", nested=False), {"quant_method": "bitsandbytes"}),
 }
 
 
-def write(folder: Path, name: str) -> None:
+def write_quantised(folder: Path, name: str) -> None:
     """The demo model with every map of its blocks quantised."""
     demo = Path(str(files("locater") / "demo"))
     change, settings = FORMATS[name]
@@ -91,7 +91,7 @@ def write(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
 
 
-def table() -> list[str]:
+def comparison_table() -> list[str]:
     """Rows of Markdown."""
     plain = scan(Path(str(files("locater") / "demo")))
     lines = [
@@ -100,7 +100,7 @@ def table() -> list[str]:
     ]
     for name in FORMATS:
         with tempfile.TemporaryDirectory() as place:
-            write(Path(place), name)
+            write_quantised(Path(place), name)
             quantised = scan(Path(place))
         pairs = list(zip(plain.rows, quantised.rows, strict=True))
         of_F = [abs(new.F / old.F - 1) for old, new in pairs]  # type: ignore[operator]
@@ -114,4 +114,4 @@ def table() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join(comparison_table()))

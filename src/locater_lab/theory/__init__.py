@@ -1,9 +1,18 @@
 """What papers say of stacks of attention: bounds on rank collapse, sums over paths, simulations, approximation."""
 
 from locater_lab.theory import approximation
-from locater_lab.theory.blocks import Block, hidden_states
-from locater_lab.theory.bounds import attention_bound, beta, layer_bound, mlp_lipschitz, skip_bound
-from locater_lab.theory.contraction import contraction_order, contraction_rate, depth_residuals
+from locater_lab.theory.collapse import (
+    FunctionalBlock,
+    attention_bound,
+    beta,
+    contraction_order,
+    contraction_rate,
+    depth_residuals,
+    hidden_states,
+    layer_bound,
+    mlp_lipschitz,
+    skip_bound,
+)
 from locater_lab.theory.path_sums import (
     FrozenLayer,
     Path,
@@ -21,8 +30,8 @@ from locater_lab.theory.path_sums import (
 from locater_lab.theory.walk import Walks, simulate
 
 __all__ = [
-    "Block",
     "FrozenLayer",
+    "FunctionalBlock",
     "Path",
     "Walks",
     "all_paths",

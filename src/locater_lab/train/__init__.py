@@ -10,7 +10,7 @@ from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.train.loop import DivergedError, run
 from locater_lab.train.plan import Plan
-from locater_lab.train.result import Result
+from locater_lab.train.run_folder import Result
 from locater_lab.train.sweep import sweep
 
 __all__ = ["DivergedError", "Plan", "Result", "Shape", "Transformer", "load", "run", "sweep"]

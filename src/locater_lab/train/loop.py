@@ -25,21 +25,18 @@ from locater.runs.head_table import COLUMNS
 from locater.runs.record_sinks import JsonlSink
 from locater.runs.records import end_record, header, loss_record
 from locater.runs.run_log import LOG
-from locater_lab.mechanisms.text import parse_attention
+from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.models.transformer import Attention, Transformer
 from locater_lab.train import checkpoint
 from locater_lab.train.batches import Batch, Data
 from locater_lab.train.controls import attach, check_controls, restore
 from locater_lab.train.conversion import Conversion, check_conversion, conversion_of
 from locater_lab.train.data import open_data
-from locater_lab.train.health import culprit, why_unread
-from locater_lab.train.measured import SEQUENCES, measure
+from locater_lab.train.measures import SEQUENCES, find_diverged_layer, measure, why_unread
 from locater_lab.train.plan import Plan
-from locater_lab.train.recipe import compiled, device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
-from locater_lab.train.result import Result
-from locater_lab.train.run_folder import RESULT, claimed, run_folder
-from locater_lab.train.text_classes import ClassData
-from locater_lab.train.text_data import TextData
+from locater_lab.train.recipe import compile_model, device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
+from locater_lab.train.run_folder import RESULT, Result, claimed_folder, run_folder
+from locater_lab.train.text_data import ClassData, TextData
 
 # A model measured on a split of its data: loss, accuracy, and the entropy of its heads.
 
@@ -62,7 +59,7 @@ class Evaluation:
         sequences, or of all. Targets that are no classes, of a model that denoises, have a squared error and no rank.
         """
         sums: list[tuple[Tensor, ...]] = []  # of each window: loss, targets, and how many are ranked first
-        with _evaluating(self.model):
+        with _evaluation_mode(self.model):
             for inputs, targets in self.data.windows(split, most):
                 with self.autocast():
                     logits = self.model(inputs).float().flatten(0, -2)
@@ -88,12 +85,12 @@ class Evaluation:
     def measures(self) -> dict[str, Any]:
         """Attention maps and residual stream on the first sequences of the report split."""
         inputs, _ = next(iter(self.data.windows("report", SEQUENCES)))
-        with _evaluating(self.model):
+        with _evaluation_mode(self.model):
             return measure(self.model, inputs)
 
 
 @contextmanager
-def _evaluating(model: Transformer) -> Iterator[None]:
+def _evaluation_mode(model: Transformer) -> Iterator[None]:
     before = model.training
     model.eval()
     try:
@@ -167,7 +164,7 @@ class LossLog:
 
 
 @contextmanager
-def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
+def seeded_randomness(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the random numbers of a run; afterwards those of the caller go on as if it had not taken place."""
     before = random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count()) if device.type == "cuda" else ()):
@@ -180,7 +177,7 @@ def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic(device: torch.device, wanted: bool = True) -> Iterator[None]:
+def deterministic_algorithms(device: torch.device, wanted: bool = True) -> Iterator[None]:
     """On a GPU, prefer algorithms whose sums have a fixed order: equal plans then give equal weights on one device.
 
     Without it equal runs of a compiled model end up to 0.01 nats apart. An operation that has no such algorithm is used
@@ -237,10 +234,10 @@ def run(plan: Plan, on_progress: OnProgress = lambda event: None) -> Result:
     folder = run_folder(plan)
     if (folder / RESULT).is_file():
         return Result.load(folder / RESULT)
-    with own_randomness(plan.seed, device), deterministic(device, plan.deterministic):
+    with seeded_randomness(plan.seed, device), deterministic_algorithms(device, plan.deterministic):
         training = Training.begin(plan, folder, device, on_progress)
         try:
-            with claimed(plan):  # nothing is written before data, model and controls are ready
+            with claimed_folder(plan):  # nothing is written before data, model and controls are ready
                 training.go_on()
                 training.train()
                 return training.finish()
@@ -294,8 +291,8 @@ class Training:
         trainable = {name: p for name, p in learned.items() if p.requires_grad}
         entropy = LastEntropy()
         try:
-            monitor = _monitor(plan, folder, model, entropy, conversion) if plan.observe else None
-            forward = compiled(plan, model, device)
+            monitor = _make_monitor(plan, folder, model, entropy, conversion) if plan.observe else None
+            forward = compile_model(plan, model, device)
             optimizer = optimizer_for(plan, trainable, device)
         except BaseException:
             controls.detach()
@@ -405,8 +402,8 @@ class Training:
         if (due or last) and not all(bool(p.isfinite().all()) for p in self.trainable):
             raise DivergedError(self._failure(self.step, "the weights are not finite", self._batches(self.step - 1)))
         if due or (last and plan.checkpoint):
-            checkpoint.save(self.folder, checkpoint.name_of(self.step), self.model, self._state())
-            checkpoint.thin_out(self.folder, plan.keep)
+            checkpoint.save(self.folder, checkpoint.checkpoint_name(self.step), self.model, self._state())
+            checkpoint.remove_older(self.folder, plan.keep)
         if self.step % plan.log == 0 or last or self.step == start + 1:
             self._report_progress()
 
@@ -416,7 +413,7 @@ class Training:
         conversion.apply()
         if self.plan.compile:
             torch.compiler.reset()
-            self.forward = compiled(self.plan, self.model, self.device)
+            self.forward = compile_model(self.plan, self.model, self.device)
         self.converted = {"step": self.step, "before": before, "after": self._measured_now()}
 
     def _measured_now(self) -> dict[str, float | None]:
@@ -482,11 +479,11 @@ class Training:
     def _failure(self, step: int, reason: str, batches: list[Batch]) -> str:
         last = checkpoint.latest(self.folder)
         good = f"the last good checkpoint is {last}" if last else "no checkpoint was written before"
-        layer = culprit(self.model, batches)
+        layer = find_diverged_layer(self.model, batches)
         return f"{self.folder}: step {step}: {reason}; {layer}; {good}. Lower --rate, or add a --control"
 
 
-def _monitor(
+def _make_monitor(
     plan: Plan, folder: Path, model: Transformer, entropy: LastEntropy, conversion: Conversion | None
 ) -> Monitor | LossLog:
     """A monitor of every head; where heads cannot be measured, or will not be after a conversion, a log of losses

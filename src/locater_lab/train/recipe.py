@@ -81,7 +81,7 @@ def optimizer_for(plan: Plan, trainable: Mapping[str, nn.Parameter], device: tor
     return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, plan.beta2), fused=fused)
 
 
-def compiled(plan: Plan, model: nn.Module, device: torch.device) -> Callable[..., Any]:
+def compile_model(plan: Plan, model: nn.Module, device: torch.device) -> Callable[..., Any]:
     """The model as steps call it, compiled where the plan says so.
 
     On a GPU, passes are CUDA graphs, because the host needs longer to queue the kernels of a small model than the GPU

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from locater_lab.engine.claims import Claim, by_seed, judge_together, verdict_of
-from locater_lab.engine.significance import LEVEL, decided_by_holm, interval, p_value, probability_within, quantile
+from locater_lab.engine.claims import (
+    LEVEL,
+    Claim,
+    by_seed,
+    decided_by_holm,
+    interval,
+    judge_together,
+    p_value,
+    probability_within,
+    quantile,
+    verdict_of,
+)
 
 SAMPLES, PAGES, CLAIMS = 100_000, 2_000, 20
 BETTER = Claim("x", "it is better", "change of loss", "at most", 0.0)

@@ -10,10 +10,7 @@ import pytest
 
 from locater_lab.engine.arms import mean_of_arm
 from locater_lab.engine.claims import Claim, verdict_of
-from locater_lab.engine.pages import page
-from locater_lab.engine.reproduction import Paper, Results
-from locater_lab.engine.runs import Arm, Runs, train
-from locater_lab.engine.sink_runs import (
+from locater_lab.engine.mechanism_runs import (
     COPY,
     COPY_RATE,
     COPY_SEEDS,
@@ -24,6 +21,9 @@ from locater_lab.engine.sink_runs import (
     sink_tables,
     weight_left,
 )
+from locater_lab.engine.pages import page
+from locater_lab.engine.reproduction import Paper, Results
+from locater_lab.engine.runs import Arm, Runs, train
 from locater_lab.papers.qiu2025 import training as gates
 from locater_lab.papers.sun2026 import training as blocks
 from locater_lab.studies.zoo import sinks as zoo

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from locater.kernels.dispatch import default_backend
 from locater.kernels.terms import LARGEST_CAP, Terms
-from locater_lab.mechanisms.kernels import recurrence as scan
-from locater_lab.mechanisms.kernels import weighted as weighed
-from locater_lab.mechanisms.kernels.recurrence import chunk_scan
+from locater_lab.mechanisms.kernels import delta, weighted
+from locater_lab.mechanisms.kernels.delta import chunk_scan
 from tests.processes import interpreted
 
 # what is seen, batch, query heads, key heads, queries, keys, channels of queries and of values
@@ -105,14 +104,14 @@ def check_operations(device: str) -> None:
     q, k, v = (drawn(1, 2, 20, 16, seed=n, device=device, dtype=torch.float32) for n in range(3))
     row = drawn(1, 2, 20, seed=3, device=device, dtype=torch.float32)
     for shift in (None, row):
-        torch.library.opcheck(weighed._weighed, (q, k, v, shift, None, 0.25, 30.0, True))
+        torch.library.opcheck(weighted._weighted, (q, k, v, shift, None, 0.25, 30.0, True))
     leaves = [0.3 * drawn(*shape, seed=n, device=device, dtype=torch.float32).detach() for n, shape in enumerate(
         [(2, 3, 16, 16), (2, 3, 16, 16), (2, 3, 16, 16), (2, 3)])]  # fmt: skip
     leaves = [x.requires_grad_() for x in leaves]
-    torch.library.opcheck(scan._scan, tuple(leaves))
+    torch.library.opcheck(delta._scan, tuple(leaves))
     weight = [drawn(2, 3, 16, 16, seed=n, device=device, dtype=torch.float32).detach() for n in (7, 8)]
     exact = [x.detach().double().cpu().requires_grad_() for x in leaves]
-    grads = torch.autograd.grad(scan._scan(*leaves), leaves, weight)
+    grads = torch.autograd.grad(delta._scan(*leaves), leaves, weight)
     wanted = torch.autograd.grad(chunk_scan(*exact), exact, [x.double().cpu() for x in weight])
     for a, b in zip(grads, wanted, strict=True):
         assert (a.cpu() - b).abs().max() < 1e-5 * (1 + b.abs().max())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from locater_lab.mechanisms.kernels import delta, doubly, features, polynomial, weighted
+from locater_lab.mechanisms.kernels import delta, doubly, features, weighted
 from tests.processes import interpreted
 
 # batch, query heads, key heads, queries, keys, channels of queries and of values, whether keys are padded
@@ -112,12 +112,12 @@ def delta_call(*operands: Tensor, **options: Any) -> Tensor:
 
 FEATURES = {"unit": False, "scale": 0.7}
 CASES = {
-    "polynomial": Case(polynomial.polynomial_attention, polynomial_formula, {"order": 2, "unit": True, "scale": 0.9}),
+    "polynomial": Case(features.polynomial_attention, polynomial_formula, {"order": 2, "unit": True, "scale": 0.9}),
     "polynomial, all keys, no norm": Case(
-        polynomial.polynomial_attention, polynomial_formula, {"order": 2, "unit": False, "scale": 0.3}, causal=False
+        features.polynomial_attention, polynomial_formula, {"order": 2, "unit": False, "scale": 0.3}, causal=False
     ),
     "polynomial, order 1": Case(
-        polynomial.polynomial_attention, polynomial_formula, {"order": 1, "unit": True, "scale": 0.9}
+        features.polynomial_attention, polynomial_formula, {"order": 1, "unit": True, "scale": 0.9}
     ),
     "features": Case(features.feature_attention, feature_formula, FEATURES),
     "features, all keys": Case(features.feature_attention, feature_formula, FEATURES, causal=False),
@@ -126,7 +126,7 @@ CASES = {
     "gated delta": Case(delta_call, delta_formula, {"scale": 0.8}, ("beta", "log_decay"), only_causal=True),
     "doubly": Case(doubly.doubly_attention, doubly_formula, {"scale": 0.5}, causal=False, only_causal=True),
     "doubly, mixed": Case(doubly.doubly_attention, doubly_formula, {"scale": 0.5}, ("mix",), False, True),
-    "window": Case(weighted.weighed_attention, window_formula, {"scale": 0.5, "window": 9}, causal=False),
+    "window": Case(weighted.weighted_attention, window_formula, {"scale": 0.5, "window": 9}, causal=False),
 }
 
 
@@ -190,11 +190,11 @@ def check_operations(device: str) -> None:
     """What PyTorch asks of an operation: shapes without data, gradients, no input changed."""
     q, k, v = (drawn(1, 2, 40, 16, seed=n, device=device, dtype=torch.float32).requires_grad_() for n in range(3))
     beta, mix = (torch.rand(*shape, device=device).requires_grad_() for shape in ((1, 2, 40), (2,)))
-    torch.library.opcheck(polynomial._polynomial, (q, k, v, None, 0.5, 2, True, True))
-    torch.library.opcheck(features._attend, (q, k, v, None, 0.5, True, True))
+    torch.library.opcheck(features._polynomial, (q, k, v, None, 0.5, 2, True, True))
+    torch.library.opcheck(features._features, (q, k, v, None, 0.5, True, True))
     torch.library.opcheck(delta._rule, (q, k, v, beta, None, None, 0.5, True))
     torch.library.opcheck(doubly._doubly, (q, k, v, mix, None, None, 0.5))
-    torch.library.opcheck(weighted._weighed, (q, k, v, None, None, 0.5, 0.0, False, 7))
+    torch.library.opcheck(weighted._weighted, (q, k, v, None, None, 0.5, 0.0, False, 7))
 
 
 def test_kernels_in_the_interpreter() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater_lab.data.ngrams import NgramSource
+from locater_lab.data.synthetic import NgramSource
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.chen2024 import PAPER, predictions, simplified_model, training_order, transformer

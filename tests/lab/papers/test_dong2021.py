@@ -24,7 +24,7 @@ from locater_lab.engine.pages import page, write_report
 from locater_lab.engine.reproduction import Study, join_documents, measure
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.dong2021 import circle, contraction, locater_slowing, paths, planted_heads, two_collapses
-from locater_lab.theory import Block, depth_residuals, layer_bound, path_counts
+from locater_lab.theory import FunctionalBlock, depth_residuals, layer_bound, path_counts
 from locater_lab.train import Transformer
 from tests import ROOT
 
@@ -64,7 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heads", [1, 3])
 def test_tokens_held_apart_move_as_tokens_do(heads: int) -> None:
     """Against the plain block while it has digits, and against its own law once it has none."""
-    x = contraction.normal(7, 8, seed=1) + 2
+    x = contraction.draw_normal(7, 8, seed=1) + 2
     layers = [contraction.block(seed, heads=heads, size=0.7) for seed in range(5)]
     plain, exact = depth_residuals(x, layers).tolist(), contraction.exact_depth(x, layers)
     assert exact[:3] == pytest.approx(plain[:3], rel=1e-6)
@@ -76,7 +76,7 @@ def test_tokens_held_apart_move_as_tokens_do(heads: int) -> None:
 
 
 def test_a_residual_far_below_rounding_still_goes_with_the_third_power() -> None:
-    R, v, layer = contraction.normal(6, 8, seed=3), contraction.normal(8, seed=4), contraction.block(5)
+    R, v, layer = contraction.draw_normal(6, 8, seed=3), contraction.draw_normal(8, seed=4), contraction.block(5)
     R = R - R.mean(0)
     sizes = (1e-20, 1e-50, 1e-80)
     after = [composite_norm(contraction.advance(contraction.Tokens(v, r * R), layer).rest).item() / r**3 for r in sizes]
@@ -98,8 +98,8 @@ def test_uniform_causal_attention_halves_the_residual_every_layer() -> None:
     n = 12
     means = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
     assert sorted(np.linalg.eigvals(means).real, reverse=True)[:3] == pytest.approx([1, 1 / 2, 1 / 3])
-    uniform = Block(torch.zeros(1, 3, 3), torch.eye(3)[None], scale=1.0, causal=True)
-    found = depth_residuals(contraction.normal(n, 3, seed=1), [uniform] * 30).tolist()
+    uniform = FunctionalBlock(torch.zeros(1, 3, 3), torch.eye(3)[None], scale=1.0, causal=True)
+    found = depth_residuals(contraction.draw_normal(n, 3, seed=1), [uniform] * 30).tolist()
     assert found[-1] / found[-2] == pytest.approx(0.5, abs=1e-3)
 
 
@@ -127,7 +127,7 @@ def test_the_crowd_is_that_of_a_dense_layer(m: int) -> None:
     x[: m + 1] = torch.eye(m + 1, dtype=torch.float64)
     x[:, 0] += math.log(contraction.HUB_WEIGHT * 2 * m) / strength
     same = torch.eye(m + 1, dtype=torch.float64)[None]
-    layer = Block(strength * same, same, scale=1.0)
+    layer = FunctionalBlock(strength * same, same, scale=1.0)
     after = layer(x)
     assert found.tokens == len(x)
     assert found.residual <= contraction.best_at_least(after)

@@ -382,7 +382,7 @@ def test_paths_and_the_whole_model_against_numpy(name: str) -> None:
     paths = [draw_path(k, model.shape.heads, draws) for k in range(DEPTH + 1)]
     start = model.embed(data.x).numpy()
     maps = model.attention(data.x, data.real)
-    found = {False: model.of_paths(data, paths), True: model.of_paths(data, paths, maps)}
+    found = {False: model.path_logits(data, paths), True: model.path_logits(data, paths, maps)}
     whole = model(data.x, data.real)
     for i, real in enumerate(data.real.numpy()):
         end, held = plain_whole(model, start[i], real)
@@ -521,9 +521,11 @@ def test_models_of_studies_f_and_h_on_the_gpu() -> None:
         draws = random.Random(0)
         paths = [draw_path(k, task.shape.heads, draws) for k in range(DEPTH + 1)]
         for maps in (None, model.attention(judged.x, judged.real)):
-            there = model.of_paths(judged, paths, maps)
+            there = model.path_logits(judged, paths, maps)
             held = None if maps is None else [x.cpu() for x in maps]
-            torch.testing.assert_close(there.cpu(), here.of_paths(judged.to("cpu"), paths, held), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                there.cpu(), here.path_logits(judged.to("cpu"), paths, held), rtol=1e-3, atol=1e-3
+            )
         assert 0 <= path_tasks.take_apart(model, learn, judged, 0)["entire"] <= 1
     found = locater_slowing.train_and_measure("LocAteR, target 2", 0, 5, "cuda")
     assert len(found["whole"]) == len(found["cut"]) == locater_slowing.SHAPE.layers + 1

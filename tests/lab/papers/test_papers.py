@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from locater.errors import LocaterError
-from locater_lab.cli import reproducing as command_module
-from locater_lab.cli.reproducing import kept_runs
+from locater_lab.cli import reproduce as command_module
+from locater_lab.cli.reproduce import kept_runs
 from locater_lab.engine.claims import by_seed
 from locater_lab.engine.figures import Cells, Panel, Series, draw
 from locater_lab.engine.pages import page, write_report
@@ -208,7 +208,10 @@ def test_the_kept_runs_are_used_unless_others_are_given(
     assert (without.status, "undecided" in without.out) == (0, True)
     assert "no training runs come with this installation, so c1 stays open: give --runs PATH" in without.err
     told: list[str] = []
-    assert (command_module._kept(PAPERS["bao2024"], "a", told.append), told) == ([], [])  # which rests on none
+    assert (command_module._find_kept_runs(PAPERS["bao2024"], "a", told.append), told) == (
+        [],
+        [],
+    )  # which rests on none
 
 
 def test_runs_of_several_files_are_one() -> None:
@@ -222,7 +225,7 @@ def test_runs_of_several_files_are_one() -> None:
 def test_every_study_is_announced_and_flushed() -> None:
     """Minutes of work say where they are, also in a file."""
     told: list[str] = []
-    reproduce(toy({"x1": 0.0}), Setting(tell=told.append))
+    reproduce(toy({"x1": 0.0}), Setting(log=told.append))
     assert [line.split(" (")[0] for line in told] == [
         f"toy: study {i} of 2, {s.title}" for i, s in enumerate(toy({}).studies, 1)
     ]
@@ -263,7 +266,7 @@ def test_an_earlier_run_must_be_of_this_paper(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(reproduce(toy({"x1": 0.0})).to_json())
     with pytest.raises(LocaterError, match=r"x\.json.*toy"):
-        command_module._read(path, PAPERS["bao2024"])
+        command_module._read_document(path, PAPERS["bao2024"])
 
 
 def test_runs_of_several_claims_are_joined(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from locater_lab.engine.claims import judge_together
+from locater_lab.engine.mechanism_runs import GATES, TEXT_SEEDS, text_arms
 from locater_lab.engine.pages import page
 from locater_lab.engine.reproduction import Reproduction, Results
 from locater_lab.engine.runs import Runs
-from locater_lab.engine.sink_runs import GATES, TEXT_SEEDS, text_arms
 from locater_lab.papers import PAPERS, Setting, reproduce, verdict_of
 from locater_lab.papers.qiu2025 import gate_forms, linearity, training
 from tests.lab.made_runs import fill_text, made_line
@@ -58,7 +58,9 @@ def test_loops_tell_a_wrong_gate(position: str) -> None:
     q, k, v = layer.projected
     wrong = gated.get_parameter("gate.weight").flip(0)
     assert (
-        gate_forms.relative(gated(q, k, v, layer.x), gate_forms.looped_output(layer, wrong, position, "head", False))
+        gate_forms.relative_difference(
+            gated(q, k, v, layer.x), gate_forms.looped_output(layer, wrong, position, "head", False)
+        )
         > 1e-3
     )
 

@@ -18,7 +18,7 @@ import torch
 
 from locater.discovery import attention_layers
 from locater.layers import Norm
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.trained_models import TrainedLayer
@@ -48,7 +48,7 @@ def test_the_spectrum_against_numpy() -> None:
 
 
 def test_excess_rank_is_that_of_the_gram_matrix_and_keeps_its_digits() -> None:
-    x = normal(6, 4, seed=0)
+    x = draw_normal(6, 4, seed=0)
     s = np.linalg.svd((x @ x.mT).numpy(), compute_uv=False)
     assert 1 + width_collapse.excess_rank(x) == pytest.approx((s**2).sum() / s[0] ** 2)
     near = torch.diag(torch.tensor([1.0, 1e-5], dtype=torch.float64))

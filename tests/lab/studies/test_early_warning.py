@@ -65,15 +65,17 @@ def test_the_record_is_that_of_its_lines() -> None:
     assert all(row["step"] % 50 == 1 for line in lines for row in line["warnings"])
     outcomes = {run["name"]: run for run in record["runs"]}
     for line in lines[::10]:  # every tenth: judging all takes seconds
-        wrong = judge.wrong_from(line["losses"], judge.usual_losses(lines, line["run"]["kind"], without=line["name"]))
+        wrong = judge.first_wrong_step(
+            line["losses"], judge.usual_losses(lines, line["run"]["kind"], without=line["name"])
+        )
         assert outcomes[line["name"]]["wrong"] == wrong
         assert outcomes[line["name"]]["warned"] == min((row["step"] for row in line["warnings"]), default=None)
 
 
 def test_the_first_record_has_its_page() -> None:
     found = json.loads((RESULTS / "early-warning.json").read_text())
-    assert first_runs.text(found) == (RESULTS / "early-warning.md").read_text(), "make early-warning"
-    assert {run["run"] for run in found["runs"]} == {run.name for run in first_runs.plans()}
+    assert first_runs.page_text(found) == (RESULTS / "early-warning.md").read_text(), "make early-warning"
+    assert {run["run"] for run in found["runs"]} == {run.name for run in first_runs.all_plans()}
 
 
 def test_the_plan_has_the_runs_that_its_page_states() -> None:
@@ -97,11 +99,13 @@ def test_the_plan_has_the_runs_that_its_page_states() -> None:
 
 def test_wrong_is_a_rise_a_stall_or_no_number_and_a_short_spike_is_none_of_them() -> None:
     usual = [3.0 - 0.01 * i for i in range(100)]
-    assert judge.wrong_from(usual, usual) is None
-    assert judge.wrong_from([2.9] * 100, usual) == 62  # 2.9 exceeds 3 - 0.01 (step - 1) + 0.5 from step 62 on
-    assert judge.wrong_from([2.0] * 50 + [9.0] * 20 + [2.0] * 30, [2.0] * 100) is None
-    assert judge.wrong_from([2.0] * 50 + [None], [2.0] * 100) == 51
-    assert judge.wrong_from([2.0] * 50 + [9.0] * 10 + [None], [2.0] * 100) == 51  # the first step of what led to it
+    assert judge.first_wrong_step(usual, usual) is None
+    assert judge.first_wrong_step([2.9] * 100, usual) == 62  # 2.9 exceeds 3 - 0.01 (step - 1) + 0.5 from step 62 on
+    assert judge.first_wrong_step([2.0] * 50 + [9.0] * 20 + [2.0] * 30, [2.0] * 100) is None
+    assert judge.first_wrong_step([2.0] * 50 + [None], [2.0] * 100) == 51
+    assert (
+        judge.first_wrong_step([2.0] * 50 + [9.0] * 10 + [None], [2.0] * 100) == 51
+    )  # the first step of what led to it
 
 
 def test_a_warning_counts_between_the_fault_and_the_loss() -> None:
@@ -122,8 +126,8 @@ def test_the_interval_of_a_share_is_clopper_and_pearson_s(count: int, total: int
 
 def test_jumps_are_over_the_median_of_the_last_50_steps() -> None:
     values = [1.0] * 60 + [3.5, 1.0, None]
-    assert judge.jumps(values, lambda m: 3 * m) == [61, 63]
-    assert judge.jumps([1.0] * 5 + [9.0], lambda m: 3 * m) == []  # too few before
+    assert judge.steps_of_jumps(values, lambda m: 3 * m) == [61, 63]
+    assert judge.steps_of_jumps([1.0] * 5 + [9.0], lambda m: 3 * m) == []  # too few before
 
 
 def test_false_alarms_are_those_of_healthy_stretches() -> None:
@@ -137,7 +141,7 @@ def test_false_alarms_are_those_of_healthy_stretches() -> None:
         run("heat", 300, 1, [301]),  # too late
         run("heat", None, 1, [51]),  # forced, and survived
     ]
-    m = judge.measured(runs, "x")
+    m = judge.alarm_numbers(runs, "x")
     assert (m["caught"], m["failed"], m["lead"]) == (1, 2, 49)
     assert (m["false"], m["ordinary"], m["false_survived"], m["survived"]) == (1, 2, 1, 1)
     assert m["false_per_1000"] == pytest.approx(1000 * 3 / (500 + 500 + 200))
@@ -146,18 +150,19 @@ def test_false_alarms_are_those_of_healthy_stretches() -> None:
 
 def test_rates_jump_and_grow_at_the_step_that_is_planned() -> None:
     kind = replace(plan.BY_NAME["gpt2-a"], rate=1.0)
-    sudden = plan.Run("gpt2-a", "x", 0, onset=200, jump=30.0, until=300)
+    sudden = plan.TrainingRun("gpt2-a", "x", 0, onset=200, jump=30.0, until=300)
     assert [training.rate_at(kind, sudden, step) for step in (25, 50, 199, 200, 299, 300)] == [0.5, 1, 1, 30, 30, 1]
-    rising = plan.Run("gpt2-a", "x", 0, onset=100, growth=1.03)
+    rising = plan.TrainingRun("gpt2-a", "x", 0, onset=100, growth=1.03)
     assert training.rate_at(kind, rising, 109) == pytest.approx(1.03**10)
 
 
 @pytest.mark.parametrize("how", ["shuffled", "random", "relabelled", "creeping"])
 def test_data_are_spoilt_from_the_fault_on_and_not_before(how: str) -> None:
     ids = torch.arange(1000) % 251
-    run = plan.Run("gpt2-a", "x", 7, onset=3, data=how)
+    run = plan.TrainingRun("gpt2-a", "x", 7, onset=3, data=how)
     both = [
-        list(zip(range(5), training.batches(r, ids, 256, (4, 16)), strict=False)) for r in (run, replace(run, data=""))
+        list(zip(range(5), training.draw_batches(r, ids, 256, (4, 16)), strict=False))
+        for r in (run, replace(run, data=""))
     ]
     equal = [all(torch.equal(a, b) for a, b in zip(x, y, strict=True)) for (_, x), (_, y) in zip(*both, strict=True)]
     assert equal[:2] == [True, True]
@@ -169,7 +174,7 @@ def test_data_are_spoilt_from_the_fault_on_and_not_before(how: str) -> None:
 
 def test_a_hot_run_is_warned_of_by_the_released_monitor_and_the_same_is_read_from_its_numbers(tmp_path: Path) -> None:
     np.save(tmp_path / "docs.npy", np.tile(np.arange(97, dtype=np.uint8), 20))
-    run = plan.Run("softcap", "x", 3, cause="hot rate", rate=100.0)
+    run = plan.TrainingRun("softcap", "x", 3, cause="hot rate", rate=100.0)
     line = training.train(run, tmp_path, "cpu", (2, 16), steps=52)
     warned = sorted({w["step"] for w in line["warnings"]})
     assert warned == [51]  # steps 1 and 51 are observed
@@ -178,13 +183,13 @@ def test_a_hot_run_is_warned_of_by_the_released_monitor_and_the_same_is_read_fro
     assert line["troubles"] == []
     assert len(line["losses"]) == len(line["norms"]) == 52
     assert [row[0] for row in line["observed"]] == [1, 11, 21, 31, 41, 51]
-    assert judge.rates(line) == [pytest.approx(100 * min(1, step / 50)) for step in range(1, 53)]
+    assert judge.relative_rates(line) == [pytest.approx(100 * min(1, step / 50)) for step in range(1, 53)]
 
 
 def test_negative_decay_and_muon_reach_the_parameters() -> None:
     kind = plan.BY_NAME["sandwich"]
-    run = plan.Run("sandwich", "x", 0, decay=-20)
-    made = plan.optimizers(kind, run, model := plan.build(kind, run))
+    run = plan.TrainingRun("sandwich", "x", 0, decay=-20)
+    made = plan.make_optimizers(kind, run, model := plan.build_model(kind, run))
     assert [type(x).__name__ for x in made] == ["Muon", "AdamW"]
     assert all(group["weight_decay"] == -20 for x in made for group in x.param_groups)
     numbers = sum(p.numel() for x in made for group in x.param_groups for p in group["params"])

@@ -54,7 +54,7 @@ def test_drawn_rank_correlations_are_those_of_the_drawn_heads() -> None:
 
 def test_parts_sum_to_the_error() -> None:
     entry = some_entry()
-    assert sum(figures.parts(entry).values()) == pytest.approx(figures.errors(entry))
+    assert sum(figures.error_parts(entry).values()) == pytest.approx(figures.prediction_errors(entry))
     shares = [figures.part_share(entry, name) for name in figures.PARTS]
     assert sum(x.value for x in shares) == pytest.approx(1)
     assert sum(x.samples for x in shares) == pytest.approx(np.ones(figures.DRAWS))
@@ -62,15 +62,15 @@ def test_parts_sum_to_the_error() -> None:
 
 def test_the_slope_is_that_of_a_line_through_all_heads() -> None:
     entries = [some_entry("a", 5, 64), some_entry("bb", 9, 128), some_entry("ccc", 7, 512)]
-    width = np.concatenate([np.full(len(figures.errors(e)), np.log2(e["width"])) for e in entries])
-    error = np.concatenate([np.abs(figures.errors(e)) for e in entries])
+    width = np.concatenate([np.full(len(figures.prediction_errors(e)), np.log2(e["width"])) for e in entries])
+    error = np.concatenate([np.abs(figures.prediction_errors(e)) for e in entries])
     assert figures.slope_with_width(entries).value == pytest.approx(np.polyfit(width, error, 1)[0])
 
 
 def test_intervals_of_a_mean_are_close_to_the_normal_ones() -> None:
     values = np.random.default_rng(1).normal(size=200)
     entry = some_entry(count=200)
-    low, high = figures.mean(values, figures.draws_of(entry)).interval
+    low, high = figures.mean_over_heads(values, figures.head_draws(entry)).interval
     error = values.std() / 200**0.5
     assert (low, high) == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.1 * error)
 
@@ -79,15 +79,15 @@ def test_what_goes_with_the_error_is_found_and_noise_is_not() -> None:
     entries = [some_entry("a", 40), some_entry("bb", 30)]
     for entry in entries:
         noise = np.random.default_rng(3).normal(size=len(entry["heads"]["layer"]))
-        entry["heads"]["rank"] = (np.abs(figures.errors(entry)) + 0.1 * noise).tolist()
-    estimate, same, models = figures.goes_with_error(entries, "rank")
+        entry["heads"]["rank"] = (np.abs(figures.prediction_errors(entry)) + 0.1 * noise).tolist()
+    estimate, same, models = figures.correlation_with_error(entries, "rank")
     assert estimate.value > 0.8
     assert (same, models) == (2, 2)
     assert estimate.p_value(0.0) < 0.001
-    noise = figures.goes_with_error(entries, "sink")[0]
+    noise = figures.correlation_with_error(entries, "sink")[0]
     assert noise.p_value(0.0) > 0.01
-    assert figures.quantity(entries[0], "induction") is None  # a model without tokens has none
-    assert figures.quantity(entries[0], "layer_kurtosis") == pytest.approx([0.0, 0.1] * 20)
+    assert figures.head_quantity(entries[0], "induction") is None  # a model without tokens has none
+    assert figures.head_quantity(entries[0], "layer_kurtosis") == pytest.approx([0.0, 0.1] * 20)
 
 
 def test_claims_hold_fail_or_stay_open_by_their_intervals() -> None:
@@ -96,14 +96,14 @@ def test_claims_hold_fail_or_stay_open_by_their_intervals() -> None:
     for kind, size in (("covariance", 0.01), ("own", 0.01), ("diagonal", 1.0), ("shuffled", 0.01)):
         noise = size * rng.normal(size=60)
         entry["predicted"][kind]["entropy"] = (np.array(entry["heads"]["entropy"]) + noise).tolist()
-    items = figures.deciding([entry, some_entry("rxnfp", 60)])
+    items = figures.claim_figures([entry, some_entry("rxnfp", 60)])
     claims = {claim.id: claim for claim in surrogate.STUDY.claims}
-    found = {surrogate.id_of(x.claim, x.model): surrogate._measured(x) for x in items}
+    found = {surrogate.claim_id(x.claim, x.model): surrogate._measurement(x) for x in items}
     judged = judge_together([verdict_of(claims[id], measured, "") for id, measured in found.items()])
     verdicts = {v.claim.id: v.verdict for v in judged}
-    assert [verdicts[surrogate.id_of(x, "demo")] for x in ("order", "error", "covariance")] == ["holds"] * 3
-    assert verdicts[surrogate.id_of("text", "demo")] == "undecided"
-    assert [verdicts[surrogate.id_of(x, "rxnfp")] for x in ("order", "error")] == ["fails"] * 2
+    assert [verdicts[surrogate.claim_id(x, "demo")] for x in ("order", "error", "covariance")] == ["holds"] * 3
+    assert verdicts[surrogate.claim_id("text", "demo")] == "undecided"
+    assert [verdicts[surrogate.claim_id(x, "rxnfp")] for x in ("order", "error")] == ["fails"] * 2
 
 
 # ---- heads ----
@@ -115,7 +115,7 @@ def test_rows_of_logits_have_the_shape_that_scipy_gives_them() -> None:
     layer = next(iter(attention_layers(Transformer(SHAPE, scale=0.5))))
     x = torch.randn(2, 12, 16)
     ours = heads._shape_of_rows(layer, x)
-    logits = heads._bare(layer).logits(x).double()
+    logits = heads._without_norm(layer).logits(x).double()
     rows = [[logits[b, h, t, 1 : t + 1].numpy() for b in range(2) for t in range(6, 12)] for h in range(2)]
     assert ours["spread"].tolist() == pytest.approx([np.mean([row.std() for row in each]) for each in rows])
     assert ours["skew"].tolist() == pytest.approx([np.mean([stats.skew(row) for row in each]) for each in rows])
@@ -134,7 +134,7 @@ def test_omega_squared_is_one_where_groups_say_all_and_zero_where_they_say_nothi
 
 def test_shuffling_keeps_first_tokens_and_all_others_somewhere() -> None:
     x = torch.arange(24.0).view(2, 4, 3)
-    mixed = heads.shuffled(x)
+    mixed = heads.shuffle_tokens(x)
     assert torch.equal(mixed[:, 0], x[:, 0])
     assert sorted(mixed[:, 1:].flatten(0, 1).tolist()) == sorted(x[:, 1:].flatten(0, 1).tolist())
     assert not torch.equal(mixed, x)
@@ -148,7 +148,7 @@ def test_a_head_that_sees_nothing_is_predicted_by_every_kind_of_tokens() -> None
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.zero_()  # type: ignore[union-attr]
     parts = [[{"inputs": torch.randint(12, (4, 12))}] for _ in range(2)]
-    entry = heads.record(model, *parts)
+    entry = heads.measure_heads(model, *parts)
     even = np.mean(np.log(np.arange(1, 13)))
     for columns in (entry["heads"], *entry["predicted"].values()):
         assert columns["entropy"] == pytest.approx([even] * 4, abs=1e-5)
@@ -166,10 +166,10 @@ def test_a_trained_arm_leaves_one_line_without_weights_and_is_not_trained_again(
         **{f"{split}_images": np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8) for split in ("train", "test")},
         **{f"{split}_labels": np.arange(40) % 4 for split in ("train", "test")},
     )  # fmt: skip
-    arms = {"image 6x192": runs.replace(runs.tiny(runs.ARMS["image 6x192"]), steps=2, device="cpu")}
+    arms = {"image 6x192": runs.replace(runs.shrink_plan(runs.ARMS["image 6x192"]), steps=2, device="cpu")}
     out, told = tmp_path / "runs.jsonl", []
     for _ in range(2):
-        runs.train_all(out, tmp_path, 1, arms=arms, tell=told.append)
+        runs.train_all(out, tmp_path, 1, arms=arms, log=told.append)
     (line,) = map(json.loads, out.read_text().splitlines())
     assert line["status"] == "done"
     assert len(line["predicted"]["covariance"]["entropy"]) == len(line["heads"]["entropy"]) == 4
@@ -186,12 +186,12 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
 def test_inputs_that_are_no_text_are_halved(tmp_path: Path) -> None:
     path = tmp_path / "inputs.txt"
     path.write_text("# numbers\n" + "".join(f"{i} {i} {i}\n" for i in range(10)))
-    title, gathered, measured = surrogate.own_inputs(path)
+    title, gathered, measured = surrogate.read_token_inputs(path)
     assert title == "numbers"
     assert [batch["input_ids"][:, 0].tolist() for batch in gathered + measured] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     path.write_text("# numbers\n1 2\n3\n")
     with pytest.raises(surrogate.LocaterError, match="every line as many"):
-        surrogate.own_inputs(path)
+        surrogate.read_token_inputs(path)
 
 
 def test_reactions_lose_the_numbers_of_their_atoms() -> None:
@@ -204,15 +204,15 @@ def test_reactions_lose_the_numbers_of_their_atoms() -> None:
 
 def test_the_kept_document_and_the_table_are_those_of_the_heads() -> None:
     results = ROOT / "docs" / "results"
-    entries = surrogate.read_all([results / name for name in surrogate.PAPER.kept])
+    entries = surrogate.read_entries([results / name for name in surrogate.PAPER.kept])
     document = json.loads((results / "surrogate.json").read_text())
-    found = surrogate.found_in(entries)
+    found = surrogate.results_of(entries)
     (study,) = document["studies"].values()
     assert study["tables"] == found.tables, "locater reproduce surrogate"
     for claim in document["claims"]:
         assert claim["measured"] == pytest.approx(found.measured[claim["id"]].value, rel=1e-4)
     at_hand = [entry for entry in entries if "arm" not in entry]
     theory = (ROOT / "docs/theory.md").read_text()
-    assert tables.cells_table(tables.table(at_hand)) in theory, "copy its table"
+    assert tables.cells_table(tables.kinds_table(at_hand)) in theory, "copy its table"
     for entry in at_hand:
         assert figures.mean_error(entry).value < figures.mean_error(entry, "weights").value, entry["model"]

@@ -47,7 +47,7 @@ def row_of(name: str) -> str:
 
 def test_the_kept_document_is_that_of_the_files(document: dict[str, Any]) -> None:
     costs = {n: json.loads((ROOT / "benchmarks/results" / file).read_text()) for n, file in script.COSTS.items()}
-    found = script.found_in(document, costs)
+    found = script.results_of(document, costs)
     kept = json.loads((ROOT / "docs" / script.PAPER.document_file).read_text())
     (study,) = kept["studies"].values()
     assert study["tables"] == found.tables, "locater reproduce which-control"
@@ -89,7 +89,7 @@ def test_what_is_said_of_the_model_is_its_plan(document: dict[str, Any]) -> None
     assert tried == {"sigma-reparam": 1, "QK-norm": 1, "QK-clip": 2, "soft-cap": 1, "weight": 2}
     settings = {claim["id"]: claim["numbers"].get("setting") for claim in document["claims"]}
     assert (settings["l1"], settings["l2"]) == ("floor 0.3", "temperature 8"), "in the names of two rows"
-    (tuned,) = (row for row in script.Kept(document).tables["arms_rivals"] if row["arm"] == "sigma-reparam")
+    (tuned,) = (row for row in script.KeptResults(document).tables["arms_rivals"] if row["arm"] == "sigma-reparam")
     assert tuned["select_loss"] == sorted(tuned["select_loss"], reverse=True), "its loss falls with the rate"
 
 
@@ -98,11 +98,14 @@ def test_words_are_refused_when_a_verdict_changes(document: dict[str, Any]) -> N
         changed = copy.deepcopy(document)
         next(claim for claim in changed["claims"] if claim["id"] == id)["verdict"] = "other"
         with pytest.raises(LocaterError, match=f"{id} is other now"):
-            (script.advice(script.Kept(changed)), script.rows(script.Kept(changed), dict.fromkeys(script.COSTS)))
+            (
+                script.advice(script.KeptResults(changed)),
+                script.table_rows(script.KeptResults(changed), dict.fromkeys(script.COSTS)),
+            )
     changed = copy.deepcopy(document)
     next(claim for claim in changed["claims"] if claim["id"] == "k4")["numbers"]["against"] = "QK-norm"
     with pytest.raises(LocaterError, match="the rival of study k is QK-norm now"):
-        script.advice(script.Kept(changed))
+        script.advice(script.KeptResults(changed))
 
 
 def test_costs_are_those_of_the_benchmark(document: dict[str, Any], tmp_path: Path) -> None:
@@ -115,7 +118,7 @@ def test_costs_are_those_of_the_benchmark(document: dict[str, Any], tmp_path: Pa
     }
     shape = {"layers": 4, "width": 256, "length": 256}
     held = {"machine": "a processor", "torch": "2", "shape": shape, "sequences": 4, "ratios": ratios}
-    tables = script.found_in(document, {"cpu": held, "gpu": None}).tables
+    tables = script.results_of(document, {"cpu": held, "gpu": None}).tables
     assert tables["rows"][1][:3] == ["LocAteR, effective", "1.50 (1.25 to 2.00)", "not measured"]
     assert tables["rows"][2][:3] == ["LocAteR, measured", "2.50 (2.25 to 3.00)", "not measured"]
     assert len({len(row) for row in tables["rows"]}) == 1, "columns"

@@ -21,13 +21,13 @@ from locater import LocaterError, attention_layers, observe
 from locater.control import EntropyPenalty, LogitSoftcap, Surgery
 from locater.runs.record_sinks import read_run
 from locater_lab.mechanisms import mechanism, mechanisms
-from locater_lab.mechanisms.text import parse_attention
+from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.models.family import UNREAD
 from locater_lab.models.transformer import rotate
 from locater_lab.train import Plan, Shape, Transformer, load, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import check_controls
-from locater_lab.train.health import culprit, why_unread
+from locater_lab.train.measures import find_diverged_layer, why_unread
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus
 from tests.lab.train.test_runs import Cut, cut_at, weights
@@ -465,11 +465,11 @@ def test_what_a_control_needs_is_asked_of_its_layers() -> None:
 
 def test_what_failed_is_named_without_logits() -> None:
     model = model_of("sigmoid")
-    assert culprit(model, [(IDS, IDS)]) == "all outputs of attention are finite"
+    assert find_diverged_layer(model, [(IDS, IDS)]) == "all outputs of attention are finite"
     part = model.model.layers[1].self_attn
     assert isinstance(part, nn.Module)
     part.q_proj.weight.data[9] = torch.nan  # type: ignore[union-attr, index]
-    assert culprit(model, [(IDS, IDS)]) == "the outputs of model.layers.1.self_attn went first"
+    assert find_diverged_layer(model, [(IDS, IDS)]) == "the outputs of model.layers.1.self_attn went first"
     assert not part._forward_hooks
 
 

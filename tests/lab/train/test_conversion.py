@@ -15,8 +15,7 @@ from locater_lab.cli.train import summary
 from locater_lab.mechanisms.swap import SwapMechanism
 from locater_lab.train import Plan, load, run
 from locater_lab.train.data import open_data
-from locater_lab.train.result import Result
-from locater_lab.train.run_folder import RESULT
+from locater_lab.train.run_folder import RESULT, Result
 from tests.lab.train.test_parts import images
 from tests.lab.train.test_runs import Cut, cut_at, weights
 

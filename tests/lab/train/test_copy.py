@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from locater import LocaterError
-from locater_lab.data.copying import TRIGGERS, CopySource, copy_source, entropies
+from locater_lab.data.synthetic import TRIGGERS, CopySource, copy_source, entropies
 from locater_lab.mechanisms import mechanisms
 from locater_lab.train import Plan, load, run
 from locater_lab.train.data import HELD_OUT, SourceData, open_data

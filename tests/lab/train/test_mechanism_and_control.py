@@ -13,7 +13,7 @@ import torch
 from locater import LocaterError, attention_layers
 from locater.control import LocAteR
 from locater_lab.mechanisms import mechanisms
-from locater_lab.mechanisms.text import parse_attention
+from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.train import Plan, Shape, Transformer, run
 from locater_lab.train.controls import controls
 from locater_lab.train.loop import Training, check_plan

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError
-from locater_lab.data.ngrams import NgramSource
+from locater_lab.data.synthetic import NgramSource
 from locater_lab.train import Plan, load
 from locater_lab.train import run as train
 from locater_lab.train.data import HELD_OUT, open_data

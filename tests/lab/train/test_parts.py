@@ -7,7 +7,6 @@ import json
 import lzma
 import random
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from locater_lab.train import Plan, Shape, Transformer, load, run
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls, parse_control
 from locater_lab.train.data import open_data
-from locater_lab.train.health import culprit
+from locater_lab.train.measures import find_diverged_layer
 from tests.parity import redraw
+from tests.processes import python
 
 TINY: dict[str, Any] = dict(layers=2, width=16, heads=2, length=16, batch=4, device="cpu")
 
@@ -308,7 +308,7 @@ def test_a_fresh_interpreter_scans_what_was_trained(tmp_path: Path) -> None:
         "import sys; from locater.commands.scanning import scan; assert 'locater_lab.models.transformer' not in sys.modules; "
         "print(len(scan(sys.argv[1]).rows))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", code, str(folder)], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("8", 0), done.stderr
 
 
@@ -326,10 +326,10 @@ def test_a_causal_model_does_not_look_ahead_and_a_masked_one_does() -> None:
 def test_the_layer_that_went_first_is_named() -> None:
     model = Transformer(Shape(vocabulary=64, layers=3, width=16, heads=2, kv_heads=2, hidden=24, length=8))
     batch = [(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))]
-    assert culprit(model, batch).startswith("all attention logits are finite, the largest")
+    assert find_diverged_layer(model, batch).startswith("all attention logits are finite, the largest")
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight[9] = torch.inf  # type: ignore[union-attr, index, operator]
-    assert culprit(model, batch) == "the logits of model.layers.1.self_attn went first (head 1)"
+    assert find_diverged_layer(model, batch) == "the logits of model.layers.1.self_attn went first (head 1)"
 
 
 # Controls by name

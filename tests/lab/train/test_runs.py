@@ -21,12 +21,12 @@ import locater
 from locater import LocaterError
 from locater.control.base import Control, Controls
 from locater.runs.record_sinks import read_run
+from locater_lab.cli.train import ProgressLine
 from locater_lab.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls
 from locater_lab.train.data import open_data
-from locater_lab.train.display import Live
-from locater_lab.train.recipe import compiled
+from locater_lab.train.recipe import compile_model
 from locater_lab.train.sweep import RESULTS, parse_sweep, read_results
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus, images
@@ -702,7 +702,7 @@ def test_the_live_line() -> None:
         "seconds_left": 2.0,
     }
     for stream, begins, count in ((Terminal(), "\r\x1b[K", 1), (io.StringIO(), "step", 2)):
-        live = Live(stream)
+        live = ProgressLine(stream)
         for step in (1, 2, 3):
             live({**event, "step": step})
         assert stream.getvalue().startswith(begins)
@@ -729,8 +729,8 @@ def test_which_runs_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Controls keep tensors of a pass, and gradients that are added up outlive it."""
     monkeypatch.setattr(torch, "compile", lambda model, mode: mode)
     one, cuda = plan(tmp_path, compile=True), torch.device("cuda")
-    assert compiled(one, torch.nn.Identity(), cuda) == "reduce-overhead"
+    assert compile_model(one, torch.nn.Identity(), cuda) == "reduce-overhead"
     for changes in ({"accumulate": 2}, {"dropout": 0.1}, {"control": ("locater",)}):
-        assert compiled(replace(one, **changes), torch.nn.Identity(), cuda) == "default"
-    assert compiled(one, torch.nn.Identity(), torch.device("cpu")) == "default"
-    assert isinstance(compiled(replace(one, compile=False), torch.nn.Identity(), cuda), torch.nn.Identity)
+        assert compile_model(replace(one, **changes), torch.nn.Identity(), cuda) == "default"
+    assert compile_model(one, torch.nn.Identity(), torch.device("cpu")) == "default"
+    assert isinstance(compile_model(replace(one, compile=False), torch.nn.Identity(), cuda), torch.nn.Identity)

@@ -13,7 +13,7 @@ from locater import LocaterError
 from locater.inputs.start_token import StartTokenizer, without_start
 from locater.inputs.text import batches
 from locater.inputs.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
-from locater_lab.data.word_tokenizer import WordTokenizer
+from locater_lab.data.tokens import WordTokenizer
 from locater_lab.train import Plan, load, run
 from locater_lab.train.data import open_data
 from tests.lab.train.test_runs import Cut, cut_at, plan, weights

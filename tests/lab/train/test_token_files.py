@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from locater.inputs.tokenizer import PairTokenizer, make_tokenizer
+from locater_lab.data.tokens import TOKENS_FOLDER, load_or_make, shared_tokens
 from locater_lab.train import text_data
 from locater_lab.train.plan import Plan
-from locater_lab.train.token_files import FOLDER, made_once, shared_tokens
 
 
 def test_a_second_process_reads_what_the_first_has_made(tmp_path: Path) -> None:
@@ -22,14 +22,14 @@ def test_a_second_process_reads_what_the_first_has_made(tmp_path: Path) -> None:
         return [{"train": torch.arange(5)}]
 
     with shared_tokens(tmp_path):
-        assert os.environ[FOLDER] == str(tmp_path)
-        first, second = made_once("a", make), made_once("a", make)
+        assert os.environ[TOKENS_FOLDER] == str(tmp_path)
+        first, second = load_or_make("a", make), load_or_make("a", make)
         assert torch.equal(first[0]["train"], second[0]["train"])
         assert len(calls) == 1
-        made_once("b", make)
+        load_or_make("b", make)
         assert len(calls) == 2, "another key"
-    assert FOLDER not in os.environ
-    made_once("a", make)
+    assert TOKENS_FOLDER not in os.environ
+    load_or_make("a", make)
     assert len(calls) == 3, "without a folder nothing is kept"
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -40,7 +40,7 @@ def test_tokens_from_a_file_are_those_of_the_text(tmp_path: Path, monkeypatch: p
     plan = Plan(corpus=(str(corpus),), vocabulary=300, length=16)
 
     def read() -> text_data.TextData:
-        for cached in (text_data._trained, text_data.encoded):
+        for cached in (text_data._pair_tokenizer, text_data.encode_texts):
             cached.cache_clear()
         return text_data.read_text_data(plan, tmp_path / "run", torch.device("cpu"))
 

@@ -15,7 +15,7 @@ from locater.files import read_json
 from locater.results.scan import Scan
 from locater.sources.hashing import HashedWeights, combined_hash
 from locater.sources.listing import identity
-from locater.sources.sources import Wrapped
+from locater.sources.sources import WrappedSource
 from locater.sources.weights import Weights
 
 
@@ -83,7 +83,7 @@ def _scan_and_write(job: Job, store: Store) -> None:
         return seen[-1]
 
     result = scan(
-        Wrapped(job.source, hashing),
+        WrappedSource(job.source, hashing),
         length=settings.length,
         raw=settings.raw,
         eigenvalues=settings.eigenvalues,

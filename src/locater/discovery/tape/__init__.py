@@ -1,8 +1,8 @@
-"""One forward pass of a model, written down call by call (`Tape`). `walking` tells what led to a value, `replay`
-computes a part of the pass again with other values. Knows tensors, functions and modules, and no architecture.
+"""One forward pass of a model, written down call by call (`Tape`). `linear_maps` finds the maps that a value was
+computed from, `replay` computes a part of the pass again with other values. The tape knows tensors, functions and
+modules, and no architecture.
 """
 
-from locater.discovery.tape.recording import Made, Node, Tape
-from locater.discovery.tape.replaying import replay
+from locater.discovery.tape.recording import ModuleResult, Node, Tape, replay
 
-__all__ = ["Made", "Node", "Tape", "replay"]
+__all__ = ["ModuleResult", "Node", "Tape", "replay"]

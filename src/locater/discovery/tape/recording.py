@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from locater.calls.functions import fills, name_of, writes_in_place
-from locater.discovery.tape.rewriting import has_both, in_double, rewritten
+from locater.calls.function_table import fills, name_of, writes_in_place
+from locater.discovery.tape.canonical_calls import has_both, in_double, rewritten
 from locater.torch_private import tree_flatten, tree_map
 
 # functions of torch.nn.functional that hide attention: what they call is written down, not they
@@ -49,7 +49,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Made:
+class ModuleResult:
     """A value that a module returned."""
 
     module: nn.Module
@@ -69,7 +69,7 @@ class Tape(TorchFunctionMode):
         self._precise = precise
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self.nodes: list[Node] = []
-        self.made: dict[Node, Made] = {}
+        self.made: dict[Node, ModuleResult] = {}
         self.called: set[str] = set()  # paths of modules that ran
         self._model = model
         self._nodes_by_id: dict[int, Node] = {}
@@ -247,7 +247,7 @@ class Tape(TorchFunctionMode):
             source, result = _first_tensor((args, kwargs)), _first_tensor(out)
             if source is not None and result is not None and source is not result:
                 node = self.node(result)
-                self.made.setdefault(node, Made(module, path, self.node(source)))
+                self.made.setdefault(node, ModuleResult(module, path, self.node(source)))
 
         return hook
 
@@ -293,3 +293,46 @@ def _writing(view: Node) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _first_tensor(x: Any) -> Tensor | None:
     return next((y for y in tree_flatten(x)[0] if isinstance(y, Tensor)), None)
+
+
+# ---- a part of a tape computed again, with other values for some of its nodes
+
+
+def replay(node: Node, given: Mapping[Node, Tensor]) -> Tensor:
+    """The value of `node` if the nodes of `given` had these values; everything else is as it was."""
+    start = min(n.order for n in given)
+    values: dict[Node, Tensor] = dict(given)
+    for step in _between(node, given, start):
+        args, kwargs = tree_map(
+            lambda x: values.get(x, x.value) if isinstance(x, Node) else x, (step.args, step.kwargs)
+        )
+        values[step] = _called(step, args, kwargs)
+    return values.get(node, node.value)
+
+
+def _called(step: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    assert step.func is not None
+    if step.in_place:
+        args = (args[0].clone(), *args[1:])
+    out = step.func(*args, **kwargs)
+    if step.name == "__setitem__":
+        return args[0]
+    return out if step.part is None else out[step.part]
+
+
+def _between(node: Node, given: Mapping[Node, Tensor], start: int) -> list[Node]:
+    """The nodes on the way from `given` to `node`, in the order of their calls."""
+    reached: set[Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n not in reached and n not in given and n.func is not None and n.order > start:
+            reached.add(n)
+            todo += n.inputs
+    changed: set[Node] = set(given)
+    steps = []
+    for n in sorted(reached, key=lambda n: n.order):
+        if any(x in changed for x in n.inputs):
+            changed.add(n)
+            steps.append(n)
+    return steps

@@ -303,7 +303,7 @@ def pause(where: str, failure: Temporary, tries: int, stop: Event | None = None)
         raise Stopped
 
 
-def tried(where: str, action: Callable[[], T]) -> T:
+def retry(where: str, action: Callable[[], T]) -> T:
     """The result of `action`, which is run again where it raises `Temporary`."""
     tries = 0
     while True:

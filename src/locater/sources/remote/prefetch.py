@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.sources.remote.folders import RangedFile, read
+from locater.sources.remote.folders import RangedFile, read_range
 from locater.sources.remote.http_client import Traffic
 
 Read = tuple[RangedFile, int, int]  # file, first byte, byte after the last
@@ -270,7 +270,7 @@ class Session:
         if self._prefetcher is not None:
             data = self._prefetcher.take(file, start, stop)
         if data is None:
-            data = read(file, start, stop)
+            data = read_range(file, start, stop)
         if len(data) != stop - start:
             raise LocaterError(f"{file.where}: ends before its data does: the file is truncated")
         return data

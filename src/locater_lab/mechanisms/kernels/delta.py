@@ -1,4 +1,6 @@
-"""The gated delta rule as one operation that compiles and has gradients: Triton on CUDA."""
+"""The gated delta rule, and its recurrence over chunks alone, as operations that compile and have gradients: Triton on
+CUDA.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.kernels.dispatch import on_a_kernel
+from locater.kernels.dispatch import has_triton, runs_on_kernel
 
 WIDEST = 128  # channels of queries and of values: a program keeps a dozen tiles of a chunk
 
 
 def has_delta_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether `delta_rule` can take them: on CUDA, up to 128 channels, not float64."""
-    return on_a_kernel(q, v, WIDEST)
+    return runs_on_kernel(q, v, WIDEST)
 
 
 def delta_rule(
@@ -71,7 +73,7 @@ def _(
 
 
 @torch.library.custom_op("locater::delta_rule_gradient", mutates_args=())
-def _gradient(
+def _rule_gradient(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -83,12 +85,12 @@ def _gradient(
     scale: float,
     unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from locater_lab.mechanisms.kernels import triton_delta_backward
+    from locater_lab.mechanisms.kernels import triton_delta
 
-    return triton_delta_backward.backward(q, k, v, beta, decay, keys, saved, grad, scale, unit)
+    return triton_delta.backward(q, k, v, beta, decay, keys, saved, grad, scale, unit)
 
 
-@_gradient.register_fake
+@_rule_gradient.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -97,7 +99,7 @@ def _(
     return dq, dk, dv, dbeta, ddecay
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, scale, unit = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # of what is kept for the gradient nobody needs one
@@ -105,10 +107,85 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _rule_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     q, k, v, beta, decay, keys, *saved = ctx.saved_tensors
-    *grads, ddecay = _gradient(q, k, v, beta, decay, keys, saved, grad, *ctx.numbers)
+    *grads, ddecay = _rule_gradient(q, k, v, beta, decay, keys, saved, grad, *ctx.numbers)
     return *grads, None if decay is None else ddecay, None, None, None
 
 
-_rule.register_autograd(_backward, setup_context=_keep)
+_rule.register_autograd(_rule_backward, setup_context=_save_rule)
+
+
+# ---- The recurrence over chunks ----
+# Triton on CUDA, a loop in PyTorch elsewhere.
+
+
+WIDEST_MEMORY = 128  # channels of a memory's side that a program keeps
+
+
+def chunk_scan(
+    own: Float[Tensor, "*heads N C E"],
+    carried: Float[Tensor, "*heads N C D"],
+    keys: Float[Tensor, "*heads N C D"],
+    decay: Float[Tensor, "*heads N"],
+) -> tuple[Float[Tensor, "*heads N D E"], Float[Tensor, "*heads N C E"]]:
+    """M_n, which every chunk begins with, and new_n = own_n - carried_n M_n, where M_{n+1} = decay_n M_n + keys_n^T
+    new_n and M_0 = 0.
+
+    >>> ones = torch.ones(1, 3, 1, 1)
+    >>> chunk_scan(ones, 0.5 * ones, ones, torch.ones(1, 3))[0].flatten()          # M + (1 - M / 2)
+    tensor([0.0000, 1.0000, 1.5000])
+    """
+    if own.device.type == "cuda" and own.dtype == torch.float32 and keys.shape[-1] <= WIDEST_MEMORY and has_triton():
+        lead = own.shape[:-3]
+        flat = (x.reshape(-1, *x.shape[len(lead) :]).contiguous() for x in (own, carried, keys, decay))
+        begin, new_values = _scan(*flat)
+        return begin.unflatten(0, lead), new_values.unflatten(0, lead)
+    memory = own.new_zeros(*own.shape[:-3], keys.shape[-1], own.shape[-1])
+    states, new = [], []
+    for n in range(own.shape[-3]):
+        states.append(memory)
+        new.append(own[..., n, :, :] - carried[..., n, :, :] @ memory)
+        memory = decay[..., n, None, None] * memory + keys[..., n, :, :].mT @ new[-1]
+    return torch.stack(states, -3), torch.stack(new, -3)
+
+
+@torch.library.custom_op("locater::chunk_scan", mutates_args=())
+def _scan(own: Tensor, carried: Tensor, keys: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    from locater_lab.mechanisms.kernels import triton_recurrence
+
+    return triton_recurrence.forward(own, carried, keys, decay)
+
+
+@_scan.register_fake
+def _(own: Tensor, carried: Tensor, keys: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    return own.new_empty(*own.shape[:2], keys.shape[3], own.shape[3]), torch.empty_like(own)
+
+
+@torch.library.custom_op("locater::chunk_scan_gradient", mutates_args=())
+def _scan_gradient(
+    carried: Tensor, keys: Tensor, decay: Tensor, dstates: Tensor, dnew: Tensor
+) -> tuple[Tensor, Tensor]:
+    from locater_lab.mechanisms.kernels import triton_recurrence
+
+    return triton_recurrence.backward(carried, keys, decay, dstates.contiguous(), dnew.contiguous())
+
+
+@_scan_gradient.register_fake
+def _(carried: Tensor, keys: Tensor, decay: Tensor, dstates: Tensor, dnew: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(dstates, memory_format=torch.contiguous_format), torch.empty_like(
+        dnew, memory_format=torch.contiguous_format
+    )
+
+
+def _save_scan(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[1:], *output)
+
+
+def _scan_backward(ctx: Any, dstates: Tensor, dnew: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    carried, keys, decay, states, new = ctx.saved_tensors
+    grads, down = _scan_gradient(carried, keys, decay, dstates, dnew)
+    return down, -down @ states.mT, new @ grads.mT, (grads * states).sum((-2, -1))
+
+
+_scan.register_autograd(_scan_backward, setup_context=_save_scan)

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from locater_lab.data.ngrams import NgramSource
+from locater_lab.data.synthetic import NgramSource
 
 Form = Literal["ce", "nll"]
 

@@ -20,12 +20,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from locater import observe, scan
-from locater.observing.matching import match_scores
-from locater_lab.data.ngrams import NgramSource
-from locater_lab.engine.claims import Claim, by_seed
+from locater.observing.head_roles import match_scores
+from locater_lab.data.synthetic import NgramSource
+from locater_lab.engine.claims import Claim, by_seed, interval
 from locater_lab.engine.compute import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.engine.significance import interval
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers.chen2024.predictions import divergence

@@ -26,7 +26,7 @@ from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.contraction import visible_points
 from locater_lab.papers.dong2021.planted_heads import WIDTH, draw_tokens
 from locater_lab.papers.dong2021.two_collapses import MAIN
-from locater_lab.theory import Block, depth_residuals
+from locater_lab.theory import FunctionalBlock, depth_residuals
 from locater_lab.train import Shape, Transformer
 
 SEEDS = 8
@@ -105,7 +105,7 @@ def moments_of(maps: Maps) -> dict[str, float]:
 def stack_shares(maps: Maps, x: Float[Tensor, "T d"]) -> list[float]:
     """Residual's share after every layer; values and output are the identity."""
     same = torch.eye(WIDTH, dtype=torch.float64)[None]
-    layers = [Block((q.mT @ k).double()[None], same, SCALE, norm=True) for q, k in zip(*maps, strict=True)]
+    layers = [FunctionalBlock((q.mT @ k).double()[None], same, SCALE, norm=True) for q, k in zip(*maps, strict=True)]
     return depth_residuals(x, layers, relative=True).clamp_min(1e-17).tolist()
 
 

@@ -82,22 +82,22 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         mixed = self.drop(self.maps(x, real)) @ self._split(self.value(x))  # (B, H, T, h)
-        return self._after(self.norm(x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2)))))
+        return self._add_and_normalize(self.norm(x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2)))))
 
-    def one(self, x: Tensor, real: Tensor, head: int, maps: Tensor | None = None) -> Tensor:
+    def apply_head(self, x: Tensor, real: Tensor, head: int, maps: Tensor | None = None) -> Tensor:
         """One head's way through: its output and the bias, normed without gain, without x; `maps` in place of its own
         attention.
         """
         attention = (self.maps(x, real) if maps is None else maps)[:, head]
         value = attention @ self._split(self.value(x))[:, head]
-        return self._after(
+        return self._add_and_normalize(
             _normalize(value @ self.out.weight.unflatten(1, (self.heads, -1))[:, head].mT + self.out.bias)
         )
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def _after(self, x: Tensor) -> Tensor:
+    def _add_and_normalize(self, x: Tensor) -> Tensor:
         return x if self.mlp is None or self.mlp_norm is None else self.mlp_norm(x + self.mlp(x))
 
 
@@ -140,20 +140,20 @@ class Classifier(nn.Module):
             x = layer(x, real)
         return maps
 
-    def along(self, x: Tensor, real: Tensor, path: HeadPath, maps: Sequence[Tensor] | None = None) -> Tensor:
+    def follow_path(self, x: Tensor, real: Tensor, path: HeadPath, maps: Sequence[Tensor] | None = None) -> Tensor:
         """Embedded tokens x after one path; a layer that it skips does nothing, not even its norm."""
         for number, (layer, head) in enumerate(zip(self.layers, path, strict=True)):
             if head is not None:
                 assert isinstance(layer, Layer)
-                x = layer.one(x, real, head, None if maps is None else maps[number])
+                x = layer.apply_head(x, real, head, None if maps is None else maps[number])
         return x
 
-    def of_paths(self, data: Data, paths: Sequence[HeadPath], maps: Sequence[Tensor] | None = None) -> Tensor:
+    def path_logits(self, data: Data, paths: Sequence[HeadPath], maps: Sequence[Tensor] | None = None) -> Tensor:
         """Logits from the sum of the paths."""
         start = self.embed(data.x)
         total = torch.zeros_like(start)
         for path in paths:
-            total += self.along(start, data.real, path, maps)
+            total += self.follow_path(start, data.real, path, maps)
         return self.head(_normalize(total))
 
 

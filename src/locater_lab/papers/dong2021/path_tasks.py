@@ -188,7 +188,7 @@ def accuracy_by_length(model: Classifier, data: Data, count: int, seed: int, fro
     accuracies = []
     for length in range(DEPTH + 1):
         sets = [[draw_path(length, model.shape.heads, draws) for _ in range(count)] for _ in range(REPEATS)]
-        accuracies.append(sum(accuracy(model.of_paths(data, paths, maps), data) for paths in sets) / REPEATS)
+        accuracies.append(sum(accuracy(model.path_logits(data, paths, maps), data) for paths in sets) / REPEATS)
     return accuracies
 
 

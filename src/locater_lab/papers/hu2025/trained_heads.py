@@ -23,10 +23,9 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.compute import device_of_study, log_slope, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.papers.hu2025.constructions import log_slope
-from locater_lab.theory.approximation import Anchors, interpolated
+from locater_lab.theory.approximation import Anchors, interpolate
 
 # ---- c: a head that is trained ----
 
@@ -96,9 +95,7 @@ def least_constructed_error(count: int) -> tuple[float, float]:
     """The least root mean square error over temperatures, and its beta D^2."""
     s = head_inputs()
     tried = [0.2 * 1.1**n for n in range(50)]
-    errors = [
-        _root_mean_square(interpolated(s, Anchors.sharp(LOW, HIGH, count, x)) - s.clamp(LOW, HIGH)) for x in tried
-    ]
+    errors = [_root_mean_square(interpolate(s, Anchors.sharp(LOW, HIGH, count, x)) - s.clamp(LOW, HIGH)) for x in tried]
     least = min(range(len(tried)), key=lambda n: float(errors[n]))
     return float(errors[least]), tried[least]
 
@@ -327,7 +324,7 @@ def constructed_errors(s: Tensor, case: Case) -> Float[Tensor, " B"]:
     low, high = -case.span / 2, case.span / 2
     s = s.double().flatten(1)
     errors = [
-        interpolated(s, Anchors.sharp(low, high, case.anchors, x)) - s.clamp(low, high) for x in LISTED_SHARPNESSES
+        interpolate(s, Anchors.sharp(low, high, case.anchors, x)) - s.clamp(low, high) for x in LISTED_SHARPNESSES
     ]
     return torch.stack([error.square().mean(1) for error in errors]).amin(0)
 

@@ -280,7 +280,7 @@ def linear_share(place: str, seed: int, draws: int, spread: float = GATE_SPREAD)
     return explained_variance(x, gated_head(place, seed, spread)(x))
 
 
-def turned_change(place: str, seed: int) -> float:
+def rotation_change(place: str, seed: int) -> float:
     """Relative change of the output when W_V and W_O are turned against each other: 0 where only their product
     counts.
     """
@@ -298,7 +298,7 @@ def head_rank(place: str, seed: int) -> int:
 def measure_places(setting: Setting) -> Results:
     seeds, draws = range(SEEDS[setting.quick]), DRAWS[setting.quick]
     linear = {place: [linear_share(place, seed, draws) for seed in seeds] for place in PLACES}
-    turned = {place: [turned_change(place, seed) for seed in seeds] for place in PLACES}
+    turned = {place: [rotation_change(place, seed) for seed in seeds] for place in PLACES}
     ranks = {place: max(head_rank(place, seed) for seed in seeds) for place in PLACES}
     gates, per_head = ("1 after attention", "2 values"), ("1, one per head", "2, one per head")
     first = [linear_share("1 after attention", seed, draws, 0.32) for seed in seeds]

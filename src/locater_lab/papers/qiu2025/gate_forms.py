@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.compute import relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.gated import Gate
@@ -69,15 +70,6 @@ FORMS_CLAIMS = (
         "relative error of the plain layer whose W_O has the gate in it", "at most", 1e-12, by="ours",
     ),
 )  # fmt: skip
-
-
-def relative(tensor: Tensor, reference: Tensor) -> float:
-    """Largest entry of the difference over the largest of the reference.
-
-    >>> relative(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))
-    0.25
-    """
-    return float((tensor - reference).abs().max() / reference.abs().max())
 
 
 @dataclass(frozen=True)
@@ -160,7 +152,9 @@ def form_error(position: str, per: str, draws: int) -> float:
         q, k, v = layer.projected
         W_g = gated.get_parameter("gate.weight")
         errors.append(
-            relative(gated(q, k, v, layer.x, causal=causal), looped_output(layer, W_g, position, per, causal))
+            relative_difference(
+                gated(q, k, v, layer.x, causal=causal), looped_output(layer, W_g, position, per, causal)
+            )
         )
     return max(errors)
 
@@ -241,7 +235,7 @@ def constant_gate_error(draws: int) -> float:
         # gates (H, size or 1, 1) on rows of W_O
         W_O = layer.W_O * gated.get_parameter("gate.weight").sigmoid()[..., None]
         inside = torch.einsum("bhte,hed->btd", plain, W_O)
-        errors.append(relative(layer.out(gated(q, k, v, layer.x, causal=True)), inside))
+        errors.append(relative_difference(layer.out(gated(q, k, v, layer.x, causal=True)), inside))
     return max(errors)
 
 
@@ -325,7 +319,7 @@ def reading_errors(seed: int = 0) -> dict[str, float] | None:
     reference = attention(x, (cos[None], sin[None]), None, is_causal=True)[0]
     weights = {name: p.data for name, p in attention.named_parameters()}
     return {
-        name: relative(_explicit_layer(x, weights, name, config.rms_norm_eps), reference)
+        name: relative_difference(_explicit_layer(x, weights, name, config.rms_norm_eps), reference)
         for name in (PER_HEAD, HALVES, PER_GROUP)
     }
 

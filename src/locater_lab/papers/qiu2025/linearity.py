@@ -30,9 +30,10 @@ from torch import Tensor
 from locater.measures import ranks
 from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
-from locater_lab.papers.qiu2025.gate_forms import EXACT, Layer, gated_module, relative
+from locater_lab.papers.qiu2025.gate_forms import EXACT, Layer, gated_module
 
 # ---- c: the paper's own table ----
 
@@ -280,7 +281,7 @@ def merged_difference(seed: int) -> float:
     gates = gated.options(q, k, layer.x)["gate"]
     M = layer.W_V @ layer.W_O  # (H, width, width)
     heads = torch.stack([gates[:, h] * (A[:, h] @ layer.x @ M[h]) for h in range(len(M))])
-    return relative(heads.sum(0), reference)
+    return relative_difference(heads.sum(0), reference)
 
 
 def ranks_and_spans(many: int) -> tuple[dict[str, float], dict[str, float]]:

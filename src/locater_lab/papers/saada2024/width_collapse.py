@@ -37,7 +37,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal, log_slope
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.saada2024.map_spectrum import Map, orthonormal, random_map
@@ -116,7 +116,7 @@ class Stack:
         )
 
     def weight(self, T: int, seed: int) -> Float[Tensor, "T T"]:
-        return normal(T, T, seed=seed) * (1.0 if self.weights == "unit" else T**-0.5)
+        return draw_normal(T, T, seed=seed) * (1.0 if self.weights == "unit" else T**-0.5)
 
 
 def excess_rank(x: Float[Tensor, "T d"]) -> float:
@@ -140,18 +140,6 @@ def excess_ranks(stack: Stack, T: int, layers: int, seed: int) -> list[float]:
         x = x / x.norm() if not (stack.norm or stack.skip) else x
         ranks.append(excess_rank(x))
     return ranks
-
-
-def log_slope(lengths: Sequence[int], values: Sequence[float]) -> float:
-    """Slope of log values over log lengths, by least squares.
-
-    >>> round(log_slope([10, 100], [3.0, 0.03]), 6)
-    -2.0
-    """
-    x = torch.tensor(lengths, dtype=torch.float64).log()
-    y = torch.tensor(values, dtype=torch.float64).log()
-    x = x - x.mean()
-    return float((x * y).sum() / x.square().sum())
 
 
 ByTokens = dict[int, list[list[float]]]  # by tokens: a list of layers for each seed
@@ -181,7 +169,7 @@ def cure_error(T: int = 48, seed: int = 3) -> tuple[float, float, float]:
     """Of the centred mechanism from (A - J) v and A (I - J) v; of (I - J) A from A (I - J), of softmax and of a doubly
     stochastic map.
     """
-    q, k, v = (normal(1, 2, T, 8, seed=seed + n) for n in range(3))
+    q, k, v = (draw_normal(1, 2, T, 8, seed=seed + n) for n in range(3))
     A = (q @ k.mT / math.sqrt(8)).softmax(-1)
     J = torch.full((T, T), 1 / T, dtype=torch.float64)
     eye = torch.eye(T, dtype=torch.float64)

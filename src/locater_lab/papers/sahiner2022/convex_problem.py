@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal, relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 
 # ---- the problem and its solvers ----
@@ -250,17 +250,17 @@ class Case(NamedTuple):
 def draw_case(number: int) -> Case:
     n, s, d, c, m = CASE_SIZES[number]
     return Case(
-        normal(n, s, d, seed=number),
-        normal(m, d, d, seed=100 + number),
-        normal(m, d, c, seed=200 + number),
-        normal(2, d, d, seed=300 + number),
+        draw_normal(n, s, d, seed=number),
+        draw_normal(m, d, d, seed=100 + number),
+        draw_normal(m, d, c, seed=200 + number),
+        draw_normal(2, d, d, seed=300 + number),
     )
 
 
 def linear_difference(case: Case) -> float:
     """Between heads and their Z, linear attention."""
     direct = heads_output(case.x, case.maps, case.values).flatten(0, 1)
-    return _relative_difference(lifted_output(design(case.x), lift(case.maps, case.values)), direct)
+    return relative_difference(lifted_output(design(case.x), lift(case.maps, case.values)), direct)
 
 
 def gated_difference(case: Case) -> float:
@@ -268,7 +268,7 @@ def gated_difference(case: Case) -> float:
     turn = torch.arange(len(case.maps)) % 2
     direct = heads_output(case.x, case.maps, case.values, case.gates[turn]).flatten(0, 1)
     Z = torch.cat([lift(case.maps[turn == g], case.values[turn == g]) for g in range(2)])
-    return _relative_difference(lifted_output(design(case.x, case.gates), Z), direct)
+    return relative_difference(lifted_output(design(case.x, case.gates), Z), direct)
 
 
 def penalty_of_heads(maps: Tensor, values: Tensor) -> float:
@@ -279,7 +279,7 @@ def recovery_difference(case: Case) -> float:
     """Of the recovered heads' output and penalty."""
     Z = lift(case.maps, case.values)
     maps, values = recover_heads(Z[0], 1e-14)
-    output = _relative_difference(heads_output(case.x, maps, values), heads_output(case.x, case.maps, case.values))
+    output = relative_difference(heads_output(case.x, maps, values), heads_output(case.x, case.maps, case.values))
     return max(output, abs(penalty_of_heads(maps, values) / float(nuclear_norm(Z)) - 1))
 
 
@@ -288,15 +288,11 @@ def least_penalty(case: Case, draws: int = 20) -> float:
     m, norm = len(case.maps), float(nuclear_norm(lift(case.maps, case.values)))
     ratios = [penalty_of_heads(case.maps, case.values) / norm]
     for seed in range(draws):
-        R = normal(m, m, seed=seed) + 2 * torch.eye(m, dtype=torch.float64)
+        R = draw_normal(m, m, seed=seed) + 2 * torch.eye(m, dtype=torch.float64)
         maps = torch.einsum("jm,mab->jab", R, case.maps)
         values = torch.einsum("mj,mlc->jlc", torch.linalg.inv(R), case.values)
         ratios.append(penalty_of_heads(maps, values) / norm)
     return min(ratios)
-
-
-def _relative_difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
 
 
 def measure_lifting(setting: Setting) -> Results:

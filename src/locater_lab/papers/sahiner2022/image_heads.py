@@ -22,7 +22,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex_problem import design, split_solve
 
@@ -201,7 +201,7 @@ def mlp_head(data: Split, seed: int, quick: bool) -> tuple[float, float]:
 def accuracies_of_heads(data: Split, seed: int, quick: bool) -> dict[str, tuple[float, ...]]:
     """Accuracies of every head."""
     d = data.x[0].shape[2]
-    gates = normal(GATES[quick], d, d, seed=seed)
+    gates = draw_normal(GATES[quick], d, d, seed=seed)
     linear = [pooled_design(x, None) for x in data.x]
     gated = [pooled_design(x, gates) for x in data.x]
     return {

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex_problem import design, recover_heads, solve
 from locater_lab.papers.sahiner2022.optima import head_rows
@@ -64,8 +64,8 @@ def draw_batch(seed: int, sequences: int) -> Batch:
     corner = torch.nn.functional.one_hot(cluster, CLUSTERS).double()
     x = torch.cat(
         [
-            corner + JITTER * normal(sequences, TOKENS, CLUSTERS, seed=seed + 1),
-            normal(sequences, TOKENS, WIDTH - CLUSTERS, seed=seed + 2),
+            corner + JITTER * draw_normal(sequences, TOKENS, CLUSTERS, seed=seed + 1),
+            draw_normal(sequences, TOKENS, WIDTH - CLUSTERS, seed=seed + 2),
         ],
         2,
     )

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
@@ -89,7 +89,7 @@ KINDS_CLAIMS = (
 
 
 def draw_operands(seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (normal(1, KIND_HEADS, T, KIND_SIZE, seed=10 * seed + i) for i in range(3))
+    q, k, v = (draw_normal(1, KIND_HEADS, T, KIND_SIZE, seed=10 * seed + i) for i in range(3))
     return q, k, v
 
 
@@ -98,7 +98,7 @@ def full_error(seed: int) -> float:
     width, T = KIND_HEADS * KIND_SIZE, 7
     torch.manual_seed(seed)
     layer = nn.MultiheadAttention(width, KIND_HEADS, bias=False, batch_first=True, dtype=torch.float64)
-    x = normal(2, T, width, seed=seed)
+    x = draw_normal(2, T, width, seed=seed)
     q, k, v = (
         y.unflatten(2, (KIND_HEADS, KIND_SIZE)).transpose(1, 2) for y in (x @ layer.in_proj_weight.mT).chunk(3, -1)
     )
@@ -118,7 +118,7 @@ def local_change(seed: int, window: int = 6) -> tuple[float, float]:
     plain = attend(q, k, v)[:, :, at]
     changes = []
     for chosen in (~inside, inside):
-        others = [torch.where(chosen[:, None], normal(*x.shape, seed=seed + 999), x) for x in (k, v)]
+        others = [torch.where(chosen[:, None], draw_normal(*x.shape, seed=seed + 999), x) for x in (k, v)]
         changes.append((attend(q, *others)[:, :, at] - plain).abs().max().item())
     return changes[0], changes[1]
 
@@ -135,8 +135,8 @@ def convolution_error(seed: int) -> float:
     taps, stride = TAPS[seed % 3]
     T = 9 + seed % 7
     q, k, v = draw_operands(seed, T)
-    kernels = [normal(1, KIND_HEADS, taps, KIND_SIZE, seed=seed + i) for i in (50, 51)]
-    biases = [normal(1, KIND_HEADS, 1, KIND_SIZE, seed=seed + i) for i in (52, 53)]
+    kernels = [draw_normal(1, KIND_HEADS, taps, KIND_SIZE, seed=seed + i) for i in (50, 51)]
+    biases = [draw_normal(1, KIND_HEADS, 1, KIND_SIZE, seed=seed + i) for i in (52, 53)]
     short = []
     for x, kernel, bias in zip((k, v), kernels, biases, strict=True):
         heads = []

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from locater.measures import token_cosine
 from locater.numerics import spearman
-from locater_lab.engine.arms import Line, difference, ends_table, mean_of_arm, study_of_arms
+from locater_lab.engine.arms import Line, difference, mean_of_arm, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm, at_lower_rates
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs
@@ -127,14 +127,15 @@ def run_draw(seed: int) -> Step:
     """Tokens as a norm leaves them, Gaussian weights of one of five sizes, one to four heads, some attention sharp."""
     n, heads, size = THEOREM_TOKENS[seed % 3], 1 + seed % 4, WEIGHT_SIZES[seed % 5]
     x = layer_norm(
-        (0.1, 1.0)[seed % 2] * normal(n, THEOREM_WIDTH, seed=seed) + normal(1, THEOREM_WIDTH, seed=seed + 10_000)
+        (0.1, 1.0)[seed % 2] * draw_normal(n, THEOREM_WIDTH, seed=seed)
+        + draw_normal(1, THEOREM_WIDTH, seed=seed + 10_000)
     )
     sharp = (1.0, 4.0)[seed // 7 % 2] / math.sqrt(THEOREM_WIDTH)
     w = Weights(
-        sharp * normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 20_000),
-        size / math.sqrt(THEOREM_WIDTH) * normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 30_000),
-        size / math.sqrt(THEOREM_WIDTH) * normal(THEOREM_WIDTH, 4 * THEOREM_WIDTH, seed=seed + 40_000),
-        size / math.sqrt(4 * THEOREM_WIDTH) * normal(4 * THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 50_000),
+        sharp * draw_normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 20_000),
+        size / math.sqrt(THEOREM_WIDTH) * draw_normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 30_000),
+        size / math.sqrt(THEOREM_WIDTH) * draw_normal(THEOREM_WIDTH, 4 * THEOREM_WIDTH, seed=seed + 40_000),
+        size / math.sqrt(4 * THEOREM_WIDTH) * draw_normal(4 * THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 50_000),
     )
     return _step(x, w, size)[1]
 
@@ -151,7 +152,7 @@ def run_built_stack(shared: float) -> list[Step]:
     one = torch.eye(THEOREM_WIDTH, dtype=torch.float64)
     heads = one.expand(BUILT_HEADS, -1, -1)
     w = Weights(0.5 * heads, BUILT * heads, BUILT * one, BUILT * one)
-    x = layer_norm(normal(BUILT_TOKENS, THEOREM_WIDTH, seed=0) + shared * normal(1, THEOREM_WIDTH, seed=1))
+    x = layer_norm(draw_normal(BUILT_TOKENS, THEOREM_WIDTH, seed=0) + shared * draw_normal(1, THEOREM_WIDTH, seed=1))
     steps = []
     for _ in range(BUILT_DEPTH):
         x, step = _step(x, w, BUILT)
@@ -249,20 +250,20 @@ def cosines_by_depth(
     """Mean cosine of tokens before the first layer and after each."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def draw_normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    x = layer_norm(normal(STACK_TOKENS, STACK_WIDTH))
+    x = layer_norm(draw_normal(STACK_TOKENS, STACK_WIDTH))
     later = torch.ones(STACK_TOKENS, STACK_TOKENS, dtype=torch.bool).triu(1)
     states = [x]
     for _ in range(depth):
         W_QK, W_VO = (
-            normal(STACK_HEADS, STACK_WIDTH, STACK_WIDTH) / math.sqrt(STACK_WIDTH),
-            gain * normal(STACK_HEADS, STACK_WIDTH, STACK_WIDTH) / math.sqrt(STACK_WIDTH * STACK_HEADS),
+            draw_normal(STACK_HEADS, STACK_WIDTH, STACK_WIDTH) / math.sqrt(STACK_WIDTH),
+            gain * draw_normal(STACK_HEADS, STACK_WIDTH, STACK_WIDTH) / math.sqrt(STACK_WIDTH * STACK_HEADS),
         )
         W_in, W_out = (
-            gain * normal(STACK_WIDTH, 4 * STACK_WIDTH) / math.sqrt(STACK_WIDTH),
-            gain * normal(4 * STACK_WIDTH, STACK_WIDTH) / math.sqrt(2 * STACK_WIDTH),
+            gain * draw_normal(STACK_WIDTH, 4 * STACK_WIDTH) / math.sqrt(STACK_WIDTH),
+            gain * draw_normal(4 * STACK_WIDTH, STACK_WIDTH) / math.sqrt(2 * STACK_WIDTH),
         )
         for number in range(2):
             y = x if post else layer_norm(x)
@@ -362,7 +363,7 @@ def correlation_with_depth(line: Line) -> float:
 
 def mean_curve(runs: Runs, one: Arm, name: str) -> list[float]:
     """Means over seeds, by half-block; empty where it was not measured."""
-    lines = [states for line in one.so_far(runs) if (states := half_block_measures(line, name))]
+    lines = [states for line in one.lines_so_far(runs) if (states := half_block_measures(line, name))]
     return [fmean(values) for values in zip(*lines, strict=True)]
 
 
@@ -381,7 +382,7 @@ def judge_fusion(runs: Runs) -> Results:
         for name in ("cosine", "centred_cosine")
     }
     return Results(
-        measured, {"fusion_ends": ends_table(runs, ARMS), "fusion_curves": curves, "fusion_layers": MASKED.layers}
+        measured, {"fusion_ends": table_of_arms(runs, ARMS), "fusion_curves": curves, "fusion_layers": MASKED.layers}
     )
 
 

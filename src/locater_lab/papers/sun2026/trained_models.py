@@ -30,7 +30,7 @@ from locater_lab.engine.claims import Claim, Measurement, half_range
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, model_folders, read_each
 from locater_lab.papers.sun2026.sinks_and_spikes import LENGTH
-from locater_lab.train.measured import of_map
+from locater_lab.train.measures import map_numbers
 
 # A SwiGLU MLP as a quadratic form, which it is where its gates are far above 0.
 
@@ -196,7 +196,7 @@ def sink_shares(model: Any, attention: Pairs) -> dict[str, float]:
         replace(layer, norm=Norm()).attention(x)
         for layer, (x, _) in zip(attention_layers(model), attention, strict=True)
     ]
-    counted = [of_map(weights, causal=True) for weights in maps]  # what attention reads is behind the norm
+    counted = [map_numbers(weights, causal=True) for weights in maps]  # what attention reads is behind the norm
     shares = {
         name: math.fsum(each[name] or 0.0 for each in counted) / len(counted) for name in ("sink_rate", "sink_ratio")
     }

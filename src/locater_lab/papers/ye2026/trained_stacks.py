@@ -1,7 +1,7 @@
 """Trained stacks of equal depth with more and more full layers, on composition. Study d. CUDA where there is one; all
 seeds at once.
 
-Letters are those of `locater_lab.mechanisms.hybrid`: L a linear layer (`delta`), S a full one (softmax); full layers
+Letters are those of `locater_lab.mechanisms.stack`: L a linear layer (`delta`), S a full one (softmax); full layers
 come last. Tokens hold (l, x, f_l(x)) in one, so that L layers are enough where L + 1 are needed for x and f(x) apart.
 There are no positions: a token is looked up by its content. Keys have fewer channels, over all heads, than a function
 has points. After every layer the stream is read out and trained towards where the chain should be by then: without this
@@ -29,7 +29,7 @@ from locater_lab.engine.claims import Claim, by_seed
 from locater_lab.engine.compute import device_of_study, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
-from locater_lab.mechanisms.hybrid import hybrid
+from locater_lab.mechanisms.stack import hybrid
 from locater_lab.papers.ye2026.composition import Prompts, Task, draw_prompts
 
 QUESTIONS = 8  # in each prompt, which tell each other nothing that the list does not

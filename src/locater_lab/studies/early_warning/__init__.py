@@ -23,17 +23,17 @@ from locater_lab.studies.early_warning.judging import (
     OUTSIDE,
     RELEASED,
     RIVALS,
+    alarm_numbers,
     binomial_p,
     bootstrap,
     bootstrap_p,
-    judged,
+    count_missed,
+    judge_runs,
     lead,
-    measured,
     middle_95,
-    missed,
     score,
     score_differences,
-    tuned,
+    tune_bounds,
 )
 from locater_lab.studies.early_warning.plan import STEPS, all_runs
 from locater_lab.train.sweep import read_lines
@@ -89,32 +89,32 @@ def measure(setting: Setting) -> Results:
 
         if not (setting.data / TEXT).is_file():
             raise LocaterError(f"{setting.data / TEXT}: no such file, and the runs train on it: give --data FOLDER")
-        train_missing(setting.runs, setting.data / TEXT, setting.jobs, setting.tell)
+        train_missing(setting.runs, setting.data / TEXT, setting.jobs, setting.log)
     lines = [line for path in (*setting.more_runs, setting.runs) for line in read_lines(path)]
-    return found_in(lines) if lines else Results({})
+    return results_of(lines) if lines else Results({})
 
 
-def found_in(lines: Sequence[dict[str, Any]]) -> Results:
+def results_of(lines: Sequence[dict[str, Any]]) -> Results:
     """A measurement for each claim, and what the page shows."""
     order = {run.name: i for i, run in enumerate(all_runs())}
     lines = sorted(lines, key=lambda line: order[line["name"]])
-    runs = judged(lines)
+    runs = judge_runs(lines)
     inside = [run for run in runs if run["cause"] != OUTSIDE]
     groups = {
         by: {
-            value: measured([r for r in runs if r[by] == value], RELEASED)
+            value: alarm_numbers([r for r in runs if r[by] == value], RELEASED)
             for value in dict.fromkeys(r[by] for r in runs)
             if value
         }
         for by in GROUPS
     }
     tables = {
-        "runs": [{k: v for k, v in run.items() if k != "raised"} | _first(run) for run in runs],
-        "alarms": {name: measured(runs, name) for name in ALARMS},
-        "inside": {name: measured(inside, name) for name in ALARMS},
+        "runs": [{k: v for k, v in run.items() if k != "raised"} | _first_alarm(run) for run in runs],
+        "alarms": {name: alarm_numbers(runs, name) for name in ALARMS},
+        "inside": {name: alarm_numbers(inside, name) for name in ALARMS},
         "groups": groups,
-        "missed": missed(inside),
-        "tuned": tuned(lines, runs),
+        "missed": count_missed(inside),
+        "tuned": tune_bounds(lines, runs),
         "planned": len(all_runs()),
         "machines": list(dict.fromkeys(f"{x['machine']['device']}, torch {x['machine']['torch']}" for x in lines)),
         "texts": lines[0]["texts"],
@@ -128,19 +128,19 @@ def measured_claims(runs: Sequence[Mapping[str, Any]], m: Mapping[str, Any]) -> 
     leads = [x for r in runs if r["wrong"] is not None and (x := lead(r, r["raised"][RELEASED])) is not None]
     medians = bootstrap(lambda x: sorted(x)[len(x) // 2], leads)
     found: dict[str, Measurement | None] = {
-        "a": _share(m["caught"], m["failed"], m["recall"], LEAST_RECALL),
-        "b": _share(m["false"], m["ordinary"], m["false_share"], MOST_FALSE),
-        "c": _drawn(float(m["lead"] or 0), m["lead_interval"], bootstrap_p(medians, LEAST_LEAD)),
+        "a": _share_measurement(m["caught"], m["failed"], m["recall"], LEAST_RECALL),
+        "b": _share_measurement(m["false"], m["ordinary"], m["false_share"], MOST_FALSE),
+        "c": _bootstrap_measurement(float(m["lead"] or 0), m["lead_interval"], bootstrap_p(medians, LEAST_LEAD)),
     }
     for number, rival in enumerate(RIVALS, 1):
         values = score_differences(runs, rival)
-        found[f"d{number}"] = _drawn(
+        found[f"d{number}"] = _bootstrap_measurement(
             score(runs, RELEASED) - score(runs, rival), middle_95(values), bootstrap_p(values, 0.0)
         )
     return found
 
 
-def _share(count: int, total: int, ends: Sequence[float], stated: float) -> Measurement | None:
+def _share_measurement(count: int, total: int, ends: Sequence[float], stated: float) -> Measurement | None:
     if not total:
         return None
     numbers = {"count": count, "of": total, "interval": list(ends)}
@@ -148,14 +148,14 @@ def _share(count: int, total: int, ends: Sequence[float], stated: float) -> Meas
     return Measurement(count / total, (ends[1] - ends[0]) / 2, how, numbers, p=binomial_p(count, total, stated))
 
 
-def _drawn(value: float, ends: Sequence[float] | None, p: float) -> Measurement | None:
+def _bootstrap_measurement(value: float, ends: Sequence[float] | None, p: float) -> Measurement | None:
     if ends is None:
         return None
     how = "half of the 95 % interval of a bootstrap over runs, which is not symmetric"
     return Measurement(value, (ends[1] - ends[0]) / 2, how, {"interval": list(ends)}, p=p)
 
 
-def _first(run: Mapping[str, Any]) -> dict[str, Any]:
+def _first_alarm(run: Mapping[str, Any]) -> dict[str, Any]:
     """The first alarm of the monitor, and its lead."""
     steps = run["raised"][RELEASED]
     return {"warned": steps[0] if steps else None, "lead": lead(run, steps) if run["wrong"] is not None else None}
@@ -203,10 +203,10 @@ def bounds_text(bounds: Sequence[float | None]) -> str:
 def bounds_row(bounds: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     """Other bounds of the monitor, on both halves of the kinds."""
 
-    def told(m: Mapping[str, Any]) -> str:
+    def counts_text(m: Mapping[str, Any]) -> str:
         return f"{m['caught']} of {m['failed']} | {m['false']} of {m['ordinary']} | {m['score']:+.2f}"
 
-    return f"| {bounds} | {told(a)} | {told(b)} |"
+    return f"| {bounds} | {counts_text(a)} | {counts_text(b)} |"
 
 
 def run_row(run: Mapping[str, Any]) -> str:

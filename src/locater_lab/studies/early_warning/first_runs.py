@@ -2,7 +2,7 @@
 
 32 small language models on bytes, watched at every step. Some are pushed to fail: high learning rate, no warm-up, large
 initial scale, half precision without a loss scale. They describe and forecast nothing, so they decide no claim. Their
-steps are not kept; the record that was judged from them is (docs/results/early-warning.json), and `text` makes its page.
+steps are not kept; the record that was judged from them is (docs/results/early-warning.json), and `page_text` makes its page.
 
     make study STUDY='early_warning.first_runs train FOLDER'     # trains them, one JSON each
     make study STUDY='early_warning.first_runs judge FOLDER'     # judges them, writes the record and its page
@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from locater import Monitor
 from locater.files import write_whole
 from locater.inputs.corpus import embedded_text
-from locater_lab.studies.early_warning.judging import BEHIND, LASTING, RISE, SMOOTH, smoothed, wrong_from
+from locater_lab.studies.early_warning.judging import BEHIND, LASTING, RISE, SMOOTH, first_wrong_step, smooth_losses
 
 OUT = Path("docs/results/early-warning.json")  # from the root of the repository, where make runs
 STEPS, LENGTH, BATCH, WIDTH, LAYERS, HEADS = 500, 256, 32, 256, 6, 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """One run."""
 
     name: str
@@ -51,35 +51,35 @@ class Plan:
     steps: int = STEPS
 
 
-def plans() -> list[Plan]:
+def all_plans() -> list[RunPlan]:
     """Runs that are pushed to fail (forced), then healthy ones."""
-    forced = [Plan(f"{kind} rate {rate:g}", kind, rate) for kind in ("gpt2", "llama") for rate in (1e-2, 3e-2, 1e-1)]
+    forced = [RunPlan(f"{kind} rate {rate:g}", kind, rate) for kind in ("gpt2", "llama") for rate in (1e-2, 3e-2, 1e-1)]
     forced += [
-        Plan(f"{kind} rate 1e-2, no warm-up, no clipping", kind, 1e-2, warmup=0, clip=math.inf)
+        RunPlan(f"{kind} rate 1e-2, no warm-up, no clipping", kind, 1e-2, warmup=0, clip=math.inf)
         for kind in ("gpt2", "llama")
     ]
     forced += [
-        Plan(f"{kind} query-key scale {s:g}, rate 3e-3", kind, 3e-3, scale=s)
+        RunPlan(f"{kind} query-key scale {s:g}, rate 3e-3", kind, 3e-3, scale=s)
         for kind in ("gpt2", "llama")
         for s in (32,)
     ]
-    forced += [Plan(f"{kind} initial spread 0.2, rate 3e-3", kind, 3e-3, spread=0.2) for kind in ("gpt2", "llama")]
+    forced += [RunPlan(f"{kind} initial spread 0.2, rate 3e-3", kind, 3e-3, spread=0.2) for kind in ("gpt2", "llama")]
     forced += [
-        Plan(f"{kind} float16 without scale, rate {rate:g}", kind, rate, dtype="float16")
+        RunPlan(f"{kind} float16 without scale, rate {rate:g}", kind, rate, dtype="float16")
         for kind in ("gpt2", "llama")
         for rate in (3e-3, 1e-2)
     ]
-    forced += [Plan(f"qwen3 rate {rate:g}", "qwen3", rate) for rate in (1e-2, 1e-1)]
+    forced += [RunPlan(f"qwen3 rate {rate:g}", "qwen3", rate) for rate in (1e-2, 1e-1)]
     healthy = [
-        Plan(f"{kind} rate {rate:g}, seed {seed}", kind, rate, seed=seed)
+        RunPlan(f"{kind} rate {rate:g}, seed {seed}", kind, rate, seed=seed)
         for kind in ("gpt2", "llama", "qwen3")
         for rate in (3e-4, 1e-3)
         for seed in (1, 2)
     ]
-    return [*forced, *healthy, Plan("gpt2 rate 3e-3", "gpt2", 3e-3), Plan("llama rate 3e-3", "llama", 3e-3)]
+    return [*forced, *healthy, RunPlan("gpt2 rate 3e-3", "gpt2", 3e-3), RunPlan("llama rate 3e-3", "llama", 3e-3)]
 
 
-def build(plan: Plan) -> nn.Module:
+def build_model(plan: RunPlan) -> nn.Module:
     import transformers
 
     shape: dict[str, Any] = dict(vocab_size=256, initializer_range=plan.spread, bos_token_id=0, eos_token_id=0)
@@ -110,7 +110,7 @@ def build(plan: Plan) -> nn.Module:
     return model
 
 
-class Extremes:
+class ExtremesSink:
     """A sink that stores the extreme value over heads of each column, for every step."""
 
     def __init__(self) -> None:
@@ -127,12 +127,12 @@ class Extremes:
                 "loss": record["loss"],
                 "grad_norm": record["scalars"].get("grad_norm"),
                 "lost_heads": sum(x is None for layer in heads["entropy"] for x in layer),
-                "max_logit": _best(max, known["max_logit"]),
-                "entropy_ratio_min": _best(min, ratios),
+                "max_logit": _extreme(max, known["max_logit"]),
+                "entropy_ratio_min": _extreme(min, ratios),
                 "entropy_ratio_mean": sum(ratios) / len(ratios) if ratios else None,
-                "sink": _best(max, known["sink"]),
-                "spread": _best(max, known["spread"]),
-                "M": _best(max, [abs(x) for x in known["M"]]),
+                "sink": _extreme(max, known["sink"]),
+                "spread": _extreme(max, known["spread"]),
+                "M": _extreme(max, [abs(x) for x in known["M"]]),
             }
         )
 
@@ -140,16 +140,16 @@ class Extremes:
         return
 
 
-def _best(choose: Any, numbers: list[float]) -> float | None:
+def _extreme(choose: Any, numbers: list[float]) -> float | None:
     return choose(numbers) if numbers else None
 
 
-def train(plan: Plan, data: Tensor, device: str) -> dict[str, Any]:
+def train(plan: RunPlan, data: Tensor, device: str) -> dict[str, Any]:
     """One run, watched at every step."""
     torch.manual_seed(plan.seed)
-    model = build(plan).to(device).train()
+    model = build_model(plan).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.1)
-    extremes = Extremes()
+    extremes = ExtremesSink()
     monitor = Monitor(extremes, every=1, warn_on="").attach(model)
     generator = torch.Generator().manual_seed(plan.seed)
     began = time.time()
@@ -182,7 +182,7 @@ def train_all(out: Path) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     facts = {"machine": {"device": name, "torch": torch.__version__}, "text": "embedded"}
     out.mkdir(parents=True, exist_ok=True)
-    for number, plan in enumerate(plans()):
+    for number, plan in enumerate(all_plans()):
         path = out / f"{number:02d}.json"
         if path.is_file():
             continue
@@ -195,23 +195,23 @@ def train_all(out: Path) -> None:
 # ---- judged ----
 
 
-def smooth(run: dict[str, Any]) -> list[float]:
+def smoothed_losses(run: dict[str, Any]) -> list[float]:
     """Losses as means over the last steps; not finite stays so."""
-    return smoothed([x["loss"] for x in run["steps"]])
+    return smooth_losses([x["loss"] for x in run["steps"]])
 
 
-def usual(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+def usual_losses(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
     """The median loss at every step of the runs that were meant to be healthy, by kind."""
     medians = {}
     for kind in {run["plan"]["kind"] for run in runs}:
-        curves = [smooth(run) for run in runs if run["plan"]["kind"] == kind and "seed" in run["plan"]["name"]]
+        curves = [smoothed_losses(run) for run in runs if run["plan"]["kind"] == kind and "seed" in run["plan"]["name"]]
         medians[kind] = [statistics.median(at) for at in zip(*curves, strict=True)]
     return medians
 
 
-def wrong_at(run: dict[str, Any], healthy: list[float]) -> int | None:
+def wrong_step(run: dict[str, Any], healthy: list[float]) -> int | None:
     """The first step, counted from 0, from which on the loss shows that the run has gone wrong; None for a healthy one."""
-    step = wrong_from([x["loss"] for x in run["steps"]], healthy)
+    step = first_wrong_step([x["loss"] for x in run["steps"]], healthy)
     return None if step is None else step - 1
 
 
@@ -224,7 +224,7 @@ def signals() -> dict[str, tuple[str, Any]]:
     for factor in (2, 4, 8):
         alarms[f"max logit > {factor} x its median of the last 50 steps"] = (
             "activations",
-            lambda past, f=factor: _jump(past, "max_logit", f),
+            lambda past, f=factor: _jumps(past, "max_logit", f),
         )
     for bound in (0.4, 0.3, 0.2, 0.1, 0.05):
         alarms[f"entropy ratio of a head < {bound}"] = (
@@ -258,7 +258,7 @@ def signals() -> dict[str, tuple[str, Any]]:
     for factor in (3, 10, 30):
         alarms[f"gradient norm > {factor} x its median of the last 50 steps"] = (
             "gradients",
-            lambda past, f=factor: _jump(past, "grad_norm", f),
+            lambda past, f=factor: _jumps(past, "grad_norm", f),
         )
     return alarms
 
@@ -271,19 +271,19 @@ def _below(x: float | None, bound: float) -> bool:
     return x is None or x < bound
 
 
-def _jump(past: list[dict[str, Any]], name: str, factor: float) -> bool:
+def _jumps(past: list[dict[str, Any]], name: str, factor: float) -> bool:
     before = [x[name] for x in past[-51:-1] if x[name] is not None]
     return past[-1][name] is None or (len(before) >= 10 and past[-1][name] > factor * statistics.median(before))
 
 
-def unforced(run: dict[str, Any]) -> bool:
+def is_ordinary(run: dict[str, Any]) -> bool:
     """Whether a run was meant to be an ordinary one."""
     return "seed" in run["plan"]["name"] or run["plan"]["name"] in ("gpt2 rate 3e-3", "llama rate 3e-3")
 
 
 def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    healthy_curves = usual(runs)
-    verdicts = [wrong_at(run, healthy_curves[run["plan"]["kind"]]) for run in runs]
+    healthy_curves = usual_losses(runs)
+    verdicts = [wrong_step(run, healthy_curves[run["plan"]["kind"]]) for run in runs]
     rows = []
     for name, (reads, raised) in signals().items():
         at = [next((i for i in range(len(run["steps"])) if raised(run["steps"][: i + 1])), None) for run in runs]
@@ -299,8 +299,8 @@ def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 "wrong": wrong,
                 "false_alarms": len(false_alarms),
                 "healthy": healthy,
-                "false_alarms_unforced": sum(map(unforced, false_alarms)),
-                "unforced": sum(map(unforced, runs)),
+                "false_alarms_unforced": sum(map(is_ordinary, false_alarms)),
+                "unforced": sum(map(is_ordinary, runs)),
                 "lead_median": statistics.median(leads) if leads else None,
                 "lead_least": min(leads, default=None),
             }
@@ -322,7 +322,7 @@ def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def text(record: dict[str, Any]) -> str:
+def page_text(record: dict[str, Any]) -> str:
     """The record as Markdown."""
     wrong, healthy = record["signals"][0]["wrong"], record["signals"][0]["healthy"]
     device, torch_version = record["machine"]["device"], record["machine"]["torch"]
@@ -377,7 +377,7 @@ def main() -> None:
         runs = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.json"))]
         record = {**judge(runs), "machine": runs[0]["machine"], "text": runs[0]["text"]}
         write_whole(OUT, json.dumps(record, indent=1) + "\n")
-    write_whole(OUT.with_suffix(".md"), text(json.loads(OUT.read_text())))
+    write_whole(OUT.with_suffix(".md"), page_text(json.loads(OUT.read_text())))
 
 
 if __name__ == "__main__":

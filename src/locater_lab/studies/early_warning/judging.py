@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from locater_lab.studies.early_warning.plan import BY_NAME, KINDS, Run, rate_at
+from locater_lab.studies.early_warning.plan import BY_NAME, KINDS, TrainingRun, rate_at
 
 RISE, BEHIND, LASTING, SMOOTH = 0.5, 0.5, 30, 5
 SPAN = 50  # alarms that follow each other within so many steps are one; medians are over so many steps before
@@ -26,27 +26,27 @@ Line = dict[str, Any]
 Alarm = Callable[[Line], list[int]]
 
 
-def smoothed(losses: Sequence[float | None]) -> list[float]:
+def smooth_losses(losses: Sequence[float | None]) -> list[float]:
     """Means over the last SMOOTH steps; not finite stays so.
 
-    >>> smoothed([1.0, 3.0, None])
+    >>> smooth_losses([1.0, 3.0, None])
     [1.0, 2.0, inf]
     """
     known = [math.inf if x is None else x for x in losses]
     return [statistics.fmean(known[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(known))]
 
 
-def wrong_from(losses: Sequence[float | None], usual: Sequence[float]) -> int | None:
+def first_wrong_step(losses: Sequence[float | None], usual: Sequence[float]) -> int | None:
     """The first step from which on the loss shows that the run has gone wrong; None for a healthy one.
 
     Wrong is RISE nats above the best so far, or BEHIND above the usual loss at that step, for LASTING steps in a row,
     or not finite.
 
-    >>> wrong_from([2.0] * 40 + [4.0] * 40, [2.0] * 80)  # a mean of five is 0.5 higher from the second on
+    >>> first_wrong_step([2.0] * 40 + [4.0] * 40, [2.0] * 80)  # a mean of five is 0.5 higher from the second on
     42
     """
     best, count = math.inf, 0
-    for step, loss in enumerate(smoothed(losses), 1):
+    for step, loss in enumerate(smooth_losses(losses), 1):
         expected = usual[min(step, len(usual)) - 1] if usual else math.inf
         behind = not math.isfinite(loss) or loss > best + RISE or loss > expected + BEHIND
         count = count + 1 if behind else 0
@@ -59,11 +59,11 @@ def wrong_from(losses: Sequence[float | None], usual: Sequence[float]) -> int | 
 def usual_losses(lines: Iterable[Line], kind: str, without: str = "") -> list[float]:
     """The median loss at every step of a kind's ordinary runs, without that of one name."""
     ordinary = [x for x in lines if x["run"]["kind"] == kind and not x["run"]["cause"] and x["name"] != without]
-    curves = [smoothed(x["losses"]) for x in ordinary]
+    curves = [smooth_losses(x["losses"]) for x in ordinary]
     return [statistics.median(at) for at in zip(*curves, strict=False)]
 
 
-def jumps(values: Sequence[float | None], above: Callable[[float], float]) -> list[int]:
+def steps_of_jumps(values: Sequence[float | None], above: Callable[[float], float]) -> list[int]:
     """Steps whose value exceeds `above` of the median of the SPAN steps before, or is not finite."""
     steps = []
     for i, value in enumerate(values):
@@ -73,26 +73,26 @@ def jumps(values: Sequence[float | None], above: Callable[[float], float]) -> li
     return steps
 
 
-def above_best(losses: Sequence[float | None], rise: float) -> list[int]:
+def steps_above_best(losses: Sequence[float | None], rise: float) -> list[int]:
     """Steps whose smoothed loss is that much above the best so far."""
     best, steps = math.inf, []
-    for step, loss in enumerate(smoothed(losses), 1):
+    for step, loss in enumerate(smooth_losses(losses), 1):
         if loss > best + rise:
             steps.append(step)
         best = min(best, loss)
     return steps
 
 
-def rates(line: Line) -> list[float]:
+def relative_rates(line: Line) -> list[float]:
     """The rate of every step, over the kind's usual one at its peak."""
     change = dict(line["run"])
     change["clip"] = math.inf if change.get("clip") is None else change["clip"]
-    run = Run(**change)
+    run = TrainingRun(**change)
     kind = BY_NAME[run.kind]
     return [rate_at(kind, run, step) / kind.rate for step in range(1, len(line["losses"]) + 1)]
 
 
-def _warned(line: Line, where: str, flag: str | None = None) -> list[int]:
+def _warning_steps(line: Line, where: str, flag: str | None = None) -> list[int]:
     return sorted({w["step"] for w in line[where] if flag is None or w["flag"] == flag})
 
 
@@ -109,32 +109,32 @@ def bounds_crossed(line: Line, logit: float, spread: float) -> list[int]:
 RELEASED = "Monitor()"
 RIVALS: dict[str, Alarm] = {
     "rate of 1e-2 or more": lambda x: [
-        i for i, r in enumerate(rates(x), 1) if r * BY_NAME[x["run"]["kind"]].rate >= 0.01
+        i for i, r in enumerate(relative_rates(x), 1) if r * BY_NAME[x["run"]["kind"]].rate >= 0.01
     ],
-    "rate 3 times the usual or more": lambda x: [i for i, r in enumerate(rates(x), 1) if r >= 3],
-    "gradient norm 3 times its median": lambda x: jumps(x["norms"], lambda m: 3 * m),
-    "gradient norm 10 times its median": lambda x: jumps(x["norms"], lambda m: 10 * m),
-    "loss 0.3 above its median": lambda x: jumps(x["losses"], lambda m: m + 0.3),
-    "loss 0.2 above its best": lambda x: above_best(x["losses"], 0.2),
+    "rate 3 times the usual or more": lambda x: [i for i, r in enumerate(relative_rates(x), 1) if r >= 3],
+    "gradient norm 3 times its median": lambda x: steps_of_jumps(x["norms"], lambda m: 3 * m),
+    "gradient norm 10 times its median": lambda x: steps_of_jumps(x["norms"], lambda m: 10 * m),
+    "loss 0.3 above its median": lambda x: steps_of_jumps(x["losses"], lambda m: m + 0.3),
+    "loss 0.2 above its best": lambda x: steps_above_best(x["losses"], 0.2),
     "always, at step 1": lambda x: [1],
 }
 ALARMS: dict[str, Alarm] = {
-    RELEASED: lambda x: _warned(x, "warnings"),
-    "of it, exploding": lambda x: _warned(x, "warnings", "exploding"),
-    "of it, spread>5": lambda x: _warned(x, "warnings", "spread>5"),
-    "of it, nonfinite": lambda x: _warned(x, "warnings", "nonfinite"),
-    "Monitor(every=10)": lambda x: _warned(x, "warnings_dense"),
+    RELEASED: lambda x: _warning_steps(x, "warnings"),
+    "of it, exploding": lambda x: _warning_steps(x, "warnings", "exploding"),
+    "of it, spread>5": lambda x: _warning_steps(x, "warnings", "spread>5"),
+    "of it, nonfinite": lambda x: _warning_steps(x, "warnings", "nonfinite"),
+    "Monitor(every=10)": lambda x: _warning_steps(x, "warnings_dense"),
     **RIVALS,
 }
 
 
-def judged(lines: Sequence[Line]) -> list[dict[str, Any]]:
+def judge_runs(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """Of each run: when it went wrong, from where on an alarm is about that, and the steps of every alarm."""
     runs = []
     for line in lines:
         run = line["run"]
         usual = usual_losses(lines, run["kind"], without=line["name"])
-        wrong = wrong_from(line["losses"], usual)
+        wrong = first_wrong_step(line["losses"], usual)
         onset = run["onset"] if run["onset"] and (wrong is None or wrong >= run["onset"]) else 1
         kind = BY_NAME[run["kind"]]
         facts = {"cause": run["cause"], "model": kind.model, "optimizer": kind.optimizer, "dtype": kind.dtype}
@@ -166,10 +166,10 @@ def lead(run: Mapping[str, Any], steps: Sequence[int]) -> int | None:
     return run["wrong"] - about[0] if about else None
 
 
-def events(steps: Iterable[int]) -> int:
+def count_events(steps: Iterable[int]) -> int:
     """Alarms, those within SPAN steps of each other counted as one.
 
-    >>> events([1, 20, 60, 200])
+    >>> count_events([1, 20, 60, 200])
     2
     """
     count, last = 0, -math.inf
@@ -215,7 +215,7 @@ def middle_95(values: Sequence[float]) -> tuple[float, float] | None:
     return (values[int(0.025 * len(values))], values[math.ceil(0.975 * len(values)) - 1]) if values else None
 
 
-def measured(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+def alarm_numbers(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Recall, lead and false alarms of one alarm over some runs."""
     failed = [run for run in runs if run["wrong"] is not None]
     ordinary = [run for run in runs if run["wrong"] is None and not run["cause"]]
@@ -227,7 +227,7 @@ def measured(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     quiet += [
         ([s for s in run["raised"][name] if s < run["onset"]], run["onset"] - 1) for run in runs if run["onset"] > 1
     ]
-    counts = [(events(steps), length) for steps, length in quiet]
+    counts = [(count_events(steps), length) for steps, length in quiet]
 
     def per_thousand(pairs: Sequence[tuple[int, int]]) -> float:
         return 1000 * sum(n for n, _ in pairs) / max(1, sum(length for _, length in pairs))
@@ -254,7 +254,7 @@ def measured(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
 # ---- the figures of the claims, and other bounds ----
 
 
-def missed(runs: Runs) -> dict[str, int]:
+def count_missed(runs: Runs) -> dict[str, int]:
     """Failures without a warning in time: those in which no step was observed that could have given one, those that
     were warned of too late, and those that never were.
     """
@@ -310,7 +310,7 @@ def bootstrap_p(values: Sequence[float], stated: float) -> float:
     return min(1.0, 2 * max(1, min(below, above)) / len(values))
 
 
-def tuned(lines: Sequence[dict[str, Any]], runs: Runs) -> dict[str, Any]:
+def tune_bounds(lines: Sequence[dict[str, Any]], runs: Runs) -> dict[str, Any]:
     """Bounds of logit and spread that do best on half A of the kinds, and what they do on half B."""
     inside = [(line, dict(run)) for line, run in zip(lines, runs, strict=True) if run["cause"] != OUTSIDE]
     halves: dict[str, dict[tuple[float, float], dict[str, Any]]] = {"A": {}, "B": {}}

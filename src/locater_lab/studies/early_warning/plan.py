@@ -25,7 +25,7 @@ FACTORS = (1.0, 1.0, 1.0, 0.8, 1.25)  # of the kind's rate, in these
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """A model and how it is usually trained. `build` names a class of transformers, or `own` for locater_lab.models."""
 
     name: str
@@ -49,7 +49,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One run: a kind, and what was changed to make it fail. Without a cause nothing was but the seed and the rate."""
 
     kind: str
@@ -72,35 +72,47 @@ class Run:
     data: str = ""  # shuffled, random, relabelled; creeping: a share of shuffled sequences that grows to 1
 
 
-def _own(**fields: Any) -> tuple[tuple[str, Any], ...]:
+def _shape_fields(**fields: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(fields.items())
 
 
-LEARNED = _own(positions="learned", mlp="gelu")
-POST = _own(norm="post", mlp="gelu")
+LEARNED = _shape_fields(positions="learned", mlp="gelu")
+POST = _shape_fields(norm="post", mlp="gelu")
 KINDS = (
-    Kind("gpt2-a", "GPT2", 4, 128, 4, "wiki", "adamw", 2e-3, "bfloat16"),
-    Kind("gpt2-b", "GPT2", 2, 192, 6, "docs", "sgd", 0.3, "float32"),
-    Kind("gpt2-c", "GPT2", 6, 96, 6, "words", "muon", 2e-3, "float16", cosine=True),
-    Kind("llama-a", "Llama", 2, 64, 4, "docs", "adamw", 3e-3, "float32", cosine=True),
-    Kind("llama-b", "Llama", 8, 96, 4, "wiki", "adamw", 1e-3, "float16", kv_heads=2),
-    Kind("llama-c", "Llama", 4, 128, 8, "wiki", "muon", 2e-3, "bfloat16"),
-    Kind("llama-d", "Llama", 4, 128, 2, "words", "sgd", 0.3, "bfloat16"),
-    Kind("qwen3-a", "Qwen3", 4, 128, 4, "wiki", "adamw", 3e-3, "bfloat16", kv_heads=2, cosine=True),
-    Kind("qwen3-b", "Qwen3", 6, 64, 4, "docs", "muon", 2e-3, "float32"),
-    Kind("qwen3-c", "Qwen3", 2, 128, 4, "words", "adamw", 2e-3, "float16"),
-    Kind("olmo2", "Olmo2", 6, 128, 4, "wiki", "adamw", 2e-3, "bfloat16"),
-    Kind("gemma2", "Gemma2", 4, 128, 4, "wiki", "adamw", 2e-3, "bfloat16", kv_heads=2),
-    Kind("softcap", "own", 4, 96, 4, "docs", "adamw", 2e-3, "float32", own=(*LEARNED, ("attention", "softcap"))),
-    Kind("neox", "GPTNeoX", 4, 128, 4, "docs", "adamw", 2e-3, "float16", cosine=True),
-    Kind("opt", "OPT", 4, 128, 4, "words", "adamw", 2e-3, "float32"),
-    Kind("bloom", "Bloom", 4, 128, 8, "wiki", "adamw", 2e-3, "bfloat16"),
-    Kind("starcoder2", "Starcoder2", 4, 96, 4, "docs", "sgd", 0.3, "float32", kv_heads=2),
-    Kind("post-a", "own", 6, 128, 4, "wiki", "adamw", 1e-3, "float32", own=POST, warmup=100),
-    Kind("post-b", "own", 12, 64, 4, "docs", "adamw", 5e-4, "bfloat16", own=POST, warmup=100),
-    Kind("sandwich", "own", 6, 96, 4, "wiki", "muon", 2e-3, "bfloat16", own=_own(norm="sandwich")),
-    Kind("sink", "own", 4, 128, 4, "wiki", "adamw", 2e-3, "bfloat16", own=_own(attention="learned_sink"), cosine=True),
-    Kind(
+    ModelKind("gpt2-a", "GPT2", 4, 128, 4, "wiki", "adamw", 2e-3, "bfloat16"),
+    ModelKind("gpt2-b", "GPT2", 2, 192, 6, "docs", "sgd", 0.3, "float32"),
+    ModelKind("gpt2-c", "GPT2", 6, 96, 6, "words", "muon", 2e-3, "float16", cosine=True),
+    ModelKind("llama-a", "Llama", 2, 64, 4, "docs", "adamw", 3e-3, "float32", cosine=True),
+    ModelKind("llama-b", "Llama", 8, 96, 4, "wiki", "adamw", 1e-3, "float16", kv_heads=2),
+    ModelKind("llama-c", "Llama", 4, 128, 8, "wiki", "muon", 2e-3, "bfloat16"),
+    ModelKind("llama-d", "Llama", 4, 128, 2, "words", "sgd", 0.3, "bfloat16"),
+    ModelKind("qwen3-a", "Qwen3", 4, 128, 4, "wiki", "adamw", 3e-3, "bfloat16", kv_heads=2, cosine=True),
+    ModelKind("qwen3-b", "Qwen3", 6, 64, 4, "docs", "muon", 2e-3, "float32"),
+    ModelKind("qwen3-c", "Qwen3", 2, 128, 4, "words", "adamw", 2e-3, "float16"),
+    ModelKind("olmo2", "Olmo2", 6, 128, 4, "wiki", "adamw", 2e-3, "bfloat16"),
+    ModelKind("gemma2", "Gemma2", 4, 128, 4, "wiki", "adamw", 2e-3, "bfloat16", kv_heads=2),
+    ModelKind("softcap", "own", 4, 96, 4, "docs", "adamw", 2e-3, "float32", own=(*LEARNED, ("attention", "softcap"))),
+    ModelKind("neox", "GPTNeoX", 4, 128, 4, "docs", "adamw", 2e-3, "float16", cosine=True),
+    ModelKind("opt", "OPT", 4, 128, 4, "words", "adamw", 2e-3, "float32"),
+    ModelKind("bloom", "Bloom", 4, 128, 8, "wiki", "adamw", 2e-3, "bfloat16"),
+    ModelKind("starcoder2", "Starcoder2", 4, 96, 4, "docs", "sgd", 0.3, "float32", kv_heads=2),
+    ModelKind("post-a", "own", 6, 128, 4, "wiki", "adamw", 1e-3, "float32", own=POST, warmup=100),
+    ModelKind("post-b", "own", 12, 64, 4, "docs", "adamw", 5e-4, "bfloat16", own=POST, warmup=100),
+    ModelKind("sandwich", "own", 6, 96, 4, "wiki", "muon", 2e-3, "bfloat16", own=_shape_fields(norm="sandwich")),
+    ModelKind(
+        "sink",
+        "own",
+        4,
+        128,
+        4,
+        "wiki",
+        "adamw",
+        2e-3,
+        "bfloat16",
+        own=_shape_fields(attention="learned_sink"),
+        cosine=True,
+    ),
+    ModelKind(
         "plus-one",
         "own",
         3,
@@ -126,18 +138,18 @@ FAMILY = {
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
-def healthy_runs() -> list[Run]:
+def healthy_runs() -> list[TrainingRun]:
     """Runs that are left alone."""
     return [
-        Run(kind.name, f"{kind.name} healthy {i + 1}", seed=100 + i, rate=FACTORS[i])
+        TrainingRun(kind.name, f"{kind.name} healthy {i + 1}", seed=100 + i, rate=FACTORS[i])
         for i in range(HEALTHY)
         for kind in KINDS
     ]
 
 
-def forced_runs() -> list[Run]:
+def forced_runs() -> list[TrainingRun]:
     """Runs that are pushed to fail, by cause."""
-    runs: list[Run] = []
+    runs: list[TrainingRun] = []
 
     def add(cause: str, kinds: str, *variants: dict[str, Any], begins: bool = False) -> None:
         for i, kind in enumerate(kinds.split()):
@@ -147,7 +159,7 @@ def forced_runs() -> list[Run]:
                 change["onset"] = random.Random(name).randint(150, 400)
             if "lasts" in change:
                 change["until"] = change["onset"] + change.pop("lasts")
-            runs.append(Run(kind, name, seed=200 + len(runs), cause=cause, **change))
+            runs.append(TrainingRun(kind, name, seed=200 + len(runs), cause=cause, **change))
 
     def rates(*factors: float, **change: Any) -> list[dict[str, Any]]:
         return [dict(rate=factor, **change) for factor in factors]
@@ -189,13 +201,13 @@ def forced_runs() -> list[Run]:
     return runs
 
 
-def all_runs() -> list[Run]:
+def all_runs() -> list[TrainingRun]:
     """In the order in which they are made: three healthy runs of each kind, the forced ones, the other healthy ones."""
     healthy = healthy_runs()
     return [*healthy[: 3 * len(KINDS)], *forced_runs(), *healthy[3 * len(KINDS) :]]
 
 
-def rate_at(kind: Kind, run: Run, step: int) -> float:
+def rate_at(kind: ModelKind, run: TrainingRun, step: int) -> float:
     """The learning rate of a step, counted from 1."""
     warmup = kind.warmup if run.warmup is None else run.warmup
     rate = kind.rate * run.rate * min(1.0, step / max(1, warmup))
@@ -206,19 +218,19 @@ def rate_at(kind: Kind, run: Run, step: int) -> float:
     return rate
 
 
-def vocabulary(kind: Kind) -> int:
+def vocabulary_size(kind: ModelKind) -> int:
     return WORDS if kind.text == "words" else 256
 
 
-def build(kind: Kind, run: Run) -> nn.Module:
+def build_model(kind: ModelKind, run: TrainingRun) -> nn.Module:
     """The model of a kind, its initial weights multiplied as the run has it."""
     if kind.build == "own":
         sizes: dict[str, Any] = dict(layers=kind.layers, width=kind.width, heads=kind.heads)
         sizes |= dict(kv_heads=kind.kv_heads or kind.heads)
-        shape = Shape(vocabulary=vocabulary(kind), hidden=3 * kind.width, length=LENGTH, **sizes, **dict(kind.own))
+        shape = Shape(vocabulary=vocabulary_size(kind), hidden=3 * kind.width, length=LENGTH, **sizes, **dict(kind.own))
         model: nn.Module = Transformer(shape)
     else:
-        model = _of_transformers(kind)
+        model = _transformers_model(kind)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim > 1:
@@ -228,11 +240,11 @@ def build(kind: Kind, run: Run) -> nn.Module:
     return model
 
 
-def _of_transformers(kind: Kind) -> nn.Module:
+def _transformers_model(kind: ModelKind) -> nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    tokens = dict(vocab_size=vocabulary(kind), bos_token_id=0, eos_token_id=0, pad_token_id=None)
+    tokens = dict(vocab_size=vocabulary_size(kind), bos_token_id=0, eos_token_id=0, pad_token_id=None)
     layers, width, heads = kind.layers, kind.width, kind.heads
     if kind.build == "GPT2":
         sizes: dict[str, Any] = dict(n_embd=width, n_layer=layers, n_head=heads, n_positions=LENGTH)
@@ -258,7 +270,7 @@ def _of_transformers(kind: Kind) -> nn.Module:
     return getattr(transformers, f"{kind.build}{head}")(config)
 
 
-def optimizers(kind: Kind, run: Run, model: nn.Module) -> list[torch.optim.Optimizer]:
+def make_optimizers(kind: ModelKind, run: TrainingRun, model: nn.Module) -> list[torch.optim.Optimizer]:
     rate, parameters = kind.rate * run.rate, list(model.parameters())
     if kind.optimizer == "sgd":
         return [torch.optim.SGD(parameters, rate, momentum=run.momentum)]

@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import platform
 import re
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -31,18 +30,20 @@ from locater.errors import LocaterError, first_line
 from locater.inputs.corpus import embedded_text, fingerprint
 from locater.inputs.text import read_text
 from locater.version import __version__
+from locater_lab.engine.reproduction import round_numbers
+from locater_lab.engine.runs import commit_of
 from locater_lab.studies.early_warning.plan import (
     BATCH,
     BY_NAME,
     LENGTH,
     STEPS,
     WORDS,
-    Run,
+    TrainingRun,
     all_runs,
-    build,
-    optimizers,
+    build_model,
+    make_optimizers,
     rate_at,
-    vocabulary,
+    vocabulary_size,
 )
 from locater_lab.train.sweep import append_line, read_lines
 
@@ -66,7 +67,7 @@ def read_texts(path: Path, folder: Path) -> dict[str, str]:
     return {"wiki": f"{path.name} {fingerprint(wiki)[:12]}", "docs": f"Python's documentation {fingerprint(docs)[:12]}"}
 
 
-def batches(run: Run, ids: Tensor, most: int, size: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
+def draw_batches(run: TrainingRun, ids: Tensor, most: int, size: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of each step, spoilt where the run has it."""
     generator = torch.Generator().manual_seed(run.seed)
     other = torch.Generator().manual_seed(run.seed + 1)  # so that a spoilt run has the batches of a whole one before
@@ -76,18 +77,18 @@ def batches(run: Run, ids: Tensor, most: int, size: tuple[int, int]) -> Iterator
         at = torch.randint(len(ids) - length - 1, (batch,), generator=generator)
         rows = torch.stack([ids[i : i + length + 1] for i in at.tolist()]).long()
         since = None if run.onset is None else step - run.onset
-        spoilt = since is not None and since >= 0 and step < run.until
-        if spoilt and run.data == "random":
+        corrupted = since is not None and since >= 0 and step < run.until
+        if corrupted and run.data == "random":
             rows = torch.randint(most, rows.shape, generator=other)
-        if spoilt and run.data in ("shuffled", "creeping"):
+        if corrupted and run.data in ("shuffled", "creeping"):
             count = batch if run.data == "shuffled" else round(batch * min(1.0, (since or 0) / 150))
             for row in rows[:count]:
                 row.copy_(row[torch.randperm(length + 1, generator=other)])
         inputs, targets = rows[:, :-1], rows[:, 1:]
-        yield inputs, labels[targets] if spoilt and run.data == "relabelled" else targets
+        yield inputs, labels[targets] if corrupted and run.data == "relabelled" else targets
 
 
-class Warnings:
+class WarningsSink:
     """A sink that stores the warnings of a run, and the extreme value over heads of what was observed."""
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class Warnings:
             known = {name: [x for layer in heads[name] for x in layer if x is not None] for name in heads}
             row = [record["step"], sum(x is None for layer in heads["entropy"] for x in layer)]
             for name, choose in EXTREMES.items():
-                row.append(_short(choose(known[name])) if known[name] else None)
+                row.append(round_numbers(float(choose(known[name])), 4) if known[name] else None)
             self.observed.append(row)
 
     def first(self) -> list[dict[str, Any]]:
@@ -113,7 +114,7 @@ class Warnings:
         return
 
 
-class Log(logging.Handler):
+class TroubleHandler(logging.Handler):
     """Stores the troubles that the monitor logs. What it says of heads is in its sink."""
 
     def __init__(self) -> None:
@@ -125,26 +126,24 @@ class Log(logging.Handler):
             self.messages.setdefault(record.getMessage())
 
 
-def _short(x: float, digits: int = 4) -> float | None:
-    return float(f"{x:.{digits}g}") if math.isfinite(x) else None
-
-
-def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int) -> dict[str, Any]:
+def train(run: TrainingRun, tokens: Path, device: str, size: tuple[int, int], steps: int) -> dict[str, Any]:
     """One run, with its monitors; `size` is sequences and tokens of a batch."""
     kind = BY_NAME[run.kind]
     torch.manual_seed(run.seed)
-    model = build(kind, run).to(device).train()
-    stepping = optimizers(kind, run, model)
-    sparse, dense, log = Warnings(), Warnings(), Log()
+    model = build_model(kind, run).to(device).train()
+    optimizers_of_run = make_optimizers(kind, run, model)
+    sparse, dense, log = WarningsSink(), WarningsSink(), TroubleHandler()
     logger = logging.getLogger("locater")
     logger.handlers, logger.propagate = [log], False
     monitors = [Monitor(sparse).attach(model), Monitor(dense, every=DENSE).attach(model)]
-    ids = torch.from_numpy(np.load(tokens / f"{kind.text}.npy"))
+    ids = torch.from_numpy(np.load(tokens / f"{kind.text}.npy", allow_pickle=False))
     losses: list[float] = []
     norms: list[float] = []
     began = time.time()
-    for step, (inputs, targets) in zip(range(1, steps + 1), batches(run, ids, vocabulary(kind), size), strict=False):
-        for optimizer in stepping:
+    for step, (inputs, targets) in zip(
+        range(1, steps + 1), draw_batches(run, ids, vocabulary_size(kind), size), strict=False
+    ):
+        for optimizer in optimizers_of_run:
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(kind, run, step)
         inputs, targets = inputs.to(device), targets.to(device)
@@ -154,7 +153,7 @@ def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int
         model.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-        for optimizer in stepping:
+        for optimizer in optimizers_of_run:
             optimizer.step()
         for monitor in monitors:
             monitor.after_step(loss=loss, grad_norm=norm)
@@ -171,7 +170,7 @@ def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int
         | ({"clip": None} if run.clip == math.inf else {}),
         "seconds": round(time.time() - began, 1),
         "losses": [None if not math.isfinite(x) else round(x, 3) for x in losses],
-        "norms": [_short(x, 3) for x in norms],
+        "norms": round_numbers(norms, 3),
         "warnings": sparse.first(),
         "warnings_dense": dense.first(),
         "observed": dense.observed,
@@ -179,12 +178,12 @@ def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int
     }
 
 
-def _work(run: Run, tokens: Path, device: str) -> dict[str, Any]:
+def _work(run: TrainingRun, tokens: Path, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     return train(run, tokens, device, (BATCH, LENGTH), STEPS)
 
 
-def train_missing(out: Path, text: Path, jobs: int, tell: Callable[[str], None]) -> None:
+def train_missing(out: Path, text: Path, jobs: int, log: Callable[[str], None]) -> None:
     """Train every planned run that has no line in `out`, `jobs` at a time, and append its line.
 
     A run that breaks leaves no line and stops no other; the first of them is raised at the end.
@@ -192,7 +191,11 @@ def train_missing(out: Path, text: Path, jobs: int, tell: Callable[[str], None])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     done = {line["name"] for line in read_lines(out)}
     runs = [run for run in all_runs() if run.name not in done]
-    facts: dict[str, Any] = {"machine": _machine(device), "locater": __version__, "commit": _commit()}
+    facts: dict[str, Any] = {
+        "machine": _machine(device),
+        "locater": __version__,
+        "commit": commit_of(Path(__file__).parent),
+    }
     broken: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         facts["texts"] = read_texts(text, Path(folder))
@@ -201,13 +204,15 @@ def train_missing(out: Path, text: Path, jobs: int, tell: Callable[[str], None])
             for i, future in enumerate(as_completed(waiting), 1):
                 try:
                     line = future.result()
-                except Exception as error:  # of any kind: memory, a worker that was killed
+                except (
+                    Exception
+                ) as error:  # anything can end a worker (memory, a kill); its run has no line and is run again
                     broken.append(f"{waiting[future].name}: {type(error).__name__}: {first_line(error)}")
-                    tell(broken[-1])
+                    log(broken[-1])
                     continue
                 append_line(out, {**line, **facts})
-                told = f"{len(line['losses'])} steps in {line['seconds']} s, loss {line['losses'][-1]}"
-                tell(f"{i} of {len(runs)} {line['name']}: {told}")
+                loss_text = f"{len(line['losses'])} steps in {line['seconds']} s, loss {line['losses'][-1]}"
+                log(f"{i} of {len(runs)} {line['name']}: {loss_text}")
     if broken:
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
@@ -215,9 +220,3 @@ def train_missing(out: Path, text: Path, jobs: int, tell: Callable[[str], None])
 def _machine(device: str) -> dict[str, str]:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {"device": name, "torch": torch.__version__}
-
-
-def _commit() -> str | None:
-    where = Path(__file__).parent
-    made = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True)
-    return made.stdout.strip() or None

@@ -78,7 +78,7 @@ COLUMNS = {"repels-itself": "M", "few-directions": "skew"}  # flags until versio
 PLANTED = ("nonfinite", "uniform", "sharp", "antisymmetric")
 
 RIGHT = 0.8  # a flag whose precision is below is a column and no flag
-ROW = tuple[int, int, int]  # heads that have a flag, of them those where it is right, and all where it would be
+FlagCounts = tuple[int, int, int]  # heads that have a flag, of them those where it is right, and all where it would be
 
 
 def _claim(id: str, says: str, quantity: str) -> Claim:
@@ -115,32 +115,34 @@ def measure(setting: Setting) -> Results:
             if name in lines or not (setting.models / folder).is_dir():
                 continue
             prose = None if setting.data is None else setting.data / PROSE
-            lines[name] = measured_model(name, setting.models / folder, prose, setting.tell)
+            lines[name] = measure_model(name, setting.models / folder, prose, setting.log)
             append_line(setting.runs, lines[name])
-    return found_in([lines[name] for name in FOLDERS if name in lines]) if lines else Results({})
+    return results_of([lines[name] for name in FOLDERS if name in lines]) if lines else Results({})
 
 
-def found_in(lines: Sequence[Mapping[str, Any]]) -> Results:
+def results_of(lines: Sequence[Mapping[str, Any]]) -> Results:
     """Counts by model and flag, and a measurement for each claim."""
     models = {
         line["model"]: {
             "heads": len(line["heads"]),
-            "sound": {flag: counts(line["heads"], flag) for flag in FLAGS},
-            "planted": {flag: [*counts(line["planted"][flag], flag), len(line["planted"][flag])] for flag in PLANTED},
+            "sound": {flag: count_flagged(line["heads"], flag) for flag in FLAGS},
+            "planted": {
+                flag: [*count_flagged(line["planted"][flag], flag), len(line["planted"][flag])] for flag in PLANTED
+            },
         }
         for line in lines
     }
     measured: dict[str, Measurement | None] = {}
     for n, flag in enumerate(PLANTED, 1):
         raised, right, true = totals(models, "planted", flag)
-        measured[f"a{n}"], measured[f"b{n}"] = _share(right, raised), _share(right, true)
+        measured[f"a{n}"], measured[f"b{n}"] = _share_measurement(right, raised), _share_measurement(right, true)
     for n, flag in enumerate(COLUMNS, 1):
         raised, right, _ = totals(models, "sound", flag)
-        measured[f"c{n}"] = _share(right, raised)
+        measured[f"c{n}"] = _share_measurement(right, raised)
     return Results(measured, {"models": models, "tokens": lines[0]["tokens"]})
 
 
-def _share(hits: int, of: int) -> Measurement | None:
+def _share_measurement(hits: int, of: int) -> Measurement | None:
     if not of:
         return None
     low, high = wilson(hits, of)
@@ -149,7 +151,7 @@ def _share(hits: int, of: int) -> Measurement | None:
     return Measurement(share, max(high - share, share - low), how, {"count": hits, "of": of, "interval": [low, high]})
 
 
-def totals(models: Mapping[str, Mapping[str, Any]], where: str, flag: str) -> ROW:
+def totals(models: Mapping[str, Mapping[str, Any]], where: str, flag: str) -> FlagCounts:
     """Counts of a flag over all models, on `sound` heads or `planted` ones."""
     rows = [model[where][flag] for model in models.values()]
     return sum(row[0] for row in rows), sum(row[1] for row in rows), sum(row[2] for row in rows)
@@ -186,7 +188,7 @@ def heads_of(module: nn.Module, data: Any, tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-def places(module: nn.Module, count: int = PLANTED_HEADS) -> list[tuple[int, int]]:
+def heads_to_plant(module: nn.Module, count: int = PLANTED_HEADS) -> list[tuple[int, int]]:
     """Heads in layers apart, another head in each."""
     layers = attention_layers(module)
     chosen = [round((i + 0.5) * len(layers) / count) for i in range(min(count, len(layers)))]
@@ -194,7 +196,7 @@ def places(module: nn.Module, count: int = PLANTED_HEADS) -> list[tuple[int, int
 
 
 @torch.no_grad()
-def plant(module: nn.Module, fault: str, layer: int, head: int, factor: float = 50.0) -> list[tuple[int, int]]:
+def plant_fault(module: nn.Module, fault: str, layer: int, head: int, factor: float = 50.0) -> list[tuple[int, int]]:
     """Give a head a fault, in place; the heads that have it now. Where queries are normalised a factor on the query map
     is harmless, so it goes into the gain of the norm, which all heads of a layer share.
     """
@@ -227,17 +229,19 @@ def plant(module: nn.Module, fault: str, layer: int, head: int, factor: float = 
     return [(layer, head)]
 
 
-def measured_model(name: str, folder: Path, prose: Path | None, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure_model(name: str, folder: Path, prose: Path | None, log: Callable[[str], None]) -> dict[str, Any]:
     """The line of a model: its heads as they are, and with each fault that is planted."""
-    data = inputs(name, prose)
+    data = model_inputs(name, prose)
     planted: dict[str, list[dict[str, Any]]] = {}
     for fault in PLANTED:
         module = load_model(str(folder))
-        at = places(module)[-1:] if fault == "nonfinite" else places(module)  # all that follows NaN is NaN
-        wanted = {place for layer, head in at for place in plant(module, fault, layer, head)}
+        at = (
+            heads_to_plant(module)[-1:] if fault == "nonfinite" else heads_to_plant(module)
+        )  # all that follows NaN is NaN
+        wanted = {place for layer, head in at for place in plant_fault(module, fault, layer, head)}
         rows = [x for x in heads_of(module, data, TOKENS // 4) if (x["layer"], x["head"]) in wanted]
         planted[fault] = rows
-        tell(f"{name}, {fault}: {sum(map(FLAGS[fault][0], rows))} of {len(rows)} flagged")
+        log(f"{name}, {fault}: {sum(map(FLAGS[fault][0], rows))} of {len(rows)} flagged")
     heads = heads_of(load_model(str(folder)), data, TOKENS)
     return {"model": name, "tokens": TOKENS, "heads": heads, "planted": planted}
 
@@ -258,7 +262,7 @@ def wilson(hits: int, of: int) -> tuple[float, float]:
     return max(0.0, (middle - width) / (1 + z * z / of)), min(1.0, (middle + width) / (1 + z * z / of))
 
 
-def shown(hits: int, of: int) -> str:
+def share_text(hits: int, of: int) -> str:
     """`4 of 35: 0.11 (0.05 to 0.26)`."""
     if not of:
         return "none"
@@ -266,7 +270,7 @@ def shown(hits: int, of: int) -> str:
     return f"{hits} of {of}: {hits / of:.2f} ({low:.2f} to {high:.2f})"
 
 
-def counts(heads: Iterable[Head], flag: str) -> ROW:
+def count_flagged(heads: Iterable[Head], flag: str) -> FlagCounts:
     """Heads that have the flag, of them those where it is right, and all where it would be."""
     said, true, _ = FLAGS[flag]
     pairs = [(said(x), true(x)) for x in heads]
@@ -326,7 +330,7 @@ listen and to try again.
 """
 
 
-def inputs(name: str, prose: Path | None) -> Any:
+def model_inputs(name: str, prose: Path | None) -> Any:
     """Token ids or text for one of the models; None for the text that a probe takes by itself."""
     if name == "AntiBERTy":
         ids, length = {word: at for at, word in enumerate(RESIDUES)}, min(map(len, CHAINS))
@@ -354,7 +358,7 @@ PAPER = Paper(
     Path(__file__).parent,
     {
         "FLAGS": FLAGS, "COLUMNS": COLUMNS, "PLANTED": PLANTED, "PLANTED_HEADS": PLANTED_HEADS, "RIGHT": RIGHT,
-        "shown": shown, "totals": totals,
+        "shown": share_text, "totals": totals,
     },
     page="flags",
     kept=("flags-heads.jsonl",),

@@ -2,8 +2,8 @@
 or two each: docs/kinds-of-heads.md.
 
 Of each kind the clearest head is shown: spectrum, pattern and prediction side by side. The words of the page about
-these heads are claims, with bounds that were chosen when the heads had been seen: a head that is drawn anew, by another
-version of the code, has to bear them out. The table counts heads of each kind in all models at hand.
+these heads are claims, with bounds that were chosen when the heads had been seen: heads that are trained again, by
+another version of the code, have to bear them out. The table counts heads of each kind in all available models.
 """
 
 from __future__ import annotations
@@ -24,12 +24,21 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.findings.flags import LEVEL, LOCAL, ROLE_WEIGHT, UNIFORM
 from locater.layers import AttentionLayer, Norm
-from locater.observing.matching import matches
+from locater.observing.head_roles import matches
 from locater.theory.surrogate import gaussian_tokens
 from locater_lab.engine.claims import Claim, Measurement, Relation
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
-from locater_lab.studies.kinds_of_heads.exhibits import Exhibit, given, held_out, installed, packaged, trained
-from locater_lab.studies.kinds_of_heads.figures import pattern, prediction, spectrum
+from locater_lab.studies.kinds_of_heads.exhibits import (
+    Exhibit,
+    draw_pattern,
+    draw_prediction,
+    draw_spectrum,
+    given_models,
+    held_out,
+    installed_models,
+    packaged_models,
+    trained_models,
+)
 from locater_lab.train import Transformer, load
 
 SHOWN = 48  # tokens of a pattern
@@ -39,7 +48,7 @@ TOKENS = 4096  # that models are measured on which are not trained here
 IDLE = 1e-3  # nats that a dead head may cost when it is taken out
 ZONES = ("first token", "itself", "1 before", "2-4", "5+")
 COPY = "after copy"
-DRAWN = ("measured", "predicted", "weights alone")
+FIGURE_SERIES = ("measured", "predicted", "weights alone")
 COLUMNS = ("entropy", "entropy_ratio", "sink", "previous", "induction", "distance", "self_mass")
 PREDICTED = ("predicted_entropy", "prior_entropy", "predicted_sink")
 SCANNED = ("M", "F", "concentration", "localization", "effective_rank", "head_dim", "expected_entropy")
@@ -66,14 +75,14 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbedModel:
     """A model with its probe, and for models that are trained here what the loss gains without each head, in nats."""
 
     exhibit: Exhibit
     probe: Any
     costs: dict[tuple[int, int], float] | None = None
 
-    def of(self, kind: Kind) -> list[tuple[Row, float]]:
+    def heads_of_kind(self, kind: Kind) -> list[tuple[Row, float]]:
         """The heads of a kind, each with its cost."""
         costs = self.costs or {}
         pairs = zip(self.probe.rows, self.probe.verdicts, strict=True)
@@ -84,22 +93,22 @@ class Probed:
 
     def counts(self) -> dict[str, Any]:
         """How many heads are of each kind; None where it was not measured."""
-        known = {kind.name: len(self.of(kind)) for kind in KINDS if kind.role or self.costs is not None}
+        known = {kind.name: len(self.heads_of_kind(kind)) for kind in KINDS if kind.role or self.costs is not None}
         uniform = sum(row.entropy_ratio > LEVEL for row in self.probe.rows)
         rows = {"model": self.exhibit.title, "heads": len(self.probe.rows), "data": self.exhibit.label}
         return {**rows, **{kind.name: known.get(kind.name) for kind in KINDS}, "uniform": uniform}
 
 
-def clearest(kind: Kind, models: Sequence[Probed]) -> tuple[Probed, Row] | None:
+def clearest_head(kind: Kind, models: Sequence[ProbedModel]) -> tuple[ProbedModel, Row] | None:
     """The head that is most clearly of this kind, with its model."""
-    found = [(kind.clear(row, cost), model, row) for model in models for row, cost in model.of(kind)]
+    found = [(kind.clear(row, cost), model, row) for model in models for row, cost in model.heads_of_kind(kind)]
     return max(found, key=lambda entry: entry[0])[1:] if found else None
 
 
 # ---- what is measured of one head ----
 
 
-def shares(maps: Tensor, copies: Tensor | None) -> list[float | None]:
+def weight_by_zone(maps: Tensor, copies: Tensor | None) -> list[float | None]:
     """Weight (B, T, T) of a causal head by zones, mean over rows: `ZONES`, and on tokens that followed a copy (B, T, T)
     of the current one, which then count there alone.
     """
@@ -116,7 +125,7 @@ def shares(maps: Tensor, copies: Tensor | None) -> list[float | None]:
 
 
 @torch.no_grad()
-def on_normal_tokens(layer: AttentionLayer, entry: Any, head: int, length: int) -> dict[str, Tensor]:
+def maps_on_normal_tokens(layer: AttentionLayer, entry: Any, head: int, length: int) -> dict[str, Tensor]:
     """Maps of a head on normal tokens: with the mean and covariance of its real input, from weights alone, and on the
     first kind of tokens with either part left out.
     """
@@ -140,7 +149,7 @@ def loss_of(model: Transformer, pairs: list[tuple[Tensor, Tensor]]) -> float:
     return sum(losses) / sum(len(inputs) for inputs, _ in pairs)
 
 
-def without(model: Transformer, layer: int, head: int) -> Transformer:
+def without_head(model: Transformer, layer: int, head: int) -> Transformer:
     """A copy of the model in which this head adds nothing to the stream."""
     cut = copy.deepcopy(model)
     attention: Any = cut.model.layers[layer].self_attn
@@ -149,15 +158,15 @@ def without(model: Transformer, layer: int, head: int) -> Transformer:
     return cut
 
 
-def costs_of(exhibit: Exhibit, runs: Path) -> dict[tuple[int, int], float]:
+def head_costs(exhibit: Exhibit, runs: Path) -> dict[tuple[int, int], float]:
     """What the loss on held-out data gains without each head."""
     model, pairs = load(exhibit.folder), held_out(exhibit.name, runs)
     plain = loss_of(model, pairs)
     heads = [(number, head) for number, layer in enumerate(attention_layers(model)) for head in range(layer.heads)]
-    return {head: loss_of(without(model, *head), pairs) - plain for head in heads}
+    return {head: loss_of(without_head(model, *head), pairs) - plain for head in heads}
 
 
-def shown_pattern(kind: Kind, model: Transformer, row: Row, ids: Tensor) -> str:
+def pattern_figure(kind: Kind, model: Transformer, row: Row, ids: Tensor) -> str:
     """The map on the first held-out sequence; of an induction head on random tokens that are repeated."""
     title = f"Pattern: {SHOWN} tokens of one sequence"
     ids = ids[:1, :SHOWN]
@@ -165,27 +174,30 @@ def shown_pattern(kind: Kind, model: Transformer, row: Row, ids: Tensor) -> str:
         title = f"Pattern: {SHOWN // 2} random tokens, repeated"
         once = torch.randperm(model.shape.vocabulary, generator=torch.Generator().manual_seed(0))[None, : SHOWN // 2]
         ids = torch.cat([once, once], 1)
-    return pattern(map_of(model, row, ids)[0], title)
+    return draw_pattern(attention_map(model, row, ids)[0], title)
 
 
-def map_of(model: Transformer, row: Row, ids: Tensor) -> Tensor:
+def attention_map(model: Transformer, row: Row, ids: Tensor) -> Tensor:
     maps = locater.attention_pattern(model, {"input_ids": ids}, layers=[row.layer], heads=[row.head])
     return maps[row.layer, row.head]
 
 
-def head_of(kind: Kind, one: Probed, row: Row, runs: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def describe_head(kind: Kind, one: ProbedModel, row: Row, runs: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Numbers of one head, and its three pictures."""
     exhibit, probe = one.exhibit, one.probe
     model, pairs = load(exhibit.folder), held_out(exhibit.name, runs)
     ids = torch.cat([inputs for inputs, _ in pairs])
-    maps = map_of(model, row, ids)
+    maps = attention_map(model, row, ids)
     scanned = next(x for x in locater.scan(model, eigenvalues=True).rows if (x.layer, x.head) == (row.layer, row.head))
     entry = next(x for x in probe.statistics.inputs if x.layer == row.layer)
-    normal = on_normal_tokens(attention_layers(model)[row.layer], entry, row.head, ids.shape[1])
+    normal = maps_on_normal_tokens(attention_layers(model)[row.layer], entry, row.head, ids.shape[1])
     copies = matches(ids, (1,)) if kind.name == "induction" else None
     zones = (*ZONES, COPY) if copies is not None else ZONES
     unknown: list[float | None] = [None] * (copies is not None)
-    values = {"measured": shares(maps, copies), **{name: shares(x, None) + unknown for name, x in normal.items()}}
+    values = {
+        "measured": weight_by_zone(maps, copies),
+        **{name: weight_by_zone(x, None) + unknown for name, x in normal.items()},
+    }
     scale, pairs_of = scanned.scale or 1.0, scanned.eigenvalues or ()
     eigenvalues = [(scale * re, scale * im) for re, im in pairs_of]
     entropies = tuple(f"{row[name]:.2f}" for name in ("entropy", *PREDICTED[:2]))
@@ -205,14 +217,14 @@ def head_of(kind: Kind, one: Probed, row: Row, runs: Path) -> tuple[dict[str, An
     }
     title = f"Entropy {entropies[0]}; predicted {entropies[1]}; from weights {entropies[2]}"
     pictures = {
-        "spectrum": spectrum(eigenvalues, scanned.M or 0.0, scanned.F or 0.0),
-        "pattern": shown_pattern(kind, model, row, ids),
-        "prediction": prediction(zones, {name: values[name] for name in DRAWN}, title),
+        "spectrum": draw_spectrum(eigenvalues, scanned.M or 0.0, scanned.F or 0.0),
+        "pattern": pattern_figure(kind, model, row, ids),
+        "prediction": draw_prediction(zones, {name: values[name] for name in FIGURE_SERIES}, title),
     }
     return document, pictures
 
 
-def near_uniform(model: Probed) -> list[dict[str, Any]]:
+def near_uniform(model: ProbedModel) -> list[dict[str, Any]]:
     """Heads that average nearly everything, each with what the loss gains without it."""
     costs = model.costs or {}
     return [
@@ -286,11 +298,11 @@ def measure(setting: Setting) -> Results:
     if setting.quick:
         return Results({})
     with tempfile.TemporaryDirectory(prefix="locater-kinds-") as runs:
-        further = [] if setting.models is None else given([setting.models])
-        return found_in(*measured(Path(runs), further, setting.tell))
+        further = [] if setting.models is None else given_models([setting.models])
+        return results_of(*make_tables(Path(runs), further, setting.log))
 
 
-def found_in(tables: dict[str, Any], pictures: dict[str, str]) -> Results:
+def results_of(tables: dict[str, Any], pictures: dict[str, str]) -> Results:
     """A measurement for each claim."""
     head = {entry["kind"]: entry for entry in tables["heads"]}
 
@@ -311,26 +323,28 @@ def found_in(tables: dict[str, Any], pictures: dict[str, str]) -> Results:
     return Results({id: Measurement(value, 0.0, ONE) for id, value in values.items()}, {**tables, "pictures": pictures})
 
 
-def measured(runs: Path, further: list[Exhibit], tell: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, str]]:
+def make_tables(
+    runs: Path, further: list[Exhibit], log: Callable[[str], None]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The tables of the page, and its pictures by name."""
     models = []
-    for exhibit in trained(runs):
+    for exhibit in trained_models(runs):
         probe = locater.probe(exhibit.folder, exhibit.batches)
-        models.append(Probed(exhibit, probe, costs_of(exhibit, runs)))
+        models.append(ProbedModel(exhibit, probe, head_costs(exhibit, runs)))
     others = [
-        Probed(exhibit, locater.probe(exhibit.folder, tokenizer=exhibit.tokenizer, tokens=TOKENS))
-        for exhibit in (*packaged(), *installed(), *further)
+        ProbedModel(exhibit, locater.probe(exhibit.folder, tokenizer=exhibit.tokenizer, tokens=TOKENS))
+        for exhibit in (*packaged_models(), *installed_models(), *further)
     ]
     heads: list[dict[str, Any]] = []
     pictures: dict[str, str] = {}
     for kind in KINDS:
-        chosen = clearest(kind, models)
+        chosen = clearest_head(kind, models)
         if chosen is None:
             raise LocaterError(f"{kind.name}: no head of this kind in the models that were trained for it")
-        head, drawn = head_of(kind, *chosen, runs)
+        head, drawn = describe_head(kind, *chosen, runs)
         heads.append(head)
         pictures |= {f"{kind.name}-{part}": svg for part, svg in drawn.items()}
-        tell(f"{kind.name}: {head['model']}, layer {head['layer']}, head {head['head']}")
+        log(f"{kind.name}: {head['model']}, layer {head['layer']}, head {head['head']}")
     tables = {
         "idle": IDLE,
         "models": [model.counts() for model in (*models, *others)],
@@ -361,7 +375,7 @@ def radius(head: Mapping[str, Any]) -> float:
     return float((head["F"] / head["head_dim"]) ** 0.5)
 
 
-def numbers_of(head: Mapping[str, Any]) -> str:
+def numbers_text(head: Mapping[str, Any]) -> str:
     """One sentence."""
     cost = head["cost"]
     loss = f"{cost:.2f} nats" if cost >= 0.005 else f"{cost:.4f} nats"
@@ -387,7 +401,7 @@ PAPER = Paper(
     Path(__file__).parent,
     {
         "TITLES": TITLES, "IDLE": IDLE, "LEVEL": LEVEL, "LOCAL": LOCAL, "ROLE_WEIGHT": ROLE_WEIGHT, "UNIFORM": UNIFORM,
-        "by_kind": by_kind, "numbers_of": numbers_of, "radius": radius, "weight": weight_text,
+        "by_kind": by_kind, "numbers_of": numbers_text, "radius": radius, "weight": weight_text,
     },
     page="kinds-of-heads",
 )  # fmt: skip

@@ -1,11 +1,15 @@
-"""The models of the gallery: those in the package, the sentence encoder where it is installed, small ones that are
-trained here in a minute or two, and folders of checkpoints that the command is given.
+"""What docs/kinds-of-heads.md shows: its models, and three figures of a head (spectrum, pattern, prediction).
+
+The models are those in the package, the sentence encoder where it is installed, small ones that are trained here in a
+minute or two, and folders of checkpoints that the command is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,17 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater_lab.engine.figures import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Panel, Series, draw, png_strip
 from locater_lab.engine.trained_models import sentence_model
 from locater_lab.train import Plan, run
 from locater_lab.train.data import open_data
 
+# ---- The models ----
+
+
 DEMO = Path(str(files("locater") / "demo"))
 DOCUMENTATION = "the documentation inside Python"
-SEQUENCES = 96  # of a trained model's own held-out data: a third for statistics, the rest is measured
+SEQUENCES = 96  # of a trained_models model's own held-out data: a third for statistics, the rest is measured
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A small model that is trained for the gallery. `settings` are those of `locater train`."""
+    """A small model that is trained_models for the gallery. `settings` are those of `locater train`."""
 
     title: str
     origin: str
@@ -87,9 +95,9 @@ RECIPES = {
 }  # fmt: skip
 
 
-def packaged() -> list[Exhibit]:
+def packaged_models() -> list[Exhibit]:
     """The demo and its twin."""
-    words = "A decoder of 6 layers x 4 heads with rotary positions, trained on the documentation inside Python in nine minutes"
+    words = "A decoder of 6 layers x 4 heads with rotary positions, trained_models on the documentation inside Python in nine minutes"
     return [
         Exhibit(
             "demo",
@@ -109,8 +117,8 @@ def packaged() -> list[Exhibit]:
     ]
 
 
-def installed() -> list[Exhibit]:
-    """The sentence encoder that the tests use, where it is installed."""
+def installed_models() -> list[Exhibit]:
+    """The sentence encoder that the tests use, where it is installed_models."""
     folder = sentence_model()
     if folder is None:
         return []
@@ -125,8 +133,8 @@ def installed() -> list[Exhibit]:
     ]
 
 
-def trained(runs: Path, names: Sequence[str] = tuple(RECIPES)) -> Iterator[Exhibit]:
-    """Models of `RECIPES`, each trained in a folder of its own below `runs`; one that is there already is not trained
+def trained_models(runs: Path, names: Sequence[str] = tuple(RECIPES)) -> Iterator[Exhibit]:
+    """Models of `RECIPES`, each trained_models in a folder of its own below `runs`; one that is there already is not trained_models
     again.
     """
     for name in names:
@@ -144,12 +152,12 @@ def trained(runs: Path, names: Sequence[str] = tuple(RECIPES)) -> Iterator[Exhib
 
 
 def held_out(name: str, runs: Path) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets that a trained model has not seen."""
+    """Inputs and targets that a trained_models model has not seen."""
     plan = RECIPES[name].plan(runs / name)
     return list(open_data(plan, runs / name, torch.device("cpu")).windows("report", SEQUENCES))
 
 
-def given(folders: Sequence[Path]) -> list[Exhibit]:
+def given_models(folders: Sequence[Path]) -> list[Exhibit]:
     """Checkpoints in folders, or in folders of folders."""
     found = []
     for folder in folders:
@@ -161,3 +169,99 @@ def given(folders: Sequence[Path]) -> list[Exhibit]:
             )
         found += [Exhibit(path.name, path.name, "Given by --models.", "", path) for path in models]
     return found
+
+
+# ---- The figures: plain SVG, on white, so that they are legible on light and dark pages ----
+
+
+SVG_FRAME = (
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+    f'font-family="system-ui, sans-serif" font-size="11" fill="#222"><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
+)
+ACROSS, DOWN = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+INK = (33, 84, 145)  # of weight 1
+
+
+def draw_spectrum(eigenvalues: Sequence[tuple[float, float]], M: float, F: float) -> str:
+    """Eigenvalues of s W in the complex plane, both axes to one scale, their mean, and a circle: the root mean square of
+    the singular values, which that of the eigenvalues would equal if W were normal.
+    """
+    size = len(eigenvalues)
+    radius = math.sqrt(F / size)
+    reach = 1.12 * max(radius, *(abs(part) for pair in eigenvalues for part in pair))
+    wide = reach * ACROSS / DOWN
+    turns = [2 * math.pi * step / 96 for step in range(97)]
+    series = [
+        Series("", [(-wide, 0.0), (wide, 0.0)], colour=4),
+        Series("", [(0.0, -reach), (0.0, reach)], colour=4),
+        Series("", [(radius * math.cos(turn), radius * math.sin(turn)) for turn in turns], "dashed", 2),
+        Series("", eigenvalues, "dots"),
+        Series("", [(M / size, 0.0)], "rings", 1),
+    ]
+    title = f"Spectrum: {size} eigenvalues of s W; M {M:.2f}, √F {math.sqrt(F):.2f}"
+    limits = dict(x_limits=(-wide, wide), y_limits=(-reach, reach))
+    return draw([Panel(title, "real part", "imaginary part", series, **limits)])  # type: ignore[arg-type]
+
+
+def draw_pattern(weights: Tensor, title: str) -> str:
+    """One map (T, T): a row per token that looks, a column per token that is looked at. White is 0, dark 1; roots of
+    weights, so that small ones are seen.
+    """
+    shade = weights.clamp(0, 1).sqrt()[..., None]
+    pixels = 255 + (torch.tensor(INK) - 255) * shade
+    png = png_strip(pixels.round().to(torch.uint8)[None])
+    size, T = DOWN, len(weights)
+    left = LEFT + (ACROSS - size) / 2
+    parts = [
+        f'<text x="{LEFT}" y="18" font-weight="600">{escape(title)}</text>',
+        f'<image x="{left:g}" y="{TOP}" width="{size}" height="{size}" preserveAspectRatio="none" style="image-rendering: pixelated" '
+        f'href="data:image/png;base64,{png}"/>',
+        f'<rect x="{left:g}" y="{TOP}" width="{size}" height="{size}" fill="none" stroke="#bbb"/>',
+        _text(left + size / 2, HEIGHT - 8, "token that is looked at"),
+        f'<text transform="translate({left - 32:g} {TOP + size / 2:g}) rotate(-90)" text-anchor="middle">token that looks</text>',
+    ]
+    for at in range(0, T, 16):
+        place = (at + 0.5) / T * size
+        parts.append(_text(left + place, TOP + size + 14, str(at)))
+        parts.append(_text(left - 5, TOP + place + 4, str(at), "end"))
+    return "\n".join([SVG_FRAME, *parts, "</svg>", ""])
+
+
+def draw_prediction(zones: Sequence[str], values: Mapping[str, Sequence[float | None]], title: str) -> str:
+    """Where a head's weight lies: a group of bars per zone, a bar per series. None is a zone that a series cannot know."""
+    group = ACROSS / len(zones)
+    wide = group * 0.8 / len(values)
+
+    def height(value: float) -> float:
+        return value * DOWN
+
+    parts = [f'<text x="{LEFT}" y="18" font-weight="600">{escape(title)}</text>']
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = HEIGHT - BOTTOM - height(tick)
+        parts.append(f'<line x1="{LEFT}" y1="{y:g}" x2="{WIDTH - RIGHT}" y2="{y:g}" stroke="#e4e4e4"/>')
+        parts.append(_text(LEFT - 5, y + 4, f"{tick:g}", "end"))
+    parts.append(f'<text transform="translate(13 {TOP + DOWN / 2:g}) rotate(-90)" text-anchor="middle">weight</text>')
+    for number, zone in enumerate(zones):
+        left = LEFT + number * group
+        parts.append(_text(left + group / 2, HEIGHT - BOTTOM + 14, zone))
+        for place, (colour, shares) in enumerate(zip(SERIES, values.values(), strict=True)):
+            x, share = left + 0.1 * group + place * wide, shares[number]
+            if share is None:
+                parts.append(_text(x + wide / 2, HEIGHT - BOTTOM - 3, "?"))
+                continue
+            y = HEIGHT - BOTTOM - height(share)
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" height="{max(height(share), 0.6):.1f}" fill="{colour}"/>'
+            )
+    for number, (colour, name) in enumerate(zip(SERIES, values, strict=True)):
+        x = LEFT + 8 + number * 105
+        parts.append(f'<rect x="{x}" y="{HEIGHT - 17}" width="9" height="9" fill="{colour}"/>')
+        parts.append(_text(x + 13, HEIGHT - 9, name, "start"))
+    return "\n".join([SVG_FRAME, *parts, "</svg>", ""])
+
+
+SERIES = (COLOURS[0], COLOURS[1], "#b9b9b9")
+
+
+def _text(x: float, y: float, words: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

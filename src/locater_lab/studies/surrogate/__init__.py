@@ -1,13 +1,13 @@
 """How well the entropy of heads is predicted without running the model: from weights alone, and on normal tokens with
 the measured mean and covariance. docs/results/surrogate-plan.md was written before the runs.
 
-Statistics come from one text and entropy is measured on another. Models at hand are the checkpoints inside the package
+Statistics come from one text and entropy is measured on another. Available models are the checkpoints inside the package
 (on the two halves of Python's documentation), the sentence encoder all-MiniLM-L6-v2 where it is installed and every
 model folder below --models (on valid.txt.xz and test.txt.xz in --data, or the documentation where that is missing). A
 model that reads no text has a file inputs.txt in its folder: a line that says what the inputs are, then token ids, one
 sequence a line and all of one length; the first half gives the statistics, the second half is measured on.
 
-    locater reproduce surrogate --jobs 1 --models FOLDER --runs LINES     # measures the models at hand that LINES lacks
+    locater reproduce surrogate --jobs 1 --models FOLDER --runs LINES     # measures the available models that LINES lacks
     locater reproduce surrogate --jobs 9 --data FOLDER --runs LINES       # trains the models of the plan that LINES lacks
 """
 
@@ -24,22 +24,22 @@ from locater.inputs.text import Batch, batches, read_text
 from locater_lab.engine.claims import Claim, Measurement
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study, round_numbers
 from locater_lab.engine.trained_models import model_folders
-from locater_lab.studies.surrogate.figures import BETWEEN, CLAIMS, Deciding, Entry, deciding
-from locater_lab.studies.surrogate.heads import record
-from locater_lab.studies.surrogate.tables import COLUMNS, WORST, cells_table, tables_of
+from locater_lab.studies.surrogate.figures import BETWEEN, CLAIMS, ClaimFigure, Entry, claim_figures
+from locater_lab.studies.surrogate.heads import measure_heads
+from locater_lab.studies.surrogate.tables import COLUMNS, WORST, cells_table, page_tables
 from locater_lab.studies.surrogate.training import ARMS, train_all
 from locater_lab.train.sweep import append_line, read_lines
 
 LENGTH, GATHERED, MEASURED = 256, 4096, 8192  # tokens in a sequence, for statistics, to measure on
 DEMO = "demo (in the package)"
-AT_HAND = ("demo", "demo, trained with LocAteR", "all-MiniLM-L6-v2", "stories260K", "AntiBERTy", "rxnfp")
-MODELS = (*AT_HAND, *ARMS)  # that claims are about; others stand in the tables alone
+AVAILABLE = ("demo", "demo, trained with LocAteR", "all-MiniLM-L6-v2", "stories260K", "AntiBERTy", "rxnfp")
+MODELS = (*AVAILABLE, *ARMS)  # that claims are about; others stand in the tables alone
 
 
-def id_of(claim: str, model: str) -> str:
+def claim_id(claim: str, model: str) -> str:
     """`b3` is the second claim about the third model; claims between models come last.
 
-    >>> id_of("error", "all-MiniLM-L6-v2"), id_of("size", "causal models")
+    >>> claim_id("error", "all-MiniLM-L6-v2"), claim_id("size", "causal models")
     ('b3', 'f1')
     """
     if claim in BETWEEN:
@@ -49,11 +49,11 @@ def id_of(claim: str, model: str) -> str:
 
 def _claims() -> tuple[Claim, ...]:
     each = [
-        Claim(id_of(claim, model), f"{words}: {model}", claim, "at most" if most else "at least", bound, by="ours")
+        Claim(claim_id(claim, model), f"{words}: {model}", claim, "at most" if most else "at least", bound, by="ours")
         for claim, (words, _, bound, most) in CLAIMS.items()
         for model in MODELS
     ]
-    between = [Claim(id_of(claim, ""), words, claim, "at least", 0.0, by="ours") for claim, words in BETWEEN.items()]
+    between = [Claim(claim_id(claim, ""), words, claim, "at least", 0.0, by="ours") for claim, words in BETWEEN.items()]
     return (*each, *between)
 
 
@@ -68,24 +68,24 @@ def measure(setting: Setting) -> Results:
             raise LocaterError(
                 f"--jobs {setting.jobs}: give --models FOLDER to measure models, or --data FOLDER to train them"
             )
-        train_all(setting.runs, setting.data, setting.jobs, tell=setting.tell)
-    entries = read_all((*setting.more_runs, setting.runs))
-    return found_in(entries) if entries else Results({})
+        train_all(setting.runs, setting.data, setting.jobs, log=setting.log)
+    entries = read_entries((*setting.more_runs, setting.runs))
+    return results_of(entries) if entries else Results({})
 
 
 def measure_models(setting: Setting) -> None:
-    """Append a line for every model at hand that has none."""
+    """Append a line for every available model that has none."""
     assert setting.runs is not None
     done = {line.get("model") for line in read_lines(setting.runs)}
-    for name, folder in models_at_hand(setting.models).items():
+    for name, folder in available_models(setting.models).items():
         if name not in done:
-            line = round_numbers(line_of(name, folder, texts(setting)), 5)
+            line = round_numbers(model_line(name, folder, corpus_texts(setting)), 5)
             append_line(setting.runs, line)
-            setting.tell(f"{name}: {len(line['heads']['entropy'])} heads")
+            setting.log(f"{name}: {len(line['heads']['entropy'])} heads")
 
 
-def read_all(paths: Sequence[Path]) -> list[Entry]:
-    """Figures of models at hand, then of trained ones; of a model that stands twice the last line counts."""
+def read_entries(paths: Sequence[Path]) -> list[Entry]:
+    """Figures of the available models, then of those trained here. Of a model with two lines the last one counts."""
     lines = [line for path in paths for line in read_lines(path)]
     by_name = {line["model"]: line for line in lines if "model" in line and "arm" not in line}
     trained = {
@@ -97,35 +97,35 @@ def read_all(paths: Sequence[Path]) -> list[Entry]:
     return [*by_name.values(), *sorted(trained.values(), key=lambda e: order.get(e["model"], len(order)))]
 
 
-def found_in(entries: Sequence[Entry]) -> Results:
+def results_of(entries: Sequence[Entry]) -> Results:
     """A measurement for each claim, and what the page shows."""
-    known = [x for x in deciding(entries) if x.claim in BETWEEN or x.model in MODELS]
-    return Results({id_of(x.claim, x.model): _measured(x) for x in known}, tables_of(entries))
+    known = [x for x in claim_figures(entries) if x.claim in BETWEEN or x.model in MODELS]
+    return Results({claim_id(x.claim, x.model): _measurement(x) for x in known}, page_tables(entries))
 
 
-def _measured(x: Deciding) -> Measurement:
+def _measurement(x: ClaimFigure) -> Measurement:
     low, high = x.estimate.interval
     how = "half of the 95 % bootstrap interval over heads, which is not symmetric"
     p = x.estimate.p_value(x.bound)
     return Measurement(x.estimate.value, (high - low) / 2, how, {"interval": [low, high]}, p=p)
 
 
-def between(figures: Mapping[str, str], claim: str) -> str:
+def figure_between(figures: Mapping[str, str], claim: str) -> str:
     """The figure of a claim between models, of the table by claim and model."""
     return next(text for name, text in figures.items() if name.startswith(f"{claim}, "))
 
 
-# ---- the figures of models at hand ----
+# ---- the figures of available models ----
 
 
-def models_at_hand(folder: Path | None) -> dict[str, Path]:
+def available_models(folder: Path | None) -> dict[str, Path]:
     """Trained models by name."""
     by_name = model_folders(folder)
     demo = by_name.pop(DEMO)
     return {"demo": demo, "demo, trained with LocAteR": demo / "twin", **by_name}
 
 
-def texts(setting: Setting) -> dict[str, tuple[str, str]]:
+def corpus_texts(setting: Setting) -> dict[str, tuple[str, str]]:
     """By corpus, one text for statistics and one to measure on."""
     docs, data = setting.text, setting.data
     corpora = {"Python's documentation": (docs[: len(docs) // 2], docs[len(docs) // 2 :])}
@@ -134,7 +134,7 @@ def texts(setting: Setting) -> dict[str, tuple[str, str]]:
     return corpora
 
 
-def own_inputs(path: Path) -> tuple[str, list[Batch], list[Batch]]:
+def read_token_inputs(path: Path) -> tuple[str, list[Batch], list[Batch]]:
     """What a file of inputs holds, in words, and batches of its two halves."""
     title, *lines = path.read_text(encoding="utf-8").splitlines()
     try:
@@ -147,23 +147,27 @@ def own_inputs(path: Path) -> tuple[str, list[Batch], list[Batch]]:
     return title.lstrip("# "), gathered, measured
 
 
-def line_of(name: str, folder: Path, corpora: Mapping[str, tuple[str, str]]) -> Entry:
+def model_line(name: str, folder: Path, corpora: Mapping[str, tuple[str, str]]) -> Entry:
     """The figures of one model, on its own inputs or on a text."""
     model = load_model(str(folder))
     if (folder / "inputs.txt").is_file():
-        corpus, gathered, measured = own_inputs(folder / "inputs.txt")
-        return {"model": name, "corpus": corpus, **record(model, gathered, measured)}
+        corpus, gathered, measured = read_token_inputs(folder / "inputs.txt")
+        return {"model": name, "corpus": corpus, **measure_heads(model, gathered, measured)}
 
     tokenizer = folder if any(folder.glob("*token*")) else folder.parent  # the twin of the demo has that of the demo
 
-    def cut(text: str, tokens: int) -> list[Batch]:
+    def text_batches(text: str, tokens: int) -> list[Batch]:
         return batches(model, text, tokenizer=str(tokenizer), length=LENGTH, tokens=tokens)
 
     corpus = next(iter(corpora)) if name.startswith("demo") else list(corpora)[-1]
     one, another = corpora[corpus]
     elsewhere = next((text for title, (text, _) in corpora.items() if title != corpus), None)
-    other = None if elsewhere is None else cut(elsewhere, GATHERED)
-    return {"model": name, "corpus": corpus, **record(model, cut(one, GATHERED), cut(another, MEASURED), other)}
+    other = None if elsewhere is None else text_batches(elsewhere, GATHERED)
+    return {
+        "model": name,
+        "corpus": corpus,
+        **measure_heads(model, text_batches(one, GATHERED), text_batches(another, MEASURED), other),
+    }
 
 
 STUDY = Study(
@@ -183,7 +187,7 @@ PAPER = Paper(
     Path(__file__).parent,
     {
         "BETWEEN": BETWEEN, "CLAIMS": CLAIMS, "COLUMNS": COLUMNS, "MODELS": MODELS, "WORST": WORST,
-        "between": between, "cells_table": cells_table, "id_of": id_of,
+        "between": figure_between, "cells_table": cells_table, "id_of": claim_id,
     },
     kept=("surrogate-heads.jsonl", "surrogate-runs.jsonl"),
 )  # fmt: skip

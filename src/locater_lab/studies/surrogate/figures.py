@@ -1,6 +1,6 @@
 """Errors of predicted entropies, with bootstrap intervals over heads, and the figures that decide the claims of docs/results/surrogate-plan.md.
 
-An entry is the record of one model (`surrogate_heads.record`). Samples are arrays (DRAWS,) of a figure on heads drawn
+An entry is the record of one model (`heads.measure_heads`). Samples are arrays (DRAWS,) of a figure on heads drawn
 with replacement, always within a model.
 """
 
@@ -61,7 +61,7 @@ class Estimate:
         return Estimate(self.value - other.value, lambda: self.samples - other.samples)
 
 
-def draws_of(entry: Entry, heads: int | None = None) -> Numbers:
+def head_draws(entry: Entry, heads: int | None = None) -> Numbers:
     """How often each head of a model, or each of some, is drawn (DRAWS, heads). The same in every call, so that
     differences are paired.
     """
@@ -75,7 +75,7 @@ def _draws(heads: int, seed: int) -> Numbers:
     return np.bincount(places.ravel(), minlength=DRAWS * heads).reshape(DRAWS, heads).astype(np.float64)
 
 
-def mean(values: Numbers, counts: Numbers) -> Estimate:
+def mean_over_heads(values: Numbers, counts: Numbers) -> Estimate:
     """The mean over heads."""
     return Estimate(float(values.mean()), lambda: counts @ values / counts.sum(1))
 
@@ -107,12 +107,12 @@ def weighted_correlation(x: Numbers, y: Numbers, weights: Numbers) -> Numbers:
     return (weights * x * y).sum(1) / np.where(size > 0, size, np.inf)
 
 
-def errors(entry: Entry, kind: str = "covariance", column: str = "entropy") -> Numbers:
+def prediction_errors(entry: Entry, kind: str = "covariance", column: str = "entropy") -> Numbers:
     """Predicted less measured, per head."""
     return np.array(entry["predicted"][kind][column]) - np.array(entry["heads"][column])
 
 
-def parts(entry: Entry) -> dict[str, Numbers]:
+def error_parts(entry: Entry) -> dict[str, Numbers]:
     """The error of each head as a sum of three: another text, tokens that are not normal, order."""
     predicted = {kind: np.array(columns["entropy"]) for kind, columns in entry["predicted"].items()}
     measured = np.array(entry["heads"]["entropy"])
@@ -120,22 +120,22 @@ def parts(entry: Entry) -> dict[str, Numbers]:
 
 
 def mean_error(entry: Entry, kind: str = "covariance", column: str = "entropy") -> Estimate:
-    return mean(np.abs(errors(entry, kind, column)), draws_of(entry))
+    return mean_over_heads(np.abs(prediction_errors(entry, kind, column)), head_draws(entry))
 
 
 def order_of_heads(entry: Entry, kind: str = "covariance", column: str = "entropy") -> Estimate:
     return rank_correlation(
-        np.array(entry["predicted"][kind][column]), np.array(entry["heads"][column]), draws_of(entry)
+        np.array(entry["predicted"][kind][column]), np.array(entry["heads"][column]), head_draws(entry)
     )
 
 
 def part_size(entry: Entry, name: str) -> Estimate:
-    return mean(np.abs(parts(entry)[name]), draws_of(entry))
+    return mean_over_heads(np.abs(error_parts(entry)[name]), head_draws(entry))
 
 
 def part_share(entry: Entry, name: str) -> Estimate:
     """E(error * part) / E(error^2): shares of the three parts sum to 1."""
-    error, part, counts = errors(entry), parts(entry)[name], draws_of(entry)
+    error, part, counts = prediction_errors(entry), error_parts(entry)[name], head_draws(entry)
     value = float((error * part).sum() / (error**2).sum())
     return Estimate(value, lambda: counts @ (error * part) / (counts @ error**2))
 
@@ -151,7 +151,7 @@ def slope_with_width(entries: Sequence[Entry]) -> Estimate:
     return Estimate(float(value), lambda: np.sum([w * m.samples for w, m in zip(lever, means, strict=True)], 0) / total)
 
 
-def quantity(entry: Entry, name: str) -> Numbers | None:
+def head_quantity(entry: Entry, name: str) -> Numbers | None:
     """One number per head; None where a model has no such number for some head."""
     by_layer = {facts["layer"]: facts for facts in entry["layers"]}
     column = {"layer_kurtosis": "kurtosis", "signed_skew": "skew"}.get(name, name)
@@ -164,19 +164,19 @@ def quantity(entry: Entry, name: str) -> Numbers | None:
     return np.abs(np.array(values)) if name == "skew" else np.array(values)
 
 
-def goes_with_error(
-    entries: Sequence[Entry], name: str, target: Callable[[Entry], Numbers] = lambda e: np.abs(errors(e))
+def correlation_with_error(
+    entries: Sequence[Entry], name: str, target: Callable[[Entry], Numbers] = lambda e: np.abs(prediction_errors(e))
 ) -> tuple[Estimate, int, int]:
     """Correlation of absolute errors, or another `target`, with a quantity, by ranks within each model; in how many
     models it has the same sign, and how many there are.
     """
     pairs, alike = [], []
     for entry in entries:
-        values = quantity(entry, name)
+        values = head_quantity(entry, name)
         if values is None or len(np.unique(values)) < 2:
             continue
-        x, y = (_standing(z) for z in (values, target(entry)))
-        pairs.append((x, y, draws_of(entry)))
+        x, y = (_centred_ranks(z) for z in (values, target(entry)))
+        pairs.append((x, y, head_draws(entry)))
         alike.append(float(x @ y) > 0)
     x, y = (np.concatenate([pair[i] for pair in pairs]) for i in range(2))
     value = float(np.corrcoef(x, y)[0, 1])
@@ -192,33 +192,37 @@ def _drawn_correlation(x: Numbers, y: Numbers, counts: Sequence[Numbers]) -> Num
     return (sxy - sx * sy / count) / np.sqrt((sxx - sx**2 / count) * (syy - sy**2 / count))
 
 
-def _standing(values: Numbers) -> Numbers:
+def _centred_ranks(values: Numbers) -> Numbers:
     """Ranks within a model, centred and over the number of heads."""
     ranks = drawn_ranks(values, np.ones((1, len(values))))[0]
     return (ranks - ranks.mean()) / len(values)
 
 
-# ---- reasons that the models at hand suggested ----
+# ---- reasons that the available models suggested ----
 
 
 REASONS: dict[str, tuple[str, str, Callable[[Entry], Numbers]]] = {  # claim: words, quantity, part of the error
     "tails": (
         'part "not normal", signed, with excess kurtosis of logits within a row',
         "kurtosis",
-        lambda e: parts(e)["shape"],
+        lambda e: error_parts(e)["shape"],
     ),
-    "skew": ('part "not normal", signed, with skew of logits within a row', "signed_skew", lambda e: parts(e)["shape"]),
+    "skew": (
+        'part "not normal", signed, with skew of logits within a row',
+        "signed_skew",
+        lambda e: error_parts(e)["shape"],
+    ),
     "previous": (
         'size of the part "order" with weight on the previous token',
         "previous",
-        lambda e: np.abs(parts(e)["order"]),
+        lambda e: np.abs(error_parts(e)["order"]),
     ),
 }
 
 
-def reasons(entries: Sequence[Entry]) -> dict[str, tuple[Estimate, int, int]]:
+def reason_correlations(entries: Sequence[Entry]) -> dict[str, tuple[Estimate, int, int]]:
     """By claim: correlation, models of the same sign, models."""
-    return {claim: goes_with_error(entries, name, part) for claim, (_, name, part) in REASONS.items()}
+    return {claim: correlation_with_error(entries, name, part) for claim, (_, name, part) in REASONS.items()}
 
 
 def learned_order(entries: Sequence[Entry]) -> Estimate | None:
@@ -233,7 +237,7 @@ def learned_order(entries: Sequence[Entry]) -> Estimate | None:
 
 
 @dataclass(frozen=True)
-class Deciding:
+class ClaimFigure:
     """A figure that decides a claim, in one model or over several."""
 
     claim: str
@@ -271,18 +275,18 @@ BETWEEN = {
 }
 
 
-def deciding(entries: Sequence[Entry]) -> list[Deciding]:
+def claim_figures(entries: Sequence[Entry]) -> list[ClaimFigure]:
     """The figure of every claim in every model, then those between models."""
     items = [
-        Deciding(claim, entry["model"], figure(entry), bound)
+        ClaimFigure(claim, entry["model"], figure(entry), bound)
         for claim, (_, figure, bound, _) in CLAIMS.items()
         for entry in entries
     ]
     by_name = {entry["model"]: entry for entry in entries}
     plain = by_name.get("causal 6x256")
     if all(name in by_name for name in SIZES):
-        items.append(Deciding("size", "causal models", slope_with_width([by_name[name] for name in SIZES]), 0.0))
+        items.append(ClaimFigure("size", "causal models", slope_with_width([by_name[name] for name in SIZES]), 0.0))
     for claim, name in (("positions", "learned 6x256"), ("head size", "small heads 6x256")):
         if plain is not None and name in by_name:
-            items.append(Deciding(claim, name, mean_error(by_name[name]) - mean_error(plain), 0.0))
+            items.append(ClaimFigure(claim, name, mean_error(by_name[name]) - mean_error(plain), 0.0))
     return items

@@ -15,9 +15,9 @@ from locater.discovery import attention_layers
 from locater.inputs.text import Batch
 from locater.kernels import attention_statistics
 from locater.layers import AttentionLayer, Norm, effective
-from locater.observing.circuits import circuit_scores
-from locater.observing.collecting import collected
-from locater.observing.inputs import IDS, Read, on_input, run
+from locater.observing.collect_statistics import statistics_of_batches
+from locater.observing.forward_pass import IDS, AttentionInput, listen_to_input, run_model
+from locater.observing.head_roles import circuit_scores
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import on_tokens, predict
@@ -27,7 +27,7 @@ OFTEN = 5  # times that a token must occur for its effect on entropy to be count
 COLUMNS = ("entropy", "rest_entropy", "sink")
 
 
-def record(
+def measure_heads(
     model: nn.Module, gathered: list[Batch], measured: list[Batch], other: list[Batch] | None = None
 ) -> dict[str, Any]:
     """Figures of a model, `heads` and `predicted` by column with one number per head.
@@ -35,14 +35,14 @@ def record(
     Statistics come from the batches `gathered` and from `other`, another corpus; heads are observed on `measured`.
     """
     layers = list(attention_layers(model))
-    statistics = {"covariance": collected(model, gathered), "own": collected(model, measured)}
+    statistics = {"covariance": statistics_of_batches(model, gathered), "own": statistics_of_batches(model, measured)}
     if other is not None:
-        statistics["other"] = collected(model, other)
+        statistics["other"] = statistics_of_batches(model, other)
     with observe(model, rest=True, offsets=(1,)) as seen:
         for part in measured:
-            run(model, part)
-    real, ids = inputs_of(model, layers, measured), _ids(measured)
-    mixed = [shuffled(x)[:SEQUENCES] for x in real]
+            run_model(model, part)
+    real, ids = layer_inputs(model, layers, measured), _token_ids(measured)
+    mixed = [shuffle_tokens(x)[:SEQUENCES] for x in real]
     held_out = statistics["covariance"]
     heads = {
         "layer": [row.layer for row in seen.rows],
@@ -50,8 +50,8 @@ def record(
         **{name: [row[name] for row in seen.rows] for name in (*COLUMNS, "entropy_ratio", "distance")},
         "previous": [row.offsets[1] for row in seen.rows],
         **_induction(None if ids is None else model, [(row.layer, row.head) for row in seen.rows]),
-        **_joined([_shape_of_rows(layer, x) for layer, x in zip(layers, mixed, strict=True)]),
-        "identity": _identity(layers, real, ids),
+        **_join_columns([_shape_of_rows(layer, x) for layer, x in zip(layers, mixed, strict=True)]),
+        "identity": _identity_shares(layers, real, ids),
         "rank": [
             float(rank) / layer.head_dim
             for layer, x in zip(layers, held_out.inputs, strict=True)
@@ -66,30 +66,30 @@ def record(
     }
 
 
-def inputs_of(model: nn.Module, layers: list[AttentionLayer], text: list[Batch]) -> list[Tensor]:
+def layer_inputs(model: nn.Module, layers: list[AttentionLayer], text: list[Batch]) -> list[Tensor]:
     """What each layer reads (sequences, tokens, width)."""
     modules = dict(model.named_modules())
     parts: list[list[Tensor]] = [[] for _ in layers]
     with ExitStack() as stack:
         for layer, kept in zip(layers, parts, strict=True):
 
-            def keep(read: Read, kept: list[Tensor] = kept) -> None:
+            def keep(read: AttentionInput, kept: list[Tensor] = kept) -> None:
                 kept.append(read.x)
 
-            stack.callback(on_input(modules[layer.name], keep))
+            stack.callback(listen_to_input(modules[layer.name], keep))
         for part in text:
-            run(model, part)
+            run_model(model, part)
     return [torch.cat(kept) for kept in parts]
 
 
-def shuffled(x: Tensor, seed: int = 0) -> Tensor:
+def shuffle_tokens(x: Tensor, seed: int = 0) -> Tensor:
     """Tokens (B, T, d) of all sequences in random order, but for the first of each, which stays."""
     later = x[:, 1:].flatten(0, 1)
     later = later[torch.randperm(len(later), generator=torch.Generator().manual_seed(seed))]
     return torch.cat([x[:, :1], later.view(len(x), -1, x.shape[-1])], 1)
 
 
-def diagonal(x: Input) -> Input:
+def with_diagonal_covariance(x: Input) -> Input:
     """With the covariance reduced to its diagonal."""
     return replace(x, covariance=x.covariance.diagonal().diag())
 
@@ -102,14 +102,14 @@ def predictions(
 
     def on(inputs: list[Input | None]) -> dict[str, list[float]]:
         parts = [predict(layer, x, length, sequences=SEQUENCES) for layer, x in zip(layers, inputs, strict=True)]
-        return _joined([{name: part[name] for name in COLUMNS} for part in parts])
+        return _join_columns([{name: part[name] for name in COLUMNS} for part in parts])
 
-    real = [on_tokens(_bare(layer), x) for layer, x in zip(layers, mixed, strict=True)]
+    real = [on_tokens(_without_norm(layer), x) for layer, x in zip(layers, mixed, strict=True)]
     return {
         "weights": on([None] * len(layers)),
-        "diagonal": on([diagonal(x) for x in statistics["covariance"].inputs]),
+        "diagonal": on([with_diagonal_covariance(x) for x in statistics["covariance"].inputs]),
         **{name: on([*kind.inputs]) for name, kind in statistics.items()},
-        "shuffled": _joined([{name: part[name] for name in COLUMNS} for part in real]),
+        "shuffled": _join_columns([{name: part[name] for name in COLUMNS} for part in real]),
     }
 
 
@@ -119,31 +119,31 @@ def _shape_of_rows(layer: AttentionLayer, x: Tensor) -> dict[str, Tensor]:
     have skew and excess 0 given their query. Without the first key, and without the first half of the rows.
     """
     half = x.shape[1] // 2
-    logits = _bare(layer).logits(x)[:, :, half:, 1:].double()  # (B, H, rows, keys)
+    logits = _without_norm(layer).logits(x)[:, :, half:, 1:].double()  # (B, H, rows, keys)
     seen = layer.visible(x.shape[1], x.shape[1])[:, :, half:, 1:]
     count = seen.sum(-1, keepdim=True)
 
-    def mean(z: Tensor) -> Tensor:
+    def mean_over_keys(z: Tensor) -> Tensor:
         return (z * seen).sum(-1, keepdim=True) / count
 
-    rest = logits - mean(logits)
-    spread = mean(rest.square()).sqrt()
+    rest = logits - mean_over_keys(logits)
+    spread = mean_over_keys(rest.square()).sqrt()
     unit = rest / spread.clamp_min(1e-9)
     return {
         "spread": spread.mean((0, 2, 3)),
-        "skew": mean(unit**3).mean((0, 2, 3)),
-        "kurtosis": mean(unit**4).mean((0, 2, 3)) - 3,
+        "skew": mean_over_keys(unit**3).mean((0, 2, 3)),
+        "kurtosis": mean_over_keys(unit**4).mean((0, 2, 3)) - 3,
     }
 
 
 @torch.no_grad()
-def _identity(layers: list[AttentionLayer], real: list[Tensor], ids: Tensor | None) -> list[float | None]:
+def _identity_shares(layers: list[AttentionLayer], real: list[Tensor], ids: Tensor | None) -> list[float | None]:
     """Share of the variance of row entropies, over the log of visible keys, that the token of the row explains."""
     if ids is None:
         return [None] * sum(layer.heads for layer in layers)
     shares = []
     for layer, x in zip(layers, real, strict=True):
-        bare, half = _bare(layer), x.shape[1] // 2
+        bare, half = _without_norm(layer), x.shape[1] // 2
         rows = attention_statistics(
             bare.queries(x), bare.keys(x), scale=layer.scale, causal=layer.causal, window=layer.window, extended=False
         )
@@ -183,7 +183,7 @@ def _induction(model: nn.Module | None, heads: list[tuple[int, int]]) -> dict[st
     return {name: [getattr(scores[head], name) for head in heads] for name in ("induction", "duplicate")}
 
 
-def _ids(batches: list[Batch]) -> Tensor | None:
+def _token_ids(batches: list[Batch]) -> Tensor | None:
     """Token ids (sequences, tokens) of the batches; None for images."""
     parts = [next((batch[name] for name in IDS if name in batch), None) for batch in batches]
     if any(part is None or part.ndim != 2 for part in parts):
@@ -215,10 +215,10 @@ def _layer_facts(x: Input) -> dict[str, float | int | None]:
     }
 
 
-def _bare(layer: AttentionLayer) -> AttentionLayer:
+def _without_norm(layer: AttentionLayer) -> AttentionLayer:
     """The layer for tokens that have passed its norm."""
     return replace(layer, norm=Norm(), memory_norm=None)
 
 
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, list[float]]:
+def _join_columns(parts: list[dict[str, Tensor]]) -> dict[str, list[float]]:
     return {name: torch.cat([part[name].flatten() for part in parts]).tolist() for name in parts[0]}

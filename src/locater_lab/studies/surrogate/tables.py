@@ -7,25 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from locater_lab.engine.significance import decided_by_holm
+from locater_lab.engine.claims import decided_by_holm
 from locater_lab.studies.surrogate.figures import (
     BETWEEN,
     QUANTITIES,
     REASONS,
     Entry,
     Estimate,
-    deciding,
-    draws_of,
-    errors,
-    goes_with_error,
+    claim_figures,
+    correlation_with_error,
+    head_draws,
+    head_quantity,
     learned_order,
-    mean,
     mean_error,
+    mean_over_heads,
     order_of_heads,
     part_share,
     part_size,
-    quantity,
-    reasons,
+    prediction_errors,
+    reason_correlations,
 )
 
 KINDS = {
@@ -52,9 +52,9 @@ def cells_table(rows: Rows) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
-def table(entries: Sequence[Entry], column: str = "entropy") -> Rows:
+def kinds_table(entries: Sequence[Entry], column: str = "entropy") -> Rows:
     """Spearman's correlation and mean absolute error, by model and kind of tokens."""
-    lines = _head("model", *KINDS.values())
+    lines = _header("model", *KINDS.values())
     for e in entries:
         cells = []
         for kind in KINDS:
@@ -65,23 +65,27 @@ def table(entries: Sequence[Entry], column: str = "entropy") -> Rows:
     return lines
 
 
-def tables_of(entries: Sequence[Entry]) -> dict[str, Any]:
+def page_tables(entries: Sequence[Entry]) -> dict[str, Any]:
     """All that the page shows but verdicts, by name."""
     correlations = _correlations(entries)
     return {
         "summary": _summary(entries, correlations),
         "claims": {
-            f"{x.claim}, {x.model}": _shown(x.estimate, 3 if x.claim in BETWEEN else 2) for x in deciding(entries)
+            f"{x.claim}, {x.model}": _estimate_text(x.estimate, 3 if x.claim in BETWEEN else 2)
+            for x in claim_figures(entries)
         },
         "models": _models(entries),
         "kinds": _by_kind(entries),
-        "kinds_all": table(entries),
+        "kinds_all": kinds_table(entries),
         "groups": _groups(entries),
         "layers": _by_layer(entries),
         "parts": _parts(entries),
         "reasons": [
-            *_head("quantity", "correlation with the error", "models of this sign", "decided"),
-            *(_row(words, _shown(x), f"{same} of {models}", said) for words, x, same, models, said in correlations),
+            *_header("quantity", "correlation with the error", "models of this sign", "decided"),
+            *(
+                _row(words, _estimate_text(x), f"{same} of {models}", said)
+                for words, x, same, models, said in correlations
+            ),
         ],
         "suggested": _suggested(entries),
         "worst": _worst(entries),
@@ -96,23 +100,23 @@ def _summary(entries: Sequence[Entry], correlations: Sequence[Correlation]) -> d
 
     def ends(figures: Sequence[Estimate]) -> list[str]:
         named = sorted(zip(figures, entries, strict=True), key=lambda pair: pair[0].value)
-        return [f"{_shown(x)} ({e['model']})" for x, e in (named[0], named[-1])]
+        return [f"{_estimate_text(x)} ({e['model']})" for x, e in (named[0], named[-1])]
 
     def ends_in_nats(figures: Sequence[Estimate]) -> list[str]:
         return [end.replace(" (", " nats (", 1) for end in ends(figures)]
 
     return {
         "models": len(entries),
-        "heads": sum(_heads(e) for e in entries),
+        "heads": sum(_head_count(e) for e in entries),
         "orders": ends(orders),
         "errors": ends_in_nats(sizes),
         "prior": [f"{min(prior):.2f}", f"{max(prior):.2f}"],
-        "strong": [f"{words} {_shown(x)}" for words, x, _, _, said in correlations if said == "yes"],
+        "strong": [f"{words} {_estimate_text(x)}" for words, x, _, _, said in correlations if said == "yes"],
     }
 
 
 def _models(entries: Sequence[Entry]) -> Rows:
-    lines = _head(
+    lines = _header(
         "model",
         "parameters",
         "layers x width",
@@ -128,7 +132,7 @@ def _models(entries: Sequence[Entry]) -> Rows:
     for e in entries:
         shares = [x["mean_share"] for x in e["layers"]]
         cells = (
-            f"{e['parameters'] / 1e6:.1f} M", f"{len(e['layers'])} x {e['width']}", str(_heads(e)), str(e["head_dim"]),
+            f"{e['parameters'] / 1e6:.1f} M", f"{len(e['layers'])} x {e['width']}", str(_head_count(e)), str(e["head_dim"]),
             "causal" if e["causal"] else "none", e["positions"], e["corpus"], str(e["length"]),
             f"{e['statistics_tokens']:,}, {e['measured_tokens']:,}", f"{min(shares):.0%} to {max(shares):.0%}",
         )  # fmt: skip
@@ -137,21 +141,21 @@ def _models(entries: Sequence[Entry]) -> Rows:
 
 
 def _by_kind(entries: Sequence[Entry]) -> Rows:
-    lines = _head("model", *(KINDS[kind] for kind in MAIN))
+    lines = _header("model", *(KINDS[kind] for kind in MAIN))
     for e in entries:
-        cells = [f"{_shown(order_of_heads(e, kind))}; {_shown(mean_error(e, kind))}" for kind in MAIN]
+        cells = [f"{_estimate_text(order_of_heads(e, kind))}; {_estimate_text(mean_error(e, kind))}" for kind in MAIN]
         lines.append(_row(e["model"], *cells))
     return lines
 
 
 def _groups(entries: Sequence[Entry]) -> Rows:
-    lines = _head("heads", "how many", "models", "mean and covariance", "real tokens, random order")
+    lines = _header("heads", "how many", "models", "mean and covariance", "real tokens, random order")
     for words, members in _members(entries):
-        counts = np.concatenate([draws_of(e, len(at)) for e, at in members], 1)
+        counts = np.concatenate([head_draws(e, len(at)) for e, at in members], 1)
         cells = []
         for kind in ("covariance", "shuffled"):
-            values = np.concatenate([np.abs(errors(e, kind))[at] for e, at in members])
-            cells.append(_shown(mean(values, counts)))
+            values = np.concatenate([np.abs(prediction_errors(e, kind))[at] for e, at in members])
+            cells.append(_estimate_text(mean_over_heads(values, counts)))
         lines.append(_row(words, str(counts.shape[1]), str(len(members)), *cells))
     return lines
 
@@ -173,21 +177,21 @@ def _members(entries: Sequence[Entry]) -> list[tuple[str, list[tuple[Entry, Any]
     groups = [(words, [(e, depth(e, *span)) for e in entries]) for words, span in depths.items()]
     for word, name in (("width", "width"), ("head size", "head_dim")):
         for size in sorted({e[name] for e in entries}):
-            groups.append((f"{word} {size}", [(e, np.arange(_heads(e))) for e in entries if e[name] == size]))
+            groups.append((f"{word} {size}", [(e, np.arange(_head_count(e))) for e in entries if e[name] == size]))
     for causal, mask in ((True, "causal"), (False, "no mask")):
         for kind in sorted({e["positions"] for e in entries}):
             alike = [e for e in entries if (e["causal"], e["positions"]) == (causal, kind)]
-            groups.append((f"{mask}, positions {kind}", [(e, np.arange(_heads(e))) for e in alike]))
+            groups.append((f"{mask}, positions {kind}", [(e, np.arange(_head_count(e))) for e in alike]))
     kept = [(words, [(e, at) for e, at in members if len(at)]) for words, members in groups]
     return [(words, members) for words, members in kept if members]
 
 
 def _by_layer(entries: Sequence[Entry]) -> Rows:
-    lines = _head("model", "mean and covariance", "real tokens, random order", "distance from normal")
+    lines = _header("model", "mean and covariance", "real tokens, random order", "distance from normal")
     for e in entries:
         layer = np.array(e["heads"]["layer"])
         by_layer = [
-            ", ".join(f"{np.abs(errors(e, kind))[layer == x['layer']].mean():.2f}" for x in e["layers"])
+            ", ".join(f"{np.abs(prediction_errors(e, kind))[layer == x['layer']].mean():.2f}" for x in e["layers"])
             for kind in ("covariance", "shuffled")
         ]
         far = ", ".join(f"{x['normality'] / x['normality_expected']:.1f}" for x in e["layers"])
@@ -196,27 +200,30 @@ def _by_layer(entries: Sequence[Entry]) -> Rows:
 
 
 def _parts(entries: Sequence[Entry]) -> Rows:
-    lines = _head("model", "mean error, signed", "another text", "not normal", "order")
+    lines = _header("model", "mean error, signed", "another text", "not normal", "order")
     for e in entries:
-        cells = [f"{_shown(part_size(e, name))}; {_shown(part_share(e, name))}" for name in ("text", "shape", "order")]
-        lines.append(_row(e["model"], _shown(mean(errors(e), draws_of(e))), *cells))
+        cells = [
+            f"{_estimate_text(part_size(e, name))}; {_estimate_text(part_share(e, name))}"
+            for name in ("text", "shape", "order")
+        ]
+        lines.append(_row(e["model"], _estimate_text(mean_over_heads(prediction_errors(e), head_draws(e))), *cells))
     return lines
 
 
 def _correlations(entries: Sequence[Entry]) -> list[Correlation]:
     """Per quantity: words, correlation with the absolute error, models of the same sign, models, whether decided."""
-    known = {name: goes_with_error(entries, name) for name in QUANTITIES}
+    known = {name: correlation_with_error(entries, name) for name in QUANTITIES}
     decided = decided_by_holm({name: x.p_value(0.0) for name, (x, _, _) in known.items()})
     order = sorted(known, key=lambda name: -abs(known[name][0].value))
     return [(QUANTITIES[name], *known[name], "yes" if name in decided else "undecided") for name in order]
 
 
 def _suggested(entries: Sequence[Entry]) -> Rows:
-    """Reasons that the models at hand suggested, judged on the trained ones."""
-    at_hand, trained = ([e for e in entries if ("arm" in e) == is_trained] for is_trained in (False, True))
-    lines = _head("claim", "correlation of", "models at hand", "trained models", "verdict on the trained")
-    first = reasons(at_hand)
-    known = reasons(trained) if trained else {}
+    """Reasons that the available models suggested, judged on those trained for it."""
+    available, trained = ([e for e in entries if ("arm" in e) == is_trained] for is_trained in (False, True))
+    lines = _header("claim", "correlation of", "models at hand", "trained models", "verdict on the trained")
+    first = reason_correlations(available)
+    known = reason_correlations(trained) if trained else {}
     estimates = {claim: x for claim, (x, _, _) in known.items()}
     learned = learned_order(entries)
     if learned is not None:
@@ -225,7 +232,7 @@ def _suggested(entries: Sequence[Entry]) -> Rows:
     verdicts = {c: ("holds" if x.value > 0 else "fails") if c in decided else "undecided" for c, x in estimates.items()}
     for claim, (words, _, _) in REASONS.items():
         cells = [
-            f"{_shown(figures[claim][0])}, {figures[claim][1]} of {figures[claim][2]} models" if figures else ""
+            f"{_estimate_text(figures[claim][0])}, {figures[claim][1]} of {figures[claim][2]} models" if figures else ""
             for figures in (first, known)
         ]
         lines.append(_row(f"`{claim}`", words, *cells, verdicts.get(claim, "not run")))
@@ -235,7 +242,7 @@ def _suggested(entries: Sequence[Entry]) -> Rows:
             "`learned order`",
             words,
             "",
-            "" if learned is None else _shown(learned),
+            "" if learned is None else _estimate_text(learned),
             verdicts.get("learned order", "not run"),
         )
     )
@@ -244,12 +251,12 @@ def _suggested(entries: Sequence[Entry]) -> Rows:
 
 def _worst(entries: Sequence[Entry]) -> Rows:
     shown = ("sink", "previous", "induction", "identity", "skew", "kurtosis", "rank")
-    lines = _head("model", "head", "measured", "predicted", "own text", "random order", *shown)
+    lines = _header("model", "head", "measured", "predicted", "own text", "random order", *shown)
     for e in entries:
         heads, predicted = e["heads"], e["predicted"]
-        for i in np.argsort(-np.abs(errors(e)), kind="stable")[:WORST]:
+        for i in np.argsort(-np.abs(prediction_errors(e)), kind="stable")[:WORST]:
             kinds = [f"{predicted[kind]['entropy'][i]:.2f}" for kind in ("covariance", "own", "shuffled")]
-            values = [quantity(e, name) for name in shown]
+            values = [head_quantity(e, name) for name in shown]
             cells = ["" if column is None else f"{column[i]:.2f}" for column in values]
             place = f"{heads['layer'][i]}.{heads['head'][i]}"
             lines.append(_row(e["model"], place, f"{heads['entropy'][i]:.2f}", *kinds, *cells))
@@ -257,7 +264,7 @@ def _worst(entries: Sequence[Entry]) -> Rows:
 
 
 def _other_column(entries: Sequence[Entry], column: str) -> Rows:
-    lines = _head("model", *(KINDS[kind] for kind in MAIN))
+    lines = _header("model", *(KINDS[kind] for kind in MAIN))
     for e in entries:
         cells = [
             f"{order_of_heads(e, kind, column).value:.2f}, {mean_error(e, kind, column).value:.3f}" for kind in MAIN
@@ -266,20 +273,20 @@ def _other_column(entries: Sequence[Entry], column: str) -> Rows:
     return lines
 
 
-def _shown(x: Estimate, digits: int = 2) -> str:
+def _estimate_text(x: Estimate, digits: int = 2) -> str:
     low, high = x.interval
-    return f"{_signed(x.value, digits)} [{_signed(low, digits)}, {_signed(high, digits)}]"
+    return f"{_number_text(x.value, digits)} [{_number_text(low, digits)}, {_number_text(high, digits)}]"
 
 
-def _signed(x: float, digits: int) -> str:
+def _number_text(x: float, digits: int) -> str:
     return f"{round(x, digits) + 0.0:.{digits}f}"  # + 0.0: no minus sign on zero
 
 
-def _heads(e: Entry) -> int:
+def _head_count(e: Entry) -> int:
     return len(e["heads"]["entropy"])
 
 
-def _head(*cells: str) -> Rows:
+def _header(*cells: str) -> Rows:
     return [[*cells]]
 
 

@@ -20,11 +20,11 @@ import torch
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import Batch, read_text
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import machine
-from locater_lab.studies.surrogate.heads import record
+from locater_lab.engine.runs import Row, machine
+from locater_lab.studies.surrogate.heads import measure_heads
 from locater_lab.train.data import open_data
 from locater_lab.train.loop import DivergedError, run
-from locater_lab.train.plan import PACE, Plan
+from locater_lab.train.plan import Plan
 from locater_lab.train.sweep import append_line, read_lines
 
 TEXT, IMAGES = "articles.txt", "fashion.npz"
@@ -50,7 +50,7 @@ ARMS: dict[str, Plan] = {
 TINY: dict[str, Any] = dict(layers=2, width=32, heads=2, steps=10, compile=False)  # to try the command
 
 
-def tiny(plan: Plan) -> Plan:
+def shrink_plan(plan: Plan) -> Plan:
     """The same in small, which trains in seconds on a CPU."""
     sizes: dict[str, Any] = {"batch": 16} if plan.images else {"length": 64, "batch": 4, "vocabulary": 300}
     return replace(plan, **TINY, **sizes)
@@ -62,28 +62,30 @@ def train_all(
     jobs: int,
     characters: int = 24_000_000,
     arms: dict[str, Plan] = ARMS,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> None:
     """Train every arm that has no line in `out`, `jobs` at a time. `data` is a folder that holds articles.txt.xz and
     fashion.npz, directly or one level down.
     """
-    done = {line["options"] for line in map(_keyed, read_lines(out))}
-    missing = {name: plan for name, plan in arms.items() if _key(plan, characters) not in done}
+    done = {line["options"] for line in map(_with_options, read_lines(out))}
+    missing = {name: plan for name, plan in arms.items() if _options_text(plan, characters) not in done}
     if not missing:
-        tell("every run has its line")
+        log("every run has its line")
         return
     broken = []
     with tempfile.TemporaryDirectory(prefix="locater-surrogate-") as folder:
-        placed = _prepared(missing, data, Path(folder), characters)
+        placed = _prepare_plans(missing, data, Path(folder), characters)
         with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
-            under_way = {pool.submit(train, placed[name], Path(folder)): name for name in missing}
-            for future in as_completed(under_way):
-                name = under_way[future]
+            running = {pool.submit(train, placed[name], Path(folder)): name for name in missing}
+            for future in as_completed(running):
+                name = running[future]
                 try:
-                    line = {"arm": name, "options": _key(missing[name], characters), **future.result()}
-                except Exception as error:  # of any kind: compilers, memory
+                    line = {"arm": name, "options": _options_text(missing[name], characters), **future.result()}
+                except (
+                    Exception
+                ) as error:  # anything can end a run (compilers, memory); it has no line and is run again
                     broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
-                    tell(broken[-1])
+                    log(broken[-1])
                     continue
                 append_line(out, round_numbers(line, 5))
                 trained = (
@@ -91,17 +93,17 @@ def train_all(
                     if line["status"] == "done"
                     else "diverged"
                 )
-                tell(f"{name}: {trained}")
+                log(f"{name}: {trained}")
     if broken:
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
 
-def _prepared(arms: dict[str, Plan], data: Path, folder: Path, characters: int) -> dict[str, Plan]:
+def _prepare_plans(arms: dict[str, Plan], data: Path, folder: Path, characters: int) -> dict[str, Plan]:
     """The plans with their data where it is. Text is turned into tokens here, once: forked processes inherit them."""
     torch.set_num_threads(1)  # a process with a team of threads cannot be forked safely
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    placed = {name: _placed(plan, data, folder, characters) for name, plan in arms.items()}
+    placed = {name: _with_local_data(plan, data, folder, characters) for name, plan in arms.items()}
     text = next((plan for plan in placed.values() if plan.corpus), None)
     if text is not None:
         open_data(text, folder, torch.device("cpu"))
@@ -121,7 +123,7 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     model = load(result.model)
-    figures = record(model, windows(plan, "select", GATHERED), windows(plan, "report", MEASURED))
+    figures = measure_heads(model, split_batches(plan, "select", GATHERED), split_batches(plan, "report", MEASURED))
     shutil.rmtree(plan.out, ignore_errors=True)
     return {
         "status": "done",
@@ -134,42 +136,41 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
     }
 
 
-def windows(plan: Plan, split: str, tokens: int) -> list[Batch]:
+def split_batches(plan: Plan, split: str, tokens: int) -> list[Batch]:
     """The beginning of a split, as batches that the model takes: about so many tokens, or all there are."""
     data = open_data(plan, Path(plan.out), torch.device("cpu"))
-    each = plan.length if plan.task != "image" else _patches(plan, data.facts["shape"])
+    each = plan.length if plan.task != "image" else _patch_count(plan, data.facts["shape"])
     return [{"inputs": inputs} for inputs, _ in data.windows(split, max(1, tokens // each))]
 
 
-def _patches(plan: Plan, shape: list[int]) -> int:
+def _patch_count(plan: Plan, shape: list[int]) -> int:
     return shape[0] * shape[1] // plan.patch**2
 
 
-def _placed(plan: Plan, data: Path, folder: Path, characters: int) -> Plan:
+def _with_local_data(plan: Plan, data: Path, folder: Path, characters: int) -> Plan:
     """The plan with its data where it is. Text is cut after so many characters, at the end of an article."""
     if plan.images is not None:
-        return replace(plan, images=str(_find(data, plan.images)))
+        return replace(plan, images=str(_find_file(data, plan.images)))
     path = folder / TEXT
     if not path.is_file():
-        text = read_text(_find(data, f"{TEXT}.xz"))
+        text = read_text(_find_file(data, f"{TEXT}.xz"))
         end = text.find("\n\n", characters)
         path.write_text(text if end < 0 else text[:end], encoding="utf-8")
     return replace(plan, corpus=(str(path),))
 
 
-def _find(data: Path, name: str) -> Path:
+def _find_file(data: Path, name: str) -> Path:
     path = next((path for path in (data / name, *sorted(data.glob(f"*/{name}"))) if path.is_file()), None)
     if path is None:
         raise LocaterError(f"{data}: no {name} in it, nor one level down: give --data FOLDER")
     return path
 
 
-def _key(plan: Plan, characters: int) -> str:
+def _options_text(plan: Plan, characters: int) -> str:
     """What decides a run: options that are not a plan's defaults, and how much text there was."""
-    plain = Plan().to_dict()
-    options = {name: x for name, x in plan.to_dict().items() if name not in PACE and x != plain[name]}
+    options = Row("surrogate", "", plan).options
     return json.dumps({**options, "characters": characters if plan.corpus else None}, sort_keys=True)
 
 
-def _keyed(line: dict[str, Any]) -> dict[str, Any]:
+def _with_options(line: dict[str, Any]) -> dict[str, Any]:
     return {"options": "", **line}

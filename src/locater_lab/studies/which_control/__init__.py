@@ -86,7 +86,7 @@ CONTROLS = (
 )  # fmt: skip
 
 
-class Kept:
+class KeptResults:
     """What the table asks of the document of bao2024."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class Kept:
         }
         return [value - by_arm["none"][seed] for seed, value in by_arm[arm].items()]
 
-    def hot(self, arm: str, rate: float) -> tuple[list[float], list[float]]:
+    def hot_values(self, arm: str, rate: float) -> tuple[list[float], list[float]]:
         """Losses and entropies at a hot rate. Seed 0 chose between arms and is left out where eight others judge."""
         cells = [row for row in self.tables["acting_hot"]["rows"] if (row["arm"], row["rate"]) == (arm, rate)]
         if not cells:  # study i alone has it
@@ -118,7 +118,7 @@ class Kept:
         keep = [n for n, seed in enumerate(cell["seeds"]) if seed or len(cell["seeds"]) <= FEWEST]
         return [cell["losses"][n] for n in keep], [cell["entropies"][n] for n in keep]
 
-    def presuppose(self, id: str, verdict: str) -> Mapping[str, Any]:
+    def require_verdict(self, id: str, verdict: str) -> Mapping[str, Any]:
         """The claim, for words that hold only while it has this verdict."""
         claim = self.claims[id]
         if claim["verdict"] != verdict:
@@ -127,30 +127,30 @@ class Kept:
 
     def interval(self, id: str, digits: int, verdict: str, sign: str = "+") -> str:
         """Of a claim, for a sentence that presupposes its verdict."""
-        claim = self.presuppose(id, verdict)
-        return text_of(claim["measured"], claim["spread"], digits, sign)
+        claim = self.require_verdict(id, verdict)
+        return interval_text(claim["measured"], claim["spread"], digits, sign)
 
     def hot_difference(self, arm: str, other: str) -> list[float]:
         """By seed: loss of one arm less that of another, mean over the hot rates."""
-        pairs = [zip(self.hot(arm, rate)[0], self.hot(other, rate)[0], strict=True) for rate in HOT]
+        pairs = [zip(self.hot_values(arm, rate)[0], self.hot_values(other, rate)[0], strict=True) for rate in HOT]
         return [sum(a - b for a, b in same) / len(HOT) for same in zip(*pairs, strict=True)]
 
 
-def text_of(mean: float, half: float, digits: int, sign: str = "+") -> str:
+def interval_text(mean: float, half: float, digits: int, sign: str = "+") -> str:
     """
-    >>> text_of(-0.00557, 0.00532, 4)
+    >>> interval_text(-0.00557, 0.00532, 4)
     '-0.0056 (-0.0109 to -0.0003)'
     """
     return f"{mean:{sign}.{digits}f} ({mean - half:{sign}.{digits}f} to {mean + half:{sign}.{digits}f})"
 
 
-def over_seeds(values: Sequence[float], digits: int, sign: str = "") -> str:
+def mean_text(values: Sequence[float], digits: int, sign: str = "") -> str:
     """Mean and 95 % interval; the mean and how many runs there are where they are fewer than `FEWEST`."""
     if len(values) < FEWEST:
         runs = "1 run" if len(values) == 1 else f"{len(values)} runs"
         return f"{sum(values) / len(values):{sign}.{digits}f} ({runs})"
     interval = mean_and_half(values)
-    return text_of(interval["mean"], interval["half"], digits, sign)
+    return interval_text(interval["mean"], interval["half"], digits, sign)
 
 
 def cost_cell(control: Control, costs: Mapping[str, Any] | None) -> str:
@@ -162,37 +162,37 @@ def cost_cell(control: Control, costs: Mapping[str, Any] | None) -> str:
     return f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['largest']:.2f})"
 
 
-def ordinary_cells(control: Control, results: Kept) -> list[str]:
+def ordinary_cells(control: Control, results: KeptResults) -> list[str]:
     cells = []
     for what, digits in (("loss", 4), ("entropy", 2)):
         learned = bool(control.learned)
         values = results.learned_change(control.learned, what) if learned else results.change(control.ordinary, what)
         few = "" if len(values) >= 8 else f", {len(values)} seeds"
-        cells.append(over_seeds(values, digits, "+") + few + (", learned positions" if learned else ""))
+        cells.append(mean_text(values, digits, "+") + few + (", learned positions" if learned else ""))
     return cells
 
 
-def hot_cell(control: Control, results: Kept, rate: float) -> str:
+def hot_cell(control: Control, results: KeptResults, rate: float) -> str:
     if not control.hot:
         return "not run"
-    losses, entropies = results.hot(control.hot, rate)
-    return f"{over_seeds(losses, 2)}, {over_seeds(entropies, 2)}"
+    losses, entropies = results.hot_values(control.hot, rate)
+    return f"{mean_text(losses, 2)}, {mean_text(entropies, 2)}"
 
 
-def rows(results: Kept, costs: Mapping[str, Mapping[str, Any] | None]) -> list[list[str]]:
+def table_rows(results: KeptResults, costs: Mapping[str, Mapping[str, Any] | None]) -> list[list[str]]:
     """The cells of the table, a row for each control, the plain model first."""
-    plain = [", ".join(over_seeds(values, 2) for values in results.hot("none", rate)) for rate in HOT]
+    plain = [", ".join(mean_text(values, 2) for values in results.hot_values("none", rate)) for rate in HOT]
     found = [["none", "1", "1", "0", "0", *plain, "hot rates"]]
     for control in CONTROLS:
         for claim in control.rests_on:
-            results.presuppose(*claim)
+            results.require_verdict(*claim)
         cells = [*(cost_cell(control, costs[name]) for name in COSTS), *ordinary_cells(control, results)]
         cells += [hot_cell(control, results, rate) for rate in HOT]
         found.append([control.name, *cells, control.not_when])
     return found
 
 
-def machine(name: str, costs: Mapping[str, Any] | None) -> str:
+def machine_text(name: str, costs: Mapping[str, Any] | None) -> str:
     """Where the costs of a column were measured, as an item of a list."""
     if costs is None:
         option = " --gpu" if name == "gpu" else ""
@@ -204,35 +204,35 @@ def machine(name: str, costs: Mapping[str, Any] | None) -> str:
     )
 
 
-def advice(results: Kept) -> list[str]:
+def advice(results: KeptResults) -> list[str]:
     """What to try first. A sentence names the claims that it rests on, and is refused where a verdict changes."""
     if (rival := results.claims["k4"]["numbers"]["against"]) != "sigma-reparam":
         raise LocaterError(f"the rival of study k is {rival} now: write the words of {PAGE} again")
     return [hot_advice(results), ordinary_advice(results), own_advice(results), *sharp_advice(results)]
 
 
-def hot_advice(results: Kept) -> str:
+def hot_advice(results: KeptResults) -> str:
     hot = results.tables["hot_rates"]
     (plain,) = (row for row in results.tables["arms_main"] if row["arm"] == "none")
     (tuned,) = (row for row in results.tables["arms_rivals"] if row["arm"] == "sigma-reparam")
-    effective = over_seeds(results.hot_difference("effective", "sigma-reparam"), 2)
+    effective = mean_text(results.hot_difference("effective", "sigma-reparam"), 2)
     edge = ", the hottest that was tried over the full length" if tuned["rate"] == max(tuned["rates"]) else ""
     return (
         f"- **The run fails at its rate: lower the rate; where it has to be hot, sigma-reparam.** The plain model trains at {plain['rate']:g} and fails at "
         f"{min(hot['plain_fails_at']):g}. At 0.015 and 0.1, sigma-reparam ends {results.interval('k4', 2, 'fails', '')} nats below LocAteR on measured logits (k4) and {effective} below "
-        f"the effective form. At the best of three ordinary rates ({tuned['rate']:g}{edge}) it ends {over_seeds(results.change('sigma-reparam', 'loss'), 4)} nats above no control."
+        f"the effective form. At the best of three ordinary rates ({tuned['rate']:g}{edge}) it ends {mean_text(results.change('sigma-reparam', 'loss'), 4)} nats above no control."
     )  # fmt: skip
 
 
-def ordinary_advice(results: Kept) -> str:
+def ordinary_advice(results: KeptResults) -> str:
     loss, entropy = results.change("weight decay 0.3", "loss"), results.change("weight decay 0.3", "entropy")
     return (
-        f"- **The rate is ordinary and the loss matters: more weight decay.** A decay of 0.3, in place of 0.1, changes the loss by {over_seeds(loss, 4, '+')} nats and entropy by "
-        f"{over_seeds(entropy, 2, '+')}, and a step takes no longer. LocAteR ends {results.interval('e5', 4, 'fails', '')} nats above it (e5)."
+        f"- **The rate is ordinary and the loss matters: more weight decay.** A decay of 0.3, in place of 0.1, changes the loss by {mean_text(loss, 4, '+')} nats and entropy by "
+        f"{mean_text(entropy, 2, '+')}, and a step takes no longer. LocAteR ends {results.interval('e5', 4, 'fails', '')} nats above it (e5)."
     )  # fmt: skip
 
 
-def own_advice(results: Kept) -> str:
+def own_advice(results: KeptResults) -> str:
     published, ours = (results.claims[id]["numbers"]["dose"] for id in ("j1", "j7"))
     return (
         f"- **One layer, norms after the sums, words: LocAteR lowers the loss.** In the paper's own experiment, 3,000 updates and ten seeds, its penalty ({published}) changes the loss by "
@@ -241,7 +241,7 @@ def own_advice(results: Kept) -> str:
     )  # fmt: skip
 
 
-def sharp_advice(results: Kept) -> list[str]:
+def sharp_advice(results: KeptResults) -> list[str]:
     return [
         f"- **Attention is too sharp: weight decay again, or LocAteR, effective form.** LocAteR changes entropy by {results.interval('c2', 2, 'holds')} nats (c2), its scale part alone "
         f"(`hold=0`) by {results.interval('d9', 2, 'holds')} (d9). Its change of loss, {results.interval('c1', 4, 'undecided')}, is undecided among all claims (c1); with learned positions it "
@@ -277,20 +277,20 @@ def measure(setting: Setting) -> Results:
     if RESULTS not in paths:
         return Results({})
     held = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
-    return found_in(held[RESULTS], {name: held.get(file) for name, file in COSTS.items()})
+    return results_of(held[RESULTS], {name: held.get(file) for name, file in COSTS.items()})
 
 
-def found_in(document: Mapping[str, Any], costs: Mapping[str, Mapping[str, Any] | None]) -> Results:
+def results_of(document: Mapping[str, Any], costs: Mapping[str, Mapping[str, Any] | None]) -> Results:
     """A measurement for each claim, and what stands on the page, from the document of bao2024 and the benchmarks."""
-    results = Kept(document)
+    results = KeptResults(document)
     measured = {
         "a1": by_seed(results.hot_difference("effective", "sigma-reparam")),
         "a2": by_seed(results.change("sigma-reparam", "loss")),
         "a3": by_seed(results.change("weight decay 0.3", "loss")),
         "a4": by_seed(results.change("weight decay 0.3", "entropy")),
     }
-    machines = [machine(name, held) for name, held in costs.items()]
-    return Results(measured, {"advice": advice(results), "rows": rows(results, costs), "machines": machines})
+    machines = [machine_text(name, held) for name, held in costs.items()]
+    return Results(measured, {"advice": advice(results), "rows": table_rows(results, costs), "machines": machines})
 
 
 STUDY = Study(

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.studies.zoo import losses, maps, pace, sinks
+from locater_lab.studies.zoo import losses, maps, sinks, step_times
 
 PAPER = Paper(
     "zoo",
     "Every attention mechanism on the same footing",
     "All mechanisms of this project: one model, one text, the same seeds",
-    (losses.STUDY, *maps.STUDIES, pace.STUDY, sinks.STUDY),
+    (losses.STUDY, *maps.STUDIES, step_times.STUDY, sinks.STUDY),
     Path(__file__).parent,
 )
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from locater_lab.engine.arms import difference, ends_table, study_of_arms, uniform_first
+from locater_lab.engine.arms import difference, study_of_arms, table_of_arms, uniform_first
 from locater_lab.engine.claims import Claim, Relation
 from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, BASE, MASKED, RATES, SOFTMAX, SOFTMAX_MASKED, arm
 from locater_lab.engine.reproduction import Results
@@ -34,53 +34,53 @@ SMALL = 0.01  # nats that count as nothing
 MEASURES = ("entropy", "row_mass", "first_mass", "sink_rate", "spike_ratio", "residual", "gap", "M", "F")
 
 
-def seen(id: str, says: str, quantity: str, relation: Relation, stated: float) -> Claim:
+def own_claim(id: str, says: str, quantity: str, relation: Relation, stated: float) -> Claim:
     """A claim of this project about this size: papers speak of larger models."""
     return Claim(id, says, f"{quantity}, {AT_THIS_SIZE}", relation, stated, by="ours")
 
 
-def _loss(id: str, says: str, at_most: float) -> Claim:
-    return seen(id, says, "report loss against softmax, each at the better of two rates", "at most", at_most)
+def _loss_claim(id: str, says: str, at_most: float) -> Claim:
+    return own_claim(id, says, "report loss against softmax, each at the better of two rates", "at most", at_most)
 
 
 CLAIMS = (
-    _loss("a1", "A gate behind attention lowers the loss", 0.0),
-    _loss("a2", "Differential attention lowers the loss", 0.0),
-    seen(
+    _loss_claim("a1", "A gate behind attention lowers the loss", 0.0),
+    _loss_claim("a2", "Differential attention lowers the loss", 0.0),
+    own_claim(
         "a17",
         "Without the norm of its heads differential attention is worse",
         "report loss without it, at one rate, less that with it",
         "at least",
         0.0,
     ),
-    _loss("a3", "QK-norm costs nothing", SMALL),
-    _loss("a4", "A cap of 50 on logits costs nothing", SMALL),
-    _loss("a5", "A sink in the softmax, fixed at zero, costs nothing", SMALL),
-    _loss("a6", "A learned sink costs nothing", SMALL),
-    _loss("a7", "Sigmoid attention is as good", SMALL),
-    _loss("a8", "Taking the uniform part off costs nothing", SMALL),
-    _loss("a9", "One bit per channel of queries and keys costs little", 2 * SMALL),
-    seen(
+    _loss_claim("a3", "QK-norm costs nothing", SMALL),
+    _loss_claim("a4", "A cap of 50 on logits costs nothing", SMALL),
+    _loss_claim("a5", "A sink in the softmax, fixed at zero, costs nothing", SMALL),
+    _loss_claim("a6", "A learned sink costs nothing", SMALL),
+    _loss_claim("a7", "Sigmoid attention is as good", SMALL),
+    _loss_claim("a8", "Taking the uniform part off costs nothing", SMALL),
+    _loss_claim("a9", "One bit per channel of queries and keys costs little", 2 * SMALL),
+    own_claim(
         "a10",
         "Attention that cannot localise is worse",
         "report loss of fastmax, order 2, less that of softmax",
         "at least",
         SMALL,
     ),
-    seen(
+    own_claim(
         "a11",
         "The delta rule does better than sums of features",
         "report loss of delta less that of linear",
         "at most",
         0.0,
     ),
-    seen(
+    own_claim(
         "a12", "Forgetting improves on the delta rule", "report loss of gated_delta less that of delta", "at most", 0.0
     ),
-    _loss("a13", "Three layers of four without softmax cost little", 2 * SMALL),
-    _loss("a14", "Encoders: normalising twice lowers the loss", 0.0),
-    _loss("a15", "Encoders: a learned mix of one and two normalisations lowers the loss", 0.0),
-    _loss("a16", "Encoders: heads of several kinds cost nothing", SMALL),
+    _loss_claim("a13", "Three layers of four without softmax cost little", 2 * SMALL),
+    _loss_claim("a14", "Encoders: normalising twice lowers the loss", 0.0),
+    _loss_claim("a15", "Encoders: a learned mix of one and two normalisations lowers the loss", 0.0),
+    _loss_claim("a16", "Encoders: heads of several kinds cost nothing", SMALL),
 )
 
 # of each claim: the arm, and the one it is compared with
@@ -118,7 +118,7 @@ def arm_rows(runs: Runs, arms: Sequence[Arm]) -> list[dict[str, Any]]:
     """What the page shows of each arm: means over seeds, the change of loss against the first arm by the seeds that
     both have, and measures that every seed has. Nothing while the first arm was not trained.
     """
-    rows: list[dict[str, Any]] = ends_table(runs, arms) if arms[0].so_far(runs) else []
+    rows: list[dict[str, Any]] = table_of_arms(runs, arms) if arms[0].lines_so_far(runs) else []
     for row in rows:
         loss = fmean(end["loss"] for end in row["ends"])
         changes = [end["loss"] - base["loss"] for end, base in zip(row["ends"], rows[0]["ends"], strict=False)]

@@ -17,38 +17,38 @@ from locater_lab.engine.arms import (
 from locater_lab.engine.claims import Measurement
 from locater_lab.engine.mechanism_runs import NO_SINK, SOFTMAX, SOFTMAX_MASKED
 from locater_lab.engine.runs import Arm, Runs
-from locater_lab.studies.zoo.losses import ARMS, BOTH_WAYS, CAUSAL, seen
+from locater_lab.studies.zoo.losses import ARMS, BOTH_WAYS, CAUSAL, own_claim
 
 FIRST = "change of its share of rows"
 AWAY = {"b2": "gated", "b3": "learned_sink", "b4": "softmax_plus_one", "b5": "sigmoid"}
 
 SINKS = (
-    seen(
+    own_claim(
         "b1",
         "Softmax attention forms sinks on the first token",
         "share of heads that give it more than 0.3",
         "at least",
         0.1,
     ),
-    seen("b2", "A gate takes weight off the first token", FIRST, "at most", 0.0),
-    seen("b3", "A learned sink takes weight off the first token", FIRST, "at most", 0.0),
-    seen("b4", "A sink fixed at zero takes weight off the first token", FIRST, "at most", 0.0),
-    seen("b5", "Sigmoid attention takes weight off the first token", FIRST, "at most", 0.0),
-    seen(
+    own_claim("b2", "A gate takes weight off the first token", FIRST, "at most", 0.0),
+    own_claim("b3", "A learned sink takes weight off the first token", FIRST, "at most", 0.0),
+    own_claim("b4", "A sink fixed at zero takes weight off the first token", FIRST, "at most", 0.0),
+    own_claim("b5", "Sigmoid attention takes weight off the first token", FIRST, "at most", 0.0),
+    own_claim(
         "b6",
         "Without normalisation no head has a sink",
         "share of heads of sigmoid attention that have one",
         "at most",
         0.0,
     ),
-    seen(
+    own_claim(
         "b7",
         "A gate makes the largest activations smaller",
         "change of the largest entry of the stream over the median",
         "at most",
         0.0,
     ),
-    seen(
+    own_claim(
         "b8",
         "Sinks need no massive activations",
         "largest entry of the stream over the median, softmax",
@@ -58,12 +58,14 @@ SINKS = (
 )
 
 ENTROPY = (
-    seen(
+    own_claim(
         "c1", "Normalised Fastmax stays near uniform", "entropy as a share of the log of keys in view", "at least", 0.95
     ),
-    seen("c2", "Signs of queries and keys flatten attention", "change of entropy by binary, nats", "at least", 0.0),
-    seen("c3", "QK-norm raises entropy", "change of entropy, nats", "at least", 0.0),
-    seen(
+    own_claim(
+        "c2", "Signs of queries and keys flatten attention", "change of entropy by binary, nats", "at least", 0.0
+    ),
+    own_claim("c3", "QK-norm raises entropy", "change of entropy, nats", "at least", 0.0),
+    own_claim(
         "c4",
         "Mechanisms that attend more sharply do better",
         "rank correlation of entropy with report loss, causal mechanisms that have one",
@@ -73,25 +75,27 @@ ENTROPY = (
 )
 
 COLLAPSE = (
-    seen("d1", "Without the uniform part maps have a smaller gap", "change of 1 - s2/s1 by centred", "at most", 0.0),
-    seen(
+    own_claim(
+        "d1", "Without the uniform part maps have a smaller gap", "change of 1 - s2/s1 by centred", "at most", 0.0
+    ),
+    own_claim(
         "d2",
         "Without the uniform part tokens stay further apart",
         "change of the residual after the last block by centred",
         "at least",
         0.0,
     ),
-    seen(
+    own_claim(
         "d3", "Normalised twice, no key is explained away", "share of keys that receive less than 1/S", "at most", 0.0
     ),
-    seen(
+    own_claim(
         "d4",
         "Normalised once, some are",
         "share of keys that receive less than 1/S, softmax, masked",
         "at least",
         0.01,
     ),
-    seen("d5", "A learned mix explains fewer away than softmax", "change of the share of keys", "at most", 0.0),
+    own_claim("d5", "A learned mix explains fewer away than softmax", "change of the share of keys", "at most", 0.0),
 )
 
 
@@ -102,7 +106,7 @@ def judge_sinks(runs: Runs) -> Mapping[str, Measurement | None]:
     measured = {
         "b1": mean_of_arm(runs, SOFTMAX, "measures.sink_rate"),
         **{id: difference(runs, CAUSAL[name], SOFTMAX, "measures.first_mass") for id, name in AWAY.items()},
-        "b6": largest(runs, CAUSAL["sigmoid"], "measures.sink_rate"),
+        "b6": largest_over_seeds(runs, CAUSAL["sigmoid"], "measures.sink_rate"),
         "b7": difference(runs, CAUSAL["gated"], SOFTMAX, "measures.spike_ratio"),
         "b8": mean_of_arm(runs, SOFTMAX, "measures.spike_ratio"),
     }
@@ -114,7 +118,7 @@ def judge_entropy(runs: Runs) -> Mapping[str, Measurement | None]:
         "c1": mean_of_arm(runs, CAUSAL["fastmax"], "measures.entropy_share"),
         "c2": difference(runs, CAUSAL["binary"], SOFTMAX, "measures.entropy"),
         "c3": difference(runs, CAUSAL["qk_norm"], SOFTMAX, "measures.entropy"),
-        "c4": sharpness(runs),
+        "c4": entropy_loss_correlation(runs),
     }
 
 
@@ -123,15 +127,15 @@ def judge_collapse(runs: Runs) -> Mapping[str, Measurement | None]:
     return {
         "d1": difference(runs, CAUSAL["centred"], SOFTMAX, "measures.gap"),
         "d2": difference(runs, CAUSAL["centred"], SOFTMAX, last_residual),
-        "d3": largest(runs, BOTH_WAYS["doubly_normalized"], away),
+        "d3": largest_over_seeds(runs, BOTH_WAYS["doubly_normalized"], away),
         "d4": mean_of_arm(runs, SOFTMAX_MASKED, away),
         "d5": difference(runs, BOTH_WAYS["hybrid_normalized"], SOFTMAX_MASKED, away),
     }
 
 
-def largest(runs: Runs, arm: Arm, measure: str) -> Measurement | None:
+def largest_over_seeds(runs: Runs, arm: Arm, measure: str) -> Measurement | None:
     """Over seeds: for a claim that no head, or no key, has something, which one seed could refute."""
-    values = [value_of(line, measure) for line in arm.ends(runs) or ()]
+    values = [value_of(line, measure) for line in arm.final_lines(runs) or ()]
     known = [x for x in values if x is not None]
     if not known or len(known) < len(values):
         return None
@@ -143,9 +147,9 @@ def last_residual(line: Line) -> float:
     return float(line["measures"]["halves"][-1]["residual"])
 
 
-def sharpness(runs: Runs) -> Measurement | None:
+def entropy_loss_correlation(runs: Runs) -> Measurement | None:
     """Over the mechanisms whose every layer, or some, has an entropy; None while an arm is not whole."""
-    ends = {arm: arm.ends(runs) for arm in CAUSAL.values()}
+    ends = {arm: arm.final_lines(runs) for arm in CAUSAL.values()}
     if any(lines is None for lines in ends.values()):
         return None
     known = [

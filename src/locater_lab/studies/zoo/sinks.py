@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from locater_lab.engine.arms import difference, mean_of_arm, study_of_arms, value_of
 from locater_lab.engine.claims import Claim, Measurement, Relation, by_seed
-from locater_lab.engine.reproduction import Results
-from locater_lab.engine.runs import Runs
-from locater_lab.engine.sink_runs import (
+from locater_lab.engine.mechanism_runs import (
     COPY_SINK,
     HERE,
-    LEFT,
+    NEARLY_GONE,
     PLAIN,
     SHARE,
     SPIKE,
@@ -20,6 +18,8 @@ from locater_lab.engine.sink_runs import (
     sink_tables,
     weight_left,
 )
+from locater_lab.engine.reproduction import Results
+from locater_lab.engine.runs import Runs
 from locater_lab.mechanisms import mechanisms
 
 SMALL = 0.01  # nats that count as nothing
@@ -33,20 +33,20 @@ def _claim(id: str, says: str, quantity: str, relation: Relation, stated: float)
     return Claim(id, says, f"{quantity}, {HERE}", relation, stated, by="ours")
 
 
-def _weight(id: str, says: str, relation: Relation, stated: float) -> Claim:
+def _weight_claim(id: str, says: str, relation: Relation, stated: float) -> Claim:
     return _claim(id, says, "weight on the first token", relation, stated)
 
 
-def _left(id: str, says: str) -> Claim:
-    return _claim(id, says, "weight on the first token over that under softmax", "at most", LEFT)
+def _left_claim(id: str, says: str) -> Claim:
+    return _claim(id, says, "weight on the first token over that under softmax", "at most", NEARLY_GONE)
 
 
 CLAIMS = (
-    _weight("f1", "A softmax head that has nothing to add forms a sink", "at least", COPY_SINK),
-    _left("f2", "A gate takes it away, as it acts"),
-    _left("f3", "So does sigmoid attention"),
-    _left("f4", "So does a sink in the softmax, fixed at zero"),
-    _left("f5", "So does a learned sink"),
+    _weight_claim("f1", "A softmax head that has nothing to add forms a sink", "at least", COPY_SINK),
+    _left_claim("f2", "A gate takes it away, as it acts"),
+    _left_claim("f3", "So does sigmoid attention"),
+    _left_claim("f4", "So does a sink in the softmax, fixed at zero"),
+    _left_claim("f5", "So does a learned sink"),
     _claim(
         "f6",
         "What has no softmax forms none",
@@ -54,7 +54,7 @@ CLAIMS = (
         "at most",
         COPY_SINK,
     ),
-    _weight("f7", "QK-norm, which bounds logits, has it still", "at least", COPY_SINK),
+    _weight_claim("f7", "QK-norm, which bounds logits, has it still", "at least", COPY_SINK),
     _claim(
         "f8",
         "A sink adds nothing: its value is small",
@@ -124,7 +124,7 @@ def judge(runs: Runs) -> Results:
 
 def largest_weight(runs: Runs) -> Measurement | None:
     """Of the mechanisms without a softmax, seed by seed; None where one was not measured."""
-    ends = [ARMS[name].ends(runs) or [] for name in SUMS]
+    ends = [ARMS[name].final_lines(runs) or [] for name in SUMS]
     weights = [[value_of(line, WEIGHT) for line in lines] for lines in zip(*ends, strict=False)]
     known = [[x for x in values if x is not None] for values in weights]
     if not known or any(len(values) < len(SUMS) for values in known):

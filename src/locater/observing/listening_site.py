@@ -1,0 +1,182 @@
+"""A place where attention is listened to: one attention module, and the sums of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from locater.calls.call import Call
+from locater.calls.listeners import Switch, is_measured
+from locater.errors import LocaterError
+from locater.layers.tensor_parallel import WHOLE, Split
+from locater.observing.accumulate import (
+    COLUMNS,
+    MAXIMA,
+    Accumulators,
+    StatisticsOptions,
+    accumulate_call,
+    accumulated,
+    wide,
+)
+from locater.torch_private import (
+    own_children,
+    own_parameters,
+    subtract_from_each,
+    zero_each,
+)
+
+if TYPE_CHECKING:
+    from locater.layers import AttentionLayer
+    from locater.observing.layers_by_record import KnownLayer
+
+
+@dataclass
+class Site:
+    """One attention module under observation. `heads` are the numbers of the query heads that are observed.
+
+    Where heads are split over ranks, `totals` has rows for all of `heads`, and a call adds to those of this rank.
+    Accumulators are made without values: `clear` sets those of all sites at once.
+    """
+
+    counts_split_heads: ClassVar[bool] = True
+    name: str
+    number: int
+    kind: str
+    module: nn.Module
+    group: int  # query heads per key head
+    count: int  # query heads
+    heads: list[int]
+    switch: Switch
+    options: StatisticsOptions
+    layer: AttentionLayer | KnownLayer | None  # None where the module was found by its calls
+    output_size: int | None = None  # of a head's output, where it is known
+    device: torch.device | None = None  # of the sums, where it is not that of the parameters
+    placed: bool = True  # whether keys are tokens in order, so that distances and a first key are known
+    split: Split = WHOLE  # which heads this rank computes
+    totals: Accumulators = field(init=False)
+    here: Accumulators = field(init=False)  # the rows of `totals` that are of this rank
+    picked: Tensor | None = field(init=False, default=None)  # those of `heads` that a call has here, None for all of it
+
+    def __post_init__(self) -> None:
+        if torch.is_inference_mode_enabled():  # tensors made there could be written to nowhere else
+            with torch.inference_mode(False):
+                self._make_sums()
+        else:
+            self._make_sums()
+
+    def _make_sums(self) -> None:
+        device = self.device or device_of(self.module)
+        count, dtype, size, gram = len(self.heads), wide(device), self.output_size, None
+        if self.options.outputs and size is not None:
+            gram = torch.empty(count, size, size, dtype=dtype, device=device)
+        self.here = self.totals = Accumulators(
+            sums=torch.empty(count, len(COLUMNS), dtype=dtype, device=device),
+            maxima=torch.empty(count, len(MAXIMA), dtype=torch.float32, device=device),
+            pairs=torch.empty(count, len(self.options.offsets), 2, dtype=dtype, device=device),
+            gram=gram,
+        )
+        if count < self.count or self.split.parts > 1:
+            self._choose_own(device)
+        accumulated.discard(self.here.sums.data_ptr())
+
+    def _choose_own(self, device: torch.device) -> None:
+        """Which of `heads` a call has here, and the rows of `totals` that are theirs."""
+        first, end = self.split.run(self.count)
+        own = [head - first for head in self.heads if first <= head < end]
+        if len(own) < end - first:
+            self.picked = torch.tensor(own, dtype=torch.long, device=device)
+        if len(own) < len(self.heads):
+            rows = slice(start := sum(head < first for head in self.heads), start + len(own))
+            self.here = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
+
+    def is_known_to_be_called(self) -> bool:
+        """Whether a call was added since this was last asked, as far as that is known without waiting for the
+        device.
+        """
+        address = self.here.sums.data_ptr()
+        known = address in accumulated
+        accumulated.discard(address)
+        return known
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing, in a copy of a model or in a saved one."""
+        return type(None), ()
+
+    @property
+    def sums(self) -> Tensor:
+        return self.totals.sums
+
+    @property
+    def maxima(self) -> Tensor:
+        return self.totals.maxima
+
+    @property
+    def gram(self) -> Tensor | None:
+        return self.totals.gram
+
+    @property
+    def takes_statistics(self) -> bool:
+        """Whether statistics that come with a call are all that is counted of it."""
+        options = self.options
+        plain = not (options.rows or options.rest or options.offsets or options.outputs)
+        return self.switch.fused and plain and self.picked is None
+
+    def receive(self, call: Call, first: int | None = None) -> None:
+        """Add one call, of all heads or of those from `first` on. Traced by torch.compile: an operator and nothing
+        else.
+        """
+        own = self.kind == "self" and self.placed
+        if first is not None:
+            if is_measured(self, call):
+                self._receive_some(call, first, own)
+        elif is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
+            accumulate_call(call, self.here, self.options, own, self.picked, self.switch.mailbox)
+
+    def _receive_some(self, call: Call, first: int, own: bool) -> None:
+        """Add a call of the heads from `first` on."""
+        end = first + call.query.shape[1]
+        chosen = [(at, head - first) for at, head in enumerate(self.heads) if first <= head < end]
+        if chosen:
+            rows = slice(chosen[0][0], chosen[-1][0] + 1)
+            into = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
+            picked = None
+            if len(chosen) < end - first:
+                picked = torch.tensor([head for _, head in chosen], device=call.query.device)
+            accumulate_call(call, into, self.options, own, picked, self.switch.mailbox)
+
+    def _has_own_heads(self, call: Call) -> bool:
+        """Whether a call has the heads of this rank: rows of others would be counted as theirs. Raises where not."""
+        first, end = self.split.run(self.count)
+        if call.query.shape[1] == end - first:
+            return True
+        error = LocaterError(
+            f"{self.name}: {call.query.shape[1]} query heads arrived, and {end - first} of {self.count} were expected: "
+            "observe a model after it is split over ranks, with each rank computing an equal part of its heads"
+        )
+        if not self.switch.lenient:
+            raise error
+        self.switch.missed.append(error)
+        return False
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the parameters of a module; attention has them in its children, which are looked at first."""
+    for part in (module, *own_children(module).values()):
+        for parameter in () if part is None else own_parameters(part).values():
+            if parameter is not None:
+                return parameter.device
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def clear(sites: Sequence[Site]) -> None:
+    """Set the accumulators of all sites back, in two operations."""
+    if not sites:
+        return
+    maxima = [site.totals.maxima for site in sites]
+    added = [x for site in sites for x in site.totals.added() if x.numel()]
+    zero_each([*added, *maxima])
+    subtract_from_each(maxima, torch.inf)
