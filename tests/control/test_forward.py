@@ -623,7 +623,7 @@ def test_parameters_are_saved_and_loaded() -> None:
         twin.load_state_dict(control.state_dict())
         other(BATCH["input_ids"].flip(1))  # another first batch: gains are there already
         assert torch.equal(other(**BATCH).logits, one)
-    with pytest.raises(LocaterError, match="of other layers or heads"):
+    with pytest.raises(LocaterError, match="has other layers or heads"):
         twin.load_state_dict({})
     assert Temperature(learn=False).attach(other).parameters() == []
 
@@ -634,13 +634,13 @@ def test_parameters_are_saved_and_loaded() -> None:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: Temperature(init=0.0), "init=0.0: a temperature is a number above 0"),
+        (lambda: Temperature(init=0.0), "init=0.0: a temperature must be a number above 0"),
         (lambda: QKNorm(kind="l2"), "kind='l2': choose rms or layer"),  # type: ignore[arg-type]
-        (lambda: QKNorm(init="lost"), "init='lost': a number above 0, or keep"),  # type: ignore[arg-type]
-        (lambda: QKNorm(init=-1.0), "init=-1.0: a number above 0, or keep"),
+        (lambda: QKNorm(init="lost"), "init='lost': must be a number above 0, or keep"),  # type: ignore[arg-type]
+        (lambda: QKNorm(init=-1.0), "init=-1.0: must be a number above 0, or keep"),
         (lambda: QKNorm(eps=-1.0), "eps=-1.0"),
-        (lambda: LogitSoftcap(cap=0.0), "cap=0.0: a number above 0"),
-        (lambda: LogitSoftcap(cap=math.inf), "cap=inf: a number above 0"),
+        (lambda: LogitSoftcap(cap=0.0), "cap=0.0: must be a number above 0"),
+        (lambda: LogitSoftcap(cap=math.inf), "cap=inf: must be a number above 0"),
         (lambda: EntropyPenalty(), "give floor, ceiling or both"),
         (lambda: EntropyPenalty(floor=0.8, ceiling=0.2), "floor=0.8, ceiling=0.2"),
         (lambda: EntropyPenalty(floor=1.2), "floor=1.2"),

@@ -11,7 +11,7 @@ heads.
 
 A copy of the model (`copy.deepcopy`, pickling, `torch.save(model)`, a running average) computes what the model
 computes. It carries the changes, with parameters of its own, and keeps them when the control is detached from the
-original. `carried(copy)` lists them. They are not part of `state_dict`.
+original. `carried_changes(copy)` lists them. They are not part of `state_dict`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _rebuild_change(kind: type[ForwardChange], attributes: dict[str, Any]) -> Fo
 def _warn_about_parameters(control: str) -> None:
     logger.warning(
         "%s: a copy of its model has parameters that are not among model.parameters(), so a running average "
-        "does not update them: average those of locater.control.carried(copy) too",
+        "does not update them: average those of locater.control.carried_changes(copy) too",
         control,
     )
 
@@ -149,7 +149,7 @@ def forward_changes(module: nn.Module) -> list[ForwardChange]:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedChange:
     """What a control has changed in one module of a model, or of the model that it was copied from."""
 
     module: str
@@ -159,7 +159,7 @@ class Carried:
     __repr__ = brief
 
 
-def carried(model: nn.Module) -> list[Carried]:
+def carried_changes(model: nn.Module) -> list[CarriedChange]:
     """Changes of controls that act in the forward pass of a model: attached to it, or to the model it was copied from.
 
     >>> import copy
@@ -167,14 +167,16 @@ def carried(model: nn.Module) -> list[Carried]:
     >>> from locater_lab.train import Shape, Transformer
     >>> model = Transformer(Shape(width=16, heads=2, kv_heads=2, layers=1, hidden=24))
     >>> _ = Temperature(learn=False).attach(model)
-    >>> [(change.module, change.control) for change in carried(copy.deepcopy(model))]
+    >>> [(change.module, change.control) for change in carried_changes(copy.deepcopy(model))]
     [('model.layers.0.self_attn', 'Temperature(init=1.0, learn=False, layers=None)')]
     """
-    rows: list[Carried] = []
+    rows: list[CarriedChange] = []
     for name, module in model.named_modules():
-        rows += [Carried(name, change.control, change.parameters_by_name()) for change in forward_changes(module)]
+        rows += [CarriedChange(name, change.control, change.parameters_by_name()) for change in forward_changes(module)]
         parts = (module, *vars(module).values())  # a parametrization, and what stands for a method
-        rows += [Carried(name, vars(part)[CONTROL], {}) for part in parts if CONTROL in getattr(part, "__dict__", ())]
+        rows += [
+            CarriedChange(name, vars(part)[CONTROL], {}) for part in parts if CONTROL in getattr(part, "__dict__", ())
+        ]
     return rows
 
 

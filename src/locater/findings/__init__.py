@@ -1,4 +1,4 @@
-"""What stands out about a head: flags with thresholds, meaning and way out; verdicts on them; conditions of users."""
+"""What stands out about a head: flags with thresholds, meaning and remedy; verdicts on them; conditions of users."""
 
 from locater.findings.conditions import (
     QUANTITIES,

@@ -20,7 +20,7 @@ class Remedy:
     controls: tuple[str, ...] = ()
 
     def words(self, fitting: Sequence[str] | None = None) -> str:
-        """With the controls that fit the model; None where that is not known, and all are named."""
+        """The action, with the controls that fit the model; None if that is not known, which names all of them."""
         names = [f"locater.{call}" for call in (self.controls if fitting is None else fitting)]
         if not names:
             return self.action
@@ -31,7 +31,7 @@ class Remedy:
 _SOFTENING = ("QKClip()", "QKNorm()", "LocAteR()")
 LOWER_LOGITS = Remedy("lower the learning rate", _SOFTENING)
 RAISE_LOGITS = Remedy("raise the query-key scale", ("LocAteR(target=2.0)",))
-OF_FLAGS = {  # of those that a training run may raise, as long as it runs
+OF_FLAGS = {  # for flags that a monitor can raise while a run goes on
     "nonfinite": Remedy("restore an earlier checkpoint and lower the learning rate"),
     "exploding": Remedy("lower the learning rate before the loss diverges", _SOFTENING),
     "locked": Remedy(

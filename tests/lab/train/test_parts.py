@@ -110,8 +110,8 @@ def test_documents_of_files_folders_and_archives(tmp_path: Path) -> None:
     [
         ("none.txt", None, "cannot be read (No"),
         ("empty.txt", b" \n", "no text in it"),
-        ("zeros.txt", b"text\0text", "not text in UTF-8 (a zero byte at 4)"),
-        ("latin.txt", "é".encode("latin-1"), "not text in UTF-8"),
+        ("zeros.txt", b"text\0text", "not UTF-8 text (a zero byte at 4)"),
+        ("latin.txt", "é".encode("latin-1"), "not UTF-8 text"),
         ("half.txt.xz", lzma.compress(b"text" * 500)[:-20], "cannot be read"),
         ("half.txt.gz", gzip.compress(b"text" * 500, mtime=0)[:-9], "cannot be read"),
         ("wrong.gz", b"plain", "cannot be read"),

@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from locater.results.run_names import ListedCheckpoint
 
 
-# What a fleet shows at one look: the steps of each run, heads with faults, when flags first appear, duplicates.
+# An overview of a fleet: the steps of each run, heads with faults, when flags first appear, duplicates.
 
-
-Head = tuple[str, int, int]  # source, where that counts; layer, head
+Head = tuple[str, int, int]  # source if there is no run; layer, head
 
 
 def summary(
@@ -138,15 +137,15 @@ class FleetSource:
 
 
 class Fleet(Document):
-    """Scans of many checkpoints in one folder. Every call looks into the folder anew, so it can be used while a fleet
-    runs; only whole checkpoints are seen.
+    """Scans of many checkpoints in one folder. Every call re-reads the folder, so it can be used while a fleet runs;
+    only complete checkpoints are shown.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._store = Store(folder)
         self.settings = self._store.settings()
         self._headers: dict[tuple[str, int], dict[str, Any]] = {}
-        self.damaged: dict[str, str] = {}  # parts that cannot be read, and why; the next run makes them anew
+        self.damaged: dict[str, str] = {}  # parts that cannot be read, and why; the next run rebuilds them
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Fleet:
@@ -170,7 +169,7 @@ class Fleet(Document):
         retry_failed: bool = False,
         progress: Progress | None = None,
     ) -> Fleet:
-        """Scan checkpoints into a folder, as `locater fleet SOURCES --out DIR` does. What is there is not done again.
+        """Scan checkpoints into a folder, as `locater fleet SOURCES --out DIR` does. What is already there is kept.
 
         Checkpoints that fail do not stop the others: `errors` has them.
         """
@@ -207,7 +206,7 @@ class Fleet(Document):
     # what is there
 
     def _parts(self) -> dict[str, dict[str, Any]]:
-        """By key, what the metadata of each whole part say; for each source the newest part alone."""
+        """The metadata of each complete part by key; for each source only the newest part."""
         times = self._store.parts()
         self._headers = {place: known for place, known in self._headers.items() if times.get(place[0]) == place[1]}
         self.damaged = {}
@@ -232,14 +231,14 @@ class Fleet(Document):
         return [self._store.part(key) for key in self._parts()]
 
     def _whole_files(self) -> list[Path]:
-        """The same, for frames, which cannot say themselves that a checkpoint is not in them."""
+        """The same, with a warning for damaged parts, since a frame cannot say that a checkpoint is missing."""
         files = self.files()
         for line in self.damaged.values():
             warnings.warn(f"{line}: its rows are left out; run the fleet again", stacklevel=3)
         return files
 
     def sources(self) -> list[FleetSource]:
-        """Every checkpoint that was asked for or is there, with what became of it, by run and step."""
+        """Every checkpoint that was asked for or is there, with its status, by run and step."""
         found = {
             entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in self._listed_sources()
         }
@@ -262,7 +261,7 @@ class Fleet(Document):
         return {status: found.count(status) for status in ("done", "failed", "to do")}
 
     def status_words(self, asked: Sequence[str] = ()) -> str:
-        """What is done, failed and to do, and why checkpoints failed; `asked` are names that may be new to it."""
+        """What is done, failed and to do, and why checkpoints failed; `asked` may have names that are not in it yet."""
         entries = self.sources()
         new = {*asked} - {entry.source for entry in entries}
         counts = {**self.counts()}
