@@ -35,12 +35,12 @@ def regular_file(path: Path) -> int:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a regular file at this path; anything else at this path is refused."""
+    """Whether there is a regular file at this path. Anything else at this path is refused."""
     return os.path.lexists(path) and regular_file(path) >= 0
 
 
 def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
-    """The content of a JSON file of at most so many bytes. `unique` refuses duplicate keys, of which Python would
+    """The content of a JSON file of at most `most` bytes. `unique` refuses duplicate keys, of which Python would
     silently keep the last.
     """
     if regular_file(path) > most:

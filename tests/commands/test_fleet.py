@@ -161,7 +161,7 @@ def test_two_fleets_on_one_folder(steps: Path, scanned: Path, tmp_path: Path) ->
 
 
 def test_other_settings_need_another_folder(steps: Path, scanned: Path) -> None:
-    with pytest.raises(LocaterError, match=r"made with --length 256, and this command says --length 64 --raw"):
+    with pytest.raises(LocaterError, match=r"was created with --length 256, and this command has --length 64 --raw"):
         locater.Fleet.run([str(steps / "step-*")], scanned, length=64, raw=True)
 
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_that_broke_has_no_rows_and_one_that_is_gone_keeps_them(tmp
     shutil.rmtree(two)
     done = run("fleet", f"@{names}", "--out", out)
     assert done.status == 2
-    assert "1 checkpoint cannot be looked at now; what was scanned before stays" in done.err
+    assert "1 checkpoint cannot be inspected now; what was scanned before stays" in done.err
     assert "1 of 2 checkpoints failed" in done.err
     assert {row["step"] for row in table(out)} == {100}
     assert [entry.status for entry in locater.Fleet.open(out).sources()] == ["failed", "done"]

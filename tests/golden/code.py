@@ -124,7 +124,7 @@ def _plain(default: Any) -> Any:
 
 def commands() -> dict[str, dict[str, None]]:
     """Commands with their options and arguments."""
-    root: Any = typer.main.get_command(sys.modules[_main().__module__].with_offered())
+    root: Any = typer.main.get_command(sys.modules[_main().__module__].load_offered_commands())
     context = typer.Context(root)
     # some are built late
     parts = {"locater": root, **{name: root.resolve_command(context, [name])[1] for name in root.commands}}

@@ -74,7 +74,7 @@ def label_source(source: str, run: str | None = None, pattern: re.Pattern[str] |
 
     >>> label_source("/data/run/step-00001000")
     Listed(source='/data/run/step-00001000', run='/data/run', step=1000)
-    >>> labelled("hf://org/model@step3000-tokens13B").step, label_source("/models/bert-2").step
+    >>> label_source("hf://org/model@step3000-tokens13B").step, label_source("/models/bert-2").step
     (3000, None)
     """
     if pattern is not None:

@@ -192,7 +192,7 @@ def test_differential_rows_sum_to_one_less_lambda() -> None:
         ),
         ("softmax", dict(q=torch.zeros(2, 4, 10, 6).double(), causal=True), "10 queries and 9 keys cannot be causal"),
         ("softmax", dict(cap=3.0), "softmax has no option 'cap'; it takes none"),
-        ("softcap", dict(cap=0.0), "cap=0.0: must be a number above 0"),
+        ("softcap", dict(cap=0.0), "cap=0.0: a number above 0"),
         ("qk_norm", dict(kind="batch"), "choose rms or layer"),
         ("qk_norm", dict(key_gain=torch.ones(4)), r"key_gain has shape \[4\], not \[2\]"),
         ("sigmoid", dict(bias=torch.zeros(3)), r"bias has shape \[3\]: a number, or one per query head \[4\]"),

@@ -358,9 +358,9 @@ def test_controls_by_name() -> None:
         ("locater(shrink='a')", "--control locater(shrink='a'): '<' not supported"),
         ("locater(part=half)", "choose symmetric or full"),
         ("locater(layers=2)", "layers=2: give a list of numbers, such as [0, 2]"),
-        ("locater(target=[1])", "target=[1]: a number, or free"),
-        ("locater(schedule=cosine)", "schedule='cosine': a function of the step"),
-        ("mimetic(target=high)", "target='high': a number"),
+        ("locater(target=[1])", "target=[1]: must be a number, or free"),
+        ("locater(schedule=cosine)", "schedule='cosine': must be a function of the step"),
+        ("mimetic(target=high)", "target='high': must be a number"),
         ("mechanism", "mechanism needs name: write it as mechanism(name=...)"),
     ],
 )

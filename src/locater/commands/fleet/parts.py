@@ -15,14 +15,14 @@ from locater.results.scan import HeadRow, Scan
 from locater.version import SCAN_SCHEMA, __version__
 
 METADATA = b"locater"
-ROW = 20  # bytes that a head takes in a part, at the least: some twenty numbers that repeat nowhere
+ROW = 20  # bytes that a head takes in a part at least: it has some twenty numbers that do not repeat
 LABELS = {"source": "str", "run": "str", "step": "int", "identity": "str", "digest": "str", "layer_name": "str"}
 COMPUTED_AGAIN = ("expected_entropy", "flags", "faults")  # columns of schema 1 with another meaning
 LEFT_OUT = ("drive", "profile")  # columns that only a page of one scan draws
 
 
 class DamagedPartError(LocaterError):
-    """A part that is not whole: truncated or overwritten by something else."""
+    """A part that is not complete: truncated, or overwritten by something else."""
 
 
 def pyarrow() -> Any:
@@ -30,13 +30,13 @@ def pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise LocaterError("a fleet is kept as Parquet files: pip install 'locater[fleet]'") from None
+        raise LocaterError("a fleet is stored as Parquet files: pip install 'locater[fleet]'") from None
     return pyarrow
 
 
 @cache
 def schema() -> Any:
-    """The columns of a part: labels, then those of a scan's rows, with `faults` beside `flags`."""
+    """The columns of a part: labels, then those of the rows of a scan, with `faults` next to `flags`."""
     columns = {**LABELS, **{f.name: str(f.type) for f in fields(HeadRow) if f.name not in LEFT_OUT}}
     entries = []
     for name, kind in columns.items():

@@ -338,7 +338,7 @@ class Fleet(Document):
         if len(matches) != 1:
             if reason := self.errors.get(wanted, self.errors.get(path)):
                 raise LocaterError(f"{source}: failed in this fleet ({reason})")
-            what = "not in this fleet" if not matches else f"{len(matches)} checkpoints of this fleet end so"
+            what = "not in this fleet" if not matches else f"{len(matches)} checkpoints of this fleet match"
             raise LocaterError(f"{source}: {what}; fleet.sources() lists them")
         kept = to_scan(self._store.part(matches[0]))
         settings = self.settings

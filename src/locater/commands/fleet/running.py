@@ -178,7 +178,7 @@ def _no_main() -> Iterator[None]:
 def describe_exit(code: int | None) -> str:
     """How a process ended, in words.
 
-    >>> ending(-9), describe_exit(3)
+    >>> describe_exit(-9), describe_exit(3)
     ('was killed by SIGKILL', 'ended with status 3')
     """
     if code is not None and code < 0:
@@ -353,7 +353,7 @@ def run(
 
 
 def retry(out: str | os.PathLike[str], *, engine: Engine | None = None, progress: Progress | None = None) -> Account:
-    """Try the failed checkpoints of a folder again, and those that a killed run left."""
+    """Retry the failed checkpoints of a folder, and those that a killed run left undone."""
     pyarrow()
     store = Store(out)
     settings = store.settings()
@@ -370,7 +370,7 @@ def _run(
     kept = [outcome for outcome in unreadable if before.has_part(outcome.job)]
     if kept:
         account.notes.append(
-            f"{amount(len(kept), 'checkpoint')} cannot be looked at now; what was scanned before stays "
+            f"{amount(len(kept), 'checkpoint')} cannot be inspected now; what was scanned before stays "
             f"(first {kept[0].reason})"
         )
     for outcome in unreadable:
@@ -391,7 +391,7 @@ def _run(
 
 
 def _note(outcome: Outcome, before: _Before, account: Account) -> None:
-    """Keep account of what became of a job."""
+    """Record the outcome of a job."""
     if outcome.fatal:
         raise StoreError(outcome.fatal)
     job = outcome.job
@@ -399,14 +399,14 @@ def _note(outcome: Outcome, before: _Before, account: Account) -> None:
         account.failed[job.source] = outcome.reason
     elif account.store.has(job.key):
         account.scanned[job.source] = None
-    else:  # a piece, and others are not there yet
+    else:  # a piece, while others are still missing
         return
     before.forget_errors(job)
     before.hide_parts(job)
 
 
 class _Before:
-    """What the folder held when a run began."""
+    """What was in the folder when a run began."""
 
     def __init__(self, store: Store, account: Account) -> None:
         self.store, self.account = store, account
@@ -418,18 +418,18 @@ class _Before:
             except FileNotFoundError:  # hidden by another process
                 continue
             except DamagedPartError as error:
-                account.notes.append(f"{error}: put aside")
+                account.notes.append(f"{error}: set aside")
                 store.hide(key, "damaged")
         self.by_source: dict[str, list[str]] = {}
         for key, entry in (*self.headers.items(), *self.errors.items()):
             self.by_source.setdefault(entry["source"], []).append(key)
 
     def has_part(self, job: Job) -> bool:
-        """Whether the source of this job has a part, as it was when it was scanned."""
+        """Whether the source of this job has a part, perhaps of an earlier state."""
         return any(key in self.headers for key in self.by_source.get(job.source, ()))
 
     def is_open(self, job: Job, retry_failed: bool) -> bool:
-        """Whether a job is to be done. A part with other labels is written anew; an old error counts as a failure."""
+        """Whether a job is to be done. A part with other labels is rewritten; an old error counts as a failure."""
         if job.key in self.headers:
             labels = self.headers[job.key]
             self.forget_errors(job)
@@ -443,7 +443,7 @@ class _Before:
         return True
 
     def forget_errors(self, job: Job) -> None:
-        """Forget errors of a source as it was before it changed, or as another version read it."""
+        """Forget errors of a source from before it changed, or from another version."""
         for key in self.by_source.get(job.source, ()):
             if key != job.key:
                 self.store.forget_error(key)
