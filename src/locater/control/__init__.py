@@ -1,9 +1,9 @@
 """Interventions: each can be attached to a model, adds to the loss or acts after a step, and can be detached again."""
 
 from locater.control.base import Control, Controls
-from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
 from locater.control.forward import CarriedChange, carried_changes
+from locater.control.locater import LocAteR
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm

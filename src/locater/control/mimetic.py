@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, self_layers
-from locater.control.eigenspectrum import traces
+from locater.control.locater import traces
 from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection, effective

@@ -73,7 +73,7 @@ def label_source(source: str, run: str | None = None, pattern: re.Pattern[str] |
     """A source with the run and the step in its name.
 
     >>> label_source("/data/run/step-00001000")
-    Listed(source='/data/run/step-00001000', run='/data/run', step=1000)
+    ListedCheckpoint(source='/data/run/step-00001000', run='/data/run', step=1000)
     >>> label_source("hf://org/model@step3000-tokens13B").step, label_source("/models/bert-2").step
     (3000, None)
     """

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.commands.fleet.jobs import Settings
-from locater.commands.fleet.parts import DamagedPartError, pyarrow, read_header, read_rows, to_scan
+from locater.commands.fleet.parts import (
+    DamagedPartError,
+    of_schema_1,
+    pyarrow,
+    read_header,
+    read_rows,
+    schema,
+    to_scan,
+)
 from locater.commands.fleet.store import Store
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.escapes import one_line
 from locater.findings import FLAGS, Condition, crossings
 from locater.results.document import Document
@@ -311,8 +319,6 @@ class Fleet(Document):
 
     def to_arrow(self) -> Any:
         """The same as a pyarrow table. Columns that parts of earlier versions lack are null there."""
-        from locater.commands.fleet.parts import schema
-
         arrow = pyarrow()
         tables = [read_rows(path) for path in self._whole_files()]
         tables = [table.replace_schema_metadata(None) for table in tables] or [schema().empty_table()]
@@ -323,8 +329,6 @@ class Fleet(Document):
 
         The result prints as a table; `.pl()`, `.df()` and `.fetchall()` give it in other forms.
         """
-        from locater.commands.fleet.queries import run_query
-
         return run_query(query, self._whole_files(), [asdict(entry) for entry in self.sources()])
 
     def scan(self, source: str | os.PathLike[str]) -> Scan:
@@ -370,3 +374,39 @@ class Fleet(Document):
 def _order(labels: Any) -> tuple[str, float, str]:
     step = labels["step"]
     return labels["run"] or "", -1 if step is None else step, labels["source"]
+
+
+# SQL over the parts of a fleet, by DuckDB.
+
+
+def run_query(query: str, files: Sequence[Path], sources: Sequence[dict[str, Any]]) -> duckdb.DuckDBPyRelation:
+    """The result of a query over `heads`, `sources` and `errors`."""
+    try:
+        import duckdb
+    except ImportError:
+        raise LocaterError("duckdb is not installed: pip install 'locater[fleet]'") from None
+    arrow = pyarrow()
+    connection = duckdb.connect()
+    old = [path for path in files if of_schema_1(path)]
+    if old:  # their numbers are computed again, so their rows come from memory
+        tables = [read_rows(path).replace_schema_metadata(None) for path in old]
+        connection.register("old_heads", arrow.concat_tables(tables, promote_options="default"))
+    if new := [path for path in files if path not in old]:
+        names = ", ".join("'" + str(path).replace("'", "''") + "'" for path in new)
+        both = "union all by name select * from old_heads" if old else ""
+        connection.execute(f"create view heads as select * from read_parquet([{names}], union_by_name=true) {both}")
+    elif old:
+        connection.execute("create view heads as select * from old_heads")
+    else:
+        connection.register("heads", schema().empty_table())
+    text, whole = arrow.string(), arrow.int64()
+    columns = {"source": text, "run": text, "step": whole, "status": text, "heads": whole, "digest": text}
+    columns |= {"identity": text, "reason": text, "tries": whole}
+    table = arrow.Table.from_pylist(list(sources), schema=arrow.schema(list(columns.items())))
+    connection.register("sources", table)
+    failed = "select source, run, step, reason, tries from sources where status = 'failed'"
+    connection.execute(f"create view errors as {failed}")
+    try:
+        return connection.sql(query)
+    except duckdb.Error as error:
+        raise LocaterError(f"this query cannot be answered: {first_line(error)}") from None
