@@ -1033,7 +1033,7 @@ def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match="not attached"):
         Monitor().after_step()
     monitor = Monitor(tmp_path / "run.jsonl").attach(llama())
-    with pytest.raises(LocaterError, match="attached already"):
+    with pytest.raises(LocaterError, match="already attached"):
         monitor.attach(llama())
     monitor.detach()
 
