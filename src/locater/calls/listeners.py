@@ -126,7 +126,7 @@ def run_pass(switch: ListeningSwitch, module: nn.Module, forward: Callable[..., 
 
 
 def report_uncounted(mailbox: int, error: Exception) -> None:
-    """Keep the error for which an operator left out a call, for the observation whose `Switch.mailbox` this is."""
+    """Keep the error for which an operator left out a call, for the observation whose `mailbox` this is."""
     switch = _switches.get(mailbox)
     if switch is not None:
         switch.missed.append(error)
