@@ -33,6 +33,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
 # what one test discovers is not kept for another, nor in the home of whoever runs the tests
 os.environ["LOCATER_CACHE"] = "off"
 
+# what a test compiles, it compiles itself: a pool of compilers would start beside each of the parallel processes
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # tests run in parallel processes; threads inside tiny operations would only fight over the cores
 torch.set_num_threads(1)
 

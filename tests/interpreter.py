@@ -70,12 +70,15 @@ def end_as_python_ends() -> int:
     """Threads are waited for, what was registered is run, and output that cannot be written is told."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"Exception ignored in: {sys.stdout!r}\n{type(error).__name__}: {error}\n")
-        return 120
-    return 0
+    status = 0
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError) as error:
+            status = 120
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}\n")
+    return status
 
 
 def become(asked: dict[str, Any], streams: list[int]) -> None:

@@ -35,12 +35,12 @@ def regular_file(path: Path) -> int:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a regular file at this path; anything else at this path is refused."""
+    """Whether there is a regular file at this path. Anything else at this path is refused."""
     return os.path.lexists(path) and regular_file(path) >= 0
 
 
 def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
-    """The content of a JSON file of at most so many bytes. `unique` refuses duplicate keys, of which Python would
+    """The content of a JSON file of at most `most` bytes. `unique` refuses duplicate keys, of which Python would
     silently keep the last.
     """
     if regular_file(path) > most:
@@ -56,9 +56,9 @@ def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
 
 
 def parse_json(text: str, unique: bool = False) -> Any:
-    """The content of a JSON text; ValueError where it is none, and where it has more values than real ones have.
+    """The content of a JSON text. ValueError if it is not JSON, or has more values than real files have.
 
-    A value takes one byte in the text or more, and a hundred times as much as an object.
+    A value takes at least one byte of text, and a hundred times as much as an object.
     """
     if len(text) > VALUES and text.count(",") + text.count("[") + text.count("{") > VALUES:
         raise ValueError(f"more than {VALUES:,} values")
@@ -66,7 +66,7 @@ def parse_json(text: str, unique: bool = False) -> Any:
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads(object_pairs_hook=...)`: the object, or ValueError where a key occurs twice."""
+    """For `json.loads(object_pairs_hook=...)`: the object, or ValueError if a key occurs twice."""
     document = dict(pairs)
     if len(document) < len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Assertions for other people's tests: the heads of a model are as they should be."""
+"""Assertions for other people's tests: no head of a model has a fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_heads(
 ) -> None:
     """Fail with an AssertionError if a head of `source` has one of these flags, or meets one of these conditions.
 
-    `source` is what `locater.scan` takes: a live model, a folder, a file, a name on the hub. `no` is a list as of
+    `source` is what `locater.scan` takes: a live model, a folder, a file, a name on the hub. `no` is a list as for
     `--fail-on`: flags and comparisons, such as "nonfinite, sharp, M<-1". Flags and numbers that weights do not show
     ("exploding", "locked", "entropy<0.5") need `batch`, the inputs of one forward pass of a live model: it is observed
     in evaluation mode, without gradients. Attention that cannot be read is named in a warning.
@@ -59,7 +59,7 @@ def assert_heads(
 def _scan_rows(source: Source, length: int) -> Rows:
     result = scan(source, length=length)
     for path in result.assumptions.get("unread", ()):
-        warnings.warn(f"{result.source}: {path} is not read, and no condition was tried on it", stacklevel=3)
+        warnings.warn(f"{result.source}: {path} is not read, so no condition was tested on it", stacklevel=3)
     return [vars(row) for row in result.rows]
 
 

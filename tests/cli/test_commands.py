@@ -241,10 +241,12 @@ def test_a_reader_that_has_seen_enough_changes_no_verdict(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full disk of Linux, and bash")
 def test_the_status_of_a_pipeline_in_a_shell() -> None:
-    """Standard output and standard error to a reader that goes; a full disk, which is an error of its own."""
+    """Standard output and standard error to a reader that goes after a byte of more than a pipe holds; a full disk, which
+    is an error of its own.
+    """
     demo = files("locater") / "demo"
     command = f"{python()} -m locater scan {demo} --eigenvalues --json - --fail-on 'variance>0'"
-    ends = {"2>&1 | head -1": (1, ""), ">/dev/full": (2, "locater: output: No space left on device\n")}
+    ends = {"2>&1 | head -c 1": (1, ""), ">/dev/full": (2, "locater: output: No space left on device\n")}
     started = [
         subprocess.Popen(["bash", "-o", "pipefail", "-c", f"{command} {end}"], stdout=-1, stderr=-1, text=True)
         for end in ends

@@ -161,7 +161,7 @@ def test_two_fleets_on_one_folder(steps: Path, scanned: Path, tmp_path: Path) ->
 
 
 def test_other_settings_need_another_folder(steps: Path, scanned: Path) -> None:
-    with pytest.raises(LocaterError, match=r"made with --length 256, and this command says --length 64 --raw"):
+    with pytest.raises(LocaterError, match=r"was created with --length 256, and this command has --length 64 --raw"):
         locater.Fleet.run([str(steps / "step-*")], scanned, length=64, raw=True)
 
 
@@ -200,25 +200,25 @@ def test_a_truncated_part_hides_no_other(steps: Path, scanned: Path, tmp_path: P
     with pytest.warns(UserWarning, match="its rows are left out"):
         assert fleet.to_polars()["step"].unique().sort().to_list() == [0, 200, 300, 400]
     assert fleet.counts() == {"done": 4, "failed": 0, "to do": 1}
-    assert "not a whole part" in fleet.status_words()
+    assert "not a complete part" in fleet.status_words()
     account = running.run([str(steps / "step-*")], out)
     assert list(account.scanned) == [str(steps / "step-00000100")]
-    assert "not a whole part" in account.notes[0]
+    assert "not a complete part" in account.notes[0]
     assert table(out) == table(scanned)
 
 
 def test_a_part_with_more_rows_than_bytes_is_not_read(scanned: Path, tmp_path: Path) -> None:
-    """Ten million rows of nulls in 30 kB would take gigabytes."""
+    """A million rows of nulls in a few kB would take hundreds of megabytes."""
     arrow = pytest.importorskip("pyarrow")
     out = tmp_path / "heads"
     shutil.copytree(scanned, out)
     path = locater.Fleet.open(out).files()[0]
     table = arrow.parquet.read_table(path)
-    more = arrow.table({field.name: arrow.nulls(10_000_000, field.type) for field in table.schema}, schema=table.schema)
+    more = arrow.table({field.name: arrow.nulls(1_000_000, field.type) for field in table.schema}, schema=table.schema)
     arrow.parquet.write_table(more, path, compression="zstd")
-    with pytest.raises(parts.DamagedPartError, match=r"damaged \(10,000,000 rows in [0-9,]+ bytes\)"):
+    with pytest.raises(parts.DamagedPartError, match=r"damaged \(1,000,000 rows in [0-9,]+ bytes\)"):
         parts.read_rows(path)
-    with pytest.raises(parts.DamagedPartError, match=r"not a whole part \(10,000,000 rows"):
+    with pytest.raises(parts.DamagedPartError, match=r"not a complete part \(1,000,000 rows"):
         parts.read_header(path)
 
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_that_broke_has_no_rows_and_one_that_is_gone_keeps_them(tmp
     shutil.rmtree(two)
     done = run("fleet", f"@{names}", "--out", out)
     assert done.status == 2
-    assert "1 checkpoint cannot be looked at now; what was scanned before stays" in done.err
+    assert "1 checkpoint cannot be inspected now; what was scanned before stays" in done.err
     assert "1 of 2 checkpoints failed" in done.err
     assert {row["step"] for row in table(out)} == {100}
     assert [entry.status for entry in locater.Fleet.open(out).sources()] == ["failed", "done"]
@@ -476,7 +476,7 @@ def test_lists(tmp_path: Path) -> None:
     path.write_text("/data/a\n/data/b\n")
     found = list_checkpoints([f"@{path}"])
     assert [x.source for x in found.entries] == ["/data/a", "/data/b"]
-    assert "2 of 2 names tell no step" in found.notes[0]
+    assert "2 of 2 names have no step" in found.notes[0]
     for text, words in (
         ("a,b\n1,2\n", "none of them named source"),
         ("source,step\n/data/a,many\n", "row 2 has the step 'many'"),

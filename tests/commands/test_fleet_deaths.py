@@ -129,7 +129,7 @@ def test_workers_end_with_whoever_asked_them(steps: Path, tmp_path: Path) -> Non
 def test_a_folder_that_vanishes_stops_everything(steps: Path, tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     (outcome,) = run_in_workers(Schedule([tuple(jobs_in(steps)[:1])]), folder, workers=1)
-    assert "not seen from where the work is done" in str(outcome.fatal)
+    assert "not visible where the work is done" in str(outcome.fatal)
 
 
 def children_of(pid: int) -> list[int]:

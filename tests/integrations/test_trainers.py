@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError, Monitor
-from locater.control.eigenspectrum import LocAteR
+from locater.control.locater import LocAteR
 from locater.integrations import hf
 from locater.runs.record_sinks import read_run
 from tests.families.decoders import GROUPED, SHAPE, make

@@ -38,8 +38,8 @@ from tests.processes import ranks
 BATCH = tokens()
 
 
-def llama() -> Any:
-    model = make("Llama", **GROUPED)
+def llama(**changed: Any) -> Any:
+    model = make("Llama", **{**GROUPED, **changed})
     redraw(model, 0.3)
     return model
 
@@ -265,9 +265,11 @@ def test_an_adapter_that_generates_is_not_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after", "in place"])
 def test_a_compiled_model_counts_the_passes_of_its_loss(tmp_path: Path, when: str) -> None:
-    alone, _ = first_step(tmp_path / "alone.jsonl", model := llama().train(), lambda: loss_of(model, BATCH).backward())
+    one = {"num_hidden_layers": 1}
+    model = llama(**one).train()
+    alone, _ = first_step(tmp_path / "alone.jsonl", model, lambda: loss_of(model, BATCH).backward())
     torch._dynamo.reset()
-    model = llama().train()
+    model = llama(**one).train()
     watched = compiled = torch.compile(model, backend="aot_eager")
     if when == "after":
         watched = model
@@ -1033,7 +1035,7 @@ def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match="not attached"):
         Monitor().after_step()
     monitor = Monitor(tmp_path / "run.jsonl").attach(llama())
-    with pytest.raises(LocaterError, match="attached already"):
+    with pytest.raises(LocaterError, match="already attached"):
         monitor.attach(llama())
     monitor.detach()
 

@@ -70,7 +70,7 @@ def compare(
 
 
 def _check_distinct(sources: Sequence[Source | Scan]) -> None:
-    """A series names each source once: a repeated one is a slip, and would look like a change back."""
+    """A series names each source once: a repetition is a mistake, and would look like a change back."""
     seen: set[Any] = set()
     for source in sources:
         key = os.path.realpath(source) if isinstance(source, str | os.PathLike) else id(source)
@@ -81,8 +81,8 @@ def _check_distinct(sources: Sequence[Source | Scan]) -> None:
 
 
 def _tensors(a: Source | Scan, b: Source | Scan) -> ComparedTensors | None:
-    """Every tensor of two sources whose heads are equal: what a scan does not read may differ. None for scans, and for
-    checkpoints that are elsewhere, of which a scan reads a small part.
+    """Every tensor of two sources with equal heads, since what a scan does not read may differ. None for scans, and for
+    remote checkpoints, of which a scan reads a small part.
     """
     sources = [x for x in (a, b) if _is_local(x)]
     if len(sources) < 2:
@@ -92,7 +92,7 @@ def _tensors(a: Source | Scan, b: Source | Scan) -> ComparedTensors | None:
     both = sorted(names & others)
     try:
         different = [name for name in both if not _equal_bytes(first, second, name)]
-    except LocaterError:  # a tensor that is stored in a way that cannot be read, and that no head needs
+    except LocaterError:  # a tensor that cannot be read, and that no head needs
         return None
     return ComparedTensors(len(both), different, sorted(names - others), sorted(others - names))
 

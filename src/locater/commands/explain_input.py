@@ -1,4 +1,4 @@
-"""What an explanation runs a model on: one prompt or one picture as the model takes it, and its tokens as text."""
+"""What an explanation runs a model on: the batch of one prompt or one picture, and its tokens as text."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tokenize_prompt(model: nn.Module, tok: Any, text: str) -> tuple[list[int], l
 def token_texts(tok: Any, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]] | None) -> list[str]:
     """The part of the text that each token stands for, with the space in front of it; special tokens by name.
 
-    Joined they are the text again, wherever the tokenizer changes no character. A character of several tokens is shown
+    Joined, they are the text again, unless the tokenizer changes characters. A character of several tokens is shown
     with the first of them.
     """
     names = [str(name) for name in tok.convert_ids_to_tokens(list(ids))]
@@ -111,13 +111,13 @@ def token_texts(tok: Any, text: str, ids: Sequence[int], offsets: Sequence[tuple
 
 
 def special_places(tok: Any, ids: Sequence[int]) -> list[int]:
-    """Places of special tokens."""
+    """Positions of special tokens."""
     special = set(tok.all_special_ids)
     return [place for place, number in enumerate(ids) if number in special]
 
 
 def _decoder(model: Any, tok: Any, text: str | None) -> tuple[list[int], list[str]]:
-    """The start token of the decoder, then the text that it has written so far."""
+    """The start token of the decoder, then the text that it has generated so far."""
     start = getattr(model.config, "decoder_start_token_id", None)
     if start is None:
         start = getattr(getattr(model, "generation_config", None), "decoder_start_token_id", None)

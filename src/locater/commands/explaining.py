@@ -33,8 +33,7 @@ from locater.results.explanations import (
     TokenStream,
 )
 
-# What stands beside the scores of an explanation: shares of heads and path lengths, patterns of heads, deletion.
-
+# What accompanies the scores of an explanation: shares of heads and path lengths, patterns of heads, deletion.
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # of tokens removed
 PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
@@ -42,7 +41,7 @@ PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Beside the scores; `reasons` says in words what each part is or why it is missing."""
+    """What accompanies the scores; `reasons` says what each part is, or why it is missing."""
 
     layers: list[dict[str, Any]]
     heads: list[HeadShare]
@@ -61,7 +60,7 @@ def parts_of(
     delete: bool = True,
     progress: Progress | None = None,
 ) -> Parts:
-    """All of them. `delete` runs the model again without some tokens, sixteen times for each method."""
+    """All parts. `delete` runs the model again without some tokens, sixteen times for each method."""
     layers = [
         {"layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads}
         for number, layer in enumerate(run.layers)
@@ -75,7 +74,7 @@ def parts_of(
 
 
 def _split(run: Run, results: Sequence[Explanation], target: Target) -> tuple[Mapping[str, Tensor], str]:
-    """The target by head and by path length, and why there is none."""
+    """The target by head and by path length, or why it cannot be split."""
     if target.value == 0:
         return {}, "The target is 0, so nothing has a share of it."
     for result in results:
@@ -109,7 +108,7 @@ def head_patterns(
     shares: Sequence[HeadShare],
     heads: Sequence[tuple[int, int]] | None,
 ) -> tuple[list[Pattern], str]:
-    """Patterns of all heads, or of those with the largest shares where there is no room; and which they are."""
+    """Patterns of all heads, or of those with the largest shares if there is no room for all; and which they are."""
     every = [(entry["layer"], head) for entry in layers for head in range(entry["heads"])]
     ends = {entry["layer"]: streams_of(entry, streams) for entry in layers}
     chosen, which = every, "all of them."
@@ -161,7 +160,7 @@ def _maps(run: Run, chosen: Sequence[tuple[int, int]]) -> dict[tuple[int, int], 
 
 
 def check_heads(heads: Any, layers: Sequence[AttentionLayer]) -> list[tuple[int, int]]:
-    """(layer, head) that a user chose; refused where there is no such head."""
+    """The (layer, head) pairs that a user chose; an error if there is no such head."""
     try:
         pairs = [(index(layer), index(head)) for layer, head in heads]
     except (TypeError, ValueError):
@@ -169,7 +168,7 @@ def check_heads(heads: Any, layers: Sequence[AttentionLayer]) -> list[tuple[int,
     for layer, head in pairs:
         if not 0 <= layer < len(layers) or not 0 <= head < layers[layer].heads:
             last = len(layers) - 1
-            raise LocaterError(f"head {layer}.{head}: there are layers 0 to {last}, and no such head in them")
+            raise LocaterError(f"head {layer}.{head}: there is no such head in layers 0 to {last}")
     return pairs
 
 
@@ -190,7 +189,7 @@ def deletion_curves(
     results: Sequence[Explanation],
     progress: Progress | None = None,
 ) -> tuple[dict[str, DeletionCurve], str]:
-    """By method, and what was removed or why nothing was. Special tokens and the explained one stay."""
+    """Deletion curves by method, and what was removed or why nothing was. Special tokens and the explained one stay."""
     by_name = {stream.name: stream for stream in streams}
     curves: dict[str, DeletionCurve] = {}
     for result in progress(results, len(results)) if progress else results:
@@ -222,8 +221,8 @@ def _curve(
 
 
 DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # those of them that apply
-OPERATOR_TOKENS = 256  # up to which the operator's matrix is made: it takes a pass for every token
-LARGEST_GAP = 0.05  # of the target, between it and the sum of scores that should add up to it
+OPERATOR_TOKENS = 256  # up to which the matrix of the operator is computed, which takes a pass for every token
+LARGEST_GAP = 0.05  # of the target: largest difference between it and scores that should sum to it
 MATRIX_CELLS = 16_000_000  # numbers in the matrices of all methods on one page
 
 
@@ -241,7 +240,7 @@ def explanations(
     deletion: bool = True,
     progress: Progress | None = None,
 ) -> Explanations:
-    """Explain what `model` makes of a prompt: how much each token counts, by which heads, along which paths.
+    """Explain the output of `model` for a prompt: how much each token contributes, through which heads and paths.
 
     `model` is a module or the folder of a checkpoint. `text` is the prompt itself. `image` is a picture, for vision
     models. An encoder-decoder reads `text` in its encoder; `decoder_text` is what the decoder has written so far.
@@ -261,7 +260,7 @@ def explanations(
     output, run = _output(module, read), Run(module, read.batch)
     entries = entries_of(module, read.tokenizer, vectors(output)[0], None if image is None else text)
     if heads is not None:
-        heads = check_heads(heads, run.layers)  # before the long part
+        heads = check_heads(heads, run.layers)  # before the slow part
     chosen = find_target(output, entries, target, position, read.streams[-1].ids)
     results, skipped = _explain(run, read, chosen, names, methods is not None, progress)
     streams, picture = _fit_streams(read, results)
@@ -297,7 +296,7 @@ def _check_methods(methods: Sequence[str] | None) -> list[str]:
     methods = methods.split(",") if isinstance(methods, str) else methods
     names = list(dict.fromkeys(methods)) if methods is not None else [name for name in DEFAULT if name in METHODS]
     if not names:
-        raise LocaterError(f"no method was named: use some of {', '.join(METHODS)}")
+        raise LocaterError(f"no method was given: use some of {', '.join(METHODS)}")
     for name in names:
         if name not in METHODS:
             raise LocaterError(f"method {name!r} is not known: use {', '.join(METHODS)}")
@@ -421,7 +420,7 @@ def _name_streams(result: Explanation, streams: list[TokenStream], picture: Pict
 
 
 def _without_matrix(results: list[Explanation]) -> list[str]:
-    """Methods whose matrix the page has no room for."""
+    """Methods whose matrix does not fit on the page."""
     left, without = MATRIX_CELLS, []
     for result in results:
         if result.matrix is not None:

@@ -53,8 +53,8 @@ class ScanOptions:
 
 
 def rows_of(parts: Iterable[LayerMoments], options: ScanOptions, workers: int = 1) -> Iterator[HeadRow]:
-    """One row per head of all layers, in their order. So many records are worked on at a time, or one on a GPU, whose
-    decompositions have all workers.
+    """One row per head of all layers, in their order. `workers` records are processed at a time, or one on a GPU, where
+    decompositions use all workers.
     """
     if workers < 2 or options.inputs is not None:  # heads that are run on tokens have all threads
         for part in parts:
@@ -81,7 +81,7 @@ def _list_rows(part: LayerMoments, options: ScanOptions) -> list[HeadRow]:
 
 @torch.no_grad()
 def head_rows(part: LayerMoments, options: ScanOptions) -> Iterator[HeadRow]:
-    """One row per head of layers alike. A head whose weights are not finite gets a row without numbers."""
+    """One row per head of layers of one kind. A head whose weights are not finite gets a row without numbers."""
     with one_thread(), torch.autocast(part.key_bias.device.type, enabled=False):
         finite = _finite_heads(part.moments, part.key_bias).cpu()
         columns = _columns(part, finite, options)
@@ -126,7 +126,7 @@ def row_keys(layer: AttentionLayer, length: int, keys: int | None = None) -> tup
 
 
 def _norm_after_rotation(layer: AttentionLayer) -> bool:
-    """Whether gains of query or key norms act on channels that have turned: then drives have no closed form."""
+    """Whether gains of query or key norms act on rotated channels: then drives have no closed form."""
     norms = (layer.query_norm, layer.key_norm)
     return layer.norm_last and any(norm is not None and norm.gain is not None for norm in norms)
 
@@ -140,8 +140,8 @@ def _finite_heads(moments: Moments, key_bias: Tensor) -> Tensor:
 
 
 def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[str, list[Any]]:
-    """The computed columns of the finite heads of layers alike."""
-    whole = bool(finite.all())  # as good as always: then nothing is copied
+    """The computed columns of the finite heads of layers of one kind."""
+    whole = bool(finite.all())  # nearly always: then nothing is copied
     m, key_bias = part.moments, part.key_bias
     if not whole:
         m, key_bias = _select_heads(m, finite), key_bias[finite.to(key_bias.device)]
@@ -191,7 +191,7 @@ def _moment_table(m: Moments, scale: float, key_bias: Tensor, length: int) -> di
 
 
 def _select_heads(m: Moments, heads: Tensor) -> Moments:
-    """The moments of heads that a mask on the CPU names. A mask on a GPU would be waited for, once for each matrix."""
+    """The moments of heads chosen by a mask on the CPU. A mask on a GPU would be waited for, once for each matrix."""
     return m.select(heads.nonzero()[:, 0].to(m.query_gram.device))
 
 
@@ -202,8 +202,8 @@ def _predicted_columns(
     inputs: Mapping[int, Input],
     length: int,
 ) -> dict[str, list[Any]]:
-    """Entropy, and what attention keeps of differences, from heads run on tokens with the measured moments; as they are
-    where heads cannot be run.
+    """Entropy, and what attention keeps of differences, from heads run on tokens with the measured moments; unchanged
+    for heads that cannot be run.
     """
     predicted: dict[str, list[Any]] = {"residual_kept": [], "expected_entropy": []}
     for (number, layer), known, place in _by_layer(part, finite):
@@ -242,7 +242,7 @@ def _profiles(m: Moments, scale: float, approximation: list[str]) -> dict[str, l
 
 
 def _drives(part: LayerMoments, finite: Tensor, gram: Tensor, scale: float) -> dict[str, list[Any]]:
-    """What rotary positions add, by layer: each may have frequencies of its own."""
+    """What rotary positions add, by layer, since each may have frequencies of its own."""
     drives: list[dict[str, Any] | None] = []
     for (_, layer), _, place in _by_layer(part, finite):
         if layer.rotary is None or _norm_after_rotation(layer):

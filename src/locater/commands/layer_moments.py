@@ -1,9 +1,9 @@
 """The small matrices of the layers of a scan, several layers at a time.
 
 On the CPU each layer is folded and multiplied by a worker with one thread of its own: several threads inside one
-product wait for each other, on a busy machine most of the time. On a GPU all layers are queued before the first result
-is waited for, and their matrices stay there. Layers alike are then joined, so that what follows is computed once for
-hundreds of heads.
+product wait for each other, on a busy machine most of the time. On a GPU all layers are queued before waiting for the
+first result, and their matrices stay there. Layers of one kind are then joined, so that what follows is computed once
+for hundreds of heads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NumberedLayer = tuple[int, AttentionLayer]
 # numbers of query and key maps that are folded at a time, 160 MiB in float32: room for a key head of Llama-405B and its
 # 16 query heads, so that their products are those of the whole layer
 BLOCK = 40 * 2**20
-CACHED = 2**21  # the same where it is up to us: small enough to stay in a cache, and not to be paged in anew each time
+CACHED = 2**21  # the same where it is up to us: small enough to stay in a cache, and not to be paged in again each time
 FEW = 2**20  # numbers of all maps: below it workers cost more than they save
 TOGETHER = 2**18  # numbers of one of the small matrices of the heads that are joined: 64 heads of 64, 16 of 128
 ON_GPU = 8  # times as many on a GPU, which takes hundreds of heads in the time of one, and is waited for once a record
@@ -37,7 +37,7 @@ ON_GPU = 8  # times as many on a GPU, which takes hundreds of heads in the time 
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Consecutive layers alike, and the small matrices and key biases of all their heads, on the CPU or by CUDA."""
+    """Consecutive layers of one kind, and the small matrices and key biases of their heads, on the CPU or on CUDA."""
 
     layers: list[NumberedLayer]
     moments: Moments
@@ -67,7 +67,7 @@ class _LayerPart:
 
 @dataclass(frozen=True)
 class Work:
-    """How layers are worked on."""
+    """How layers are processed."""
 
     raw: bool = False
     inputs: Mapping[int, Input] | None = None  # measured statistics by layer number
@@ -109,7 +109,7 @@ def _held_by_worker(layer: AttentionLayer, work: Work) -> int:
 
 
 def _one_by_one(numbered: Iterable[NumberedLayer], work: Work, alone: bool) -> Iterator[_LayerPart]:
-    """One layer after the other."""
+    """Process one layer after the other."""
     for number, layer in numbered:
         with one_thread() if alone else nullcontext():
             read = layer if work.by_threads or _numbers(layer) > BLOCK else _load_maps(layer)
@@ -118,7 +118,7 @@ def _one_by_one(numbered: Iterable[NumberedLayer], work: Work, alone: bool) -> I
 
 
 def _by_workers(numbered: Iterable[NumberedLayer], work: Work, workers: int) -> Iterator[_LayerPart]:
-    """In the order of the layers. Maps on a GPU are multiplied there, without waiting for it."""
+    """Process layers in workers, yielding them in order. Maps on a GPU are multiplied there, without waiting for it."""
     waiting: deque[tuple[int, AttentionLayer, Future[tuple[Moments, Tensor]]]] = deque()
 
     def first() -> _LayerPart:
@@ -151,7 +151,7 @@ class _LoadedWeight:
 
 
 def _load_maps(layer: AttentionLayer) -> AttentionLayer:
-    """The layer with its maps read: by this thread, since not every source can be read by several."""
+    """The layer with its maps read by this thread, since not every source can be read by several threads."""
     query, key = (replace(part, weight=_LoadedWeight(part.weight())) for part in (layer.query, layer.key))
     return replace(layer, query=query, key=key)
 
@@ -173,7 +173,7 @@ def _moments(
     tokens = None if statistics is None else statistics.as_tokens()
     block_moments = partial(_block_moments, raw=raw, tokens=tokens)
     parts = [block_moments(block, double=double) for block in _blocks(layer, tokens)]
-    if len({moments.query_gram.dtype for moments, _ in parts}) > 1:  # one block needs float64: as one, all have it
+    if len({moments.query_gram.dtype for moments, _ in parts}) > 1:  # if one block needs float64, all get it
         parts = [block_moments(block, double=True) for block in _blocks(layer, tokens)]
     return join_moments([moments for moments, _ in parts]), torch.cat([bias for _, bias in parts])
 
@@ -201,7 +201,7 @@ def _block_moments(layer: AttentionLayer, raw: bool, tokens: Tokens | None, doub
 
 
 def _join_group(group: list[_LayerPart], work: Work) -> Iterator[LayerMoments]:
-    """The records of a group. On the CPU heads that need float64 have it already; those of a GPU are known once their
+    """The records of a group. On the CPU, heads that need float64 already have it. On a GPU they are known once their
     numbers have arrived, and layers with such heads are multiplied again.
     """
     numbered, counts = [(one.number, one.layer) for one in group], [len(one.key_bias) for one in group]
@@ -223,7 +223,7 @@ def _join_group(group: list[_LayerPart], work: Work) -> Iterator[LayerMoments]:
 
 
 def _move_to_cpu(moments: Moments, key_bias: Tensor) -> tuple[Moments, Tensor]:
-    """The same on a CUDA device; from others, which may have no float64, on the CPU."""
+    """Unchanged on CUDA; from other devices, which may have no float64, moved to the CPU."""
     return (moments, key_bias) if key_bias.device.type == "cuda" else (moments.cpu(), key_bias.cpu())
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from locater.control.base import Control
-from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
+from locater.control.locater import LocAteR
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm

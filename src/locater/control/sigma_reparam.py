@@ -37,8 +37,8 @@ class SigmaReparam(Control):
     gamma="spectral" starts each gamma at the map's own norm, so that attaching does not change outputs (Apple's PyTorch
     release); a number starts all of them there (the paper: 1.0). Attach before the optimizer is made, so that it gets
     the gammas, and before torch.compile. A fused map has one gamma; experts stored as one tensor are left as they are.
-    `detach` leaves the reparametrized weights: outputs stay the same, and parameters have their old names. A copy of
-    the model carries it, gammas included; pickling is refused.
+    `detach` leaves the reparametrized weights: outputs stay the same, and parameters get their old names back. A copy
+    of the model carries it, gammas included; pickling is refused.
 
     Gammas are parameters of the model while it is attached, and part of its `state_dict`: `parameters()` is empty.
 
@@ -54,7 +54,7 @@ class SigmaReparam(Control):
         self, layers: Layers = None, gamma: Literal["spectral"] | float = "spectral", only: Only = "linear"
     ) -> None:
         if isinstance(gamma, str) and gamma != "spectral":
-            raise LocaterError(f"gamma={gamma!r}: a number, or spectral")
+            raise LocaterError(f"gamma={gamma!r}: must be a number, or spectral")
         if only not in ("linear", "query-key"):
             raise LocaterError(f"only={only!r}: choose linear or query-key")
         self.layers, self.gamma, self.only = layers, gamma, only
@@ -63,14 +63,14 @@ class SigmaReparam(Control):
         tensors = _tensors_to_scale(model, self.layers, self.only)
         for tensor in tensors:
             if parametrize.is_parametrized(tensor.module, tensor.attribute):
-                raise LocaterError(f"{tensor.name}: it is parametrized already: take that off first")
+                raise LocaterError(f"{tensor.name}: it already has a parametrization: remove that first")
             stored = stored_map(tensor.module)
             if stored is not None:
                 raise LocaterError(f"{tensor.name}: it is quantised ({stored.kind}), so there is nothing to train")
             if hasattr(getattr(tensor.module, tensor.attribute), "full_tensor"):
                 raise LocaterError(
-                    f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it is not for FSDP2 "
-                    "and tensor parallelism"
+                    f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it does not support "
+                    "FSDP2 and tensor parallelism"
                 )
         return tensors
 
@@ -113,7 +113,7 @@ class SigmaReparam(Control):
         for tensor, _ in self.tensors:
             _give_own_class(tensor.module)
             parametrize.remove_parametrizations(tensor.module, tensor.attribute, leave_parametrized=True)
-        for tensor, order in self.tensors:  # optimizers and checkpoints go by the order
+        for tensor, order in self.tensors:  # optimizers and checkpoints depend on the order
             parameters = dict(own_parameters(tensor.module))
             own_parameters(tensor.module).clear()
             own_parameters(tensor.module).update({name: parameters[name] for name in order})
@@ -157,7 +157,7 @@ class SpectralScale(nn.Module):
 
 
 def _give_own_class(module: nn.Module) -> None:
-    """Give a module a class of its own. torch removes a parametrization from the class that it made for the module,
+    """Give a module a class of its own: torch removes a parametrization from the class that it created for the module,
     which copies of the module share.
     """
     kind = type(module)

@@ -32,7 +32,7 @@ class Temperature(ForwardControl["_TemperatureChange"]):
 
     def __init__(self, init: float = 1.0, learn: bool = True, layers: Layers = None) -> None:
         if not (init > 0 and math.isfinite(init)):
-            raise LocaterError(f"init={init}: a temperature is a number above 0")
+            raise LocaterError(f"init={init}: a temperature must be a number above 0")
         self.init, self.learn, self.layers = init, learn, layers
 
     def _change(self, controlled: ControlledLayer) -> _TemperatureChange:

@@ -18,7 +18,6 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,10 +35,10 @@ from locater.discovery.small_config import CUTS, DEPTH, PICTURE_SETTINGS, Cut, c
 from locater.discovery.verified_search import Discovered, Refusal, search
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
-from locater.layers.layout import AttentionLayout
+from locater.layers.layout import AttentionLayout, TableLayout
 from locater.sources.renamed_weights import Origins, RenamedWeights, StoredRows, origins_of
 from locater.sources.sources import Config
-from locater.sources.weights import ModuleWeights, Weights, quantised_modules, quantised_names
+from locater.sources.weights import ModuleWeights, Weights, quantised_names
 from locater.version import __version__, code_version
 
 # A small model of the class that a config.json names, and what a search finds in it for the full one.
@@ -226,7 +225,11 @@ def _search_candidate(
 
 def _without_position_tables(searched: SearchResult) -> SearchResult:
     """Without layers whose numbers are those of the places of one picture: a small picture has others."""
-    placed = [layout for layout in searched.layouts if layout.angles or layout.logits.table or layout.logits.content]
+    placed = [
+        layout
+        for layout in searched.layouts
+        if layout.angles or layout.logits.relative or isinstance(layout.logits.bias, TableLayout)
+    ]
     layouts = [layout for layout in searched.layouts if layout not in placed]
     refused = [*searched.refused, *(Refusal(layout.name, SMALL_PICTURE) for layout in placed)]
     return SearchResult(layouts, refused, searched.unreached)
@@ -383,7 +386,6 @@ def _layout(document: Any) -> AttentionLayout:
     return layout
 
 
-_SEARCHED: ContextVar[dict[int, CachedLayouts | LocaterError] | None] = ContextVar("searched", default=None)
 MOST_TENSORS = 5_000  # of a model, beside four for each that its checkpoint holds
 NO_PLACE = "the model that config.json describes has no place for it"
 
@@ -393,40 +395,12 @@ def discovered_on_disk(weights: Weights, config: Config, example: Mapping[str, A
     path = None if example is not None else cache_file(weights, config)
     content = read_cached(path)
     if content is None:
-        content = _search_or_recall(weights, config, example)
+        with _without_warnings():
+            content = _search_checkpoint(weights, config, example)
         write_cached(path, content)
-    renamed = RenamedWeights(weights, content.origins)
     searched = content.searched
-    formats = quantised_modules(renamed)
-    built_layers = [layout.build(renamed, index) for index, layout in enumerate(searched.layouts)]
-    layers = [replace(layer, quantised=formats.get(layer.name)) for layer in built_layers]
-    return Discovered(layers, searched.refused, searched.unreached)
-
-
-@contextlib.contextmanager
-def search_once() -> Iterator[None]:
-    """Inside, a checkpoint that is read twice (once to plan its reads) is searched once."""
-    token = _SEARCHED.set({})
-    try:
-        yield
-    finally:
-        _SEARCHED.reset(token)
-
-
-def _search_or_recall(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> CachedLayouts:
-    """What a search finds, or how it failed, as it was found before inside `search_once`."""
-    known = _SEARCHED.get()
-    results: dict[int, CachedLayouts | LocaterError] = {} if known is None else known
-    if id(weights) not in results:
-        try:
-            with _without_warnings():
-                results[id(weights)] = _search_checkpoint(weights, config, example)
-        except LocaterError as error:
-            results[id(weights)] = error
-    result = results[id(weights)]
-    if isinstance(result, LocaterError):
-        raise result
-    return result
+    numbered = [replace(layout, index=index) for index, layout in enumerate(searched.layouts)]
+    return Discovered(numbered, searched.refused, searched.unreached, RenamedWeights(weights, content.origins))
 
 
 def _search_checkpoint(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> CachedLayouts:

@@ -13,7 +13,7 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.norm_fit import relative_difference
 from locater.discovery.tape import Tape
 from locater.discovery.taped_calls import MASKED
-from locater.layers.layout import LogitsLayout
+from locater.layers.layout import AlibiLayout, LogitsLayout, PairTermsLayout, SinksLayout
 
 CLOSE = 1e-9
 
@@ -36,7 +36,7 @@ def read_logits(
             raise
         shifted = True
         scale, cap = _scale_of_differences(site, products, logits, constant, seen), None
-    layout = LogitsLayout(scale, cap, sinks=sinks, shifted=shifted)
+    layout = LogitsLayout(scale, cap, sinks=None if sinks is None else SinksLayout(sinks), shifted=shifted)
     bias = centred(constant, seen) if shifted else constant.masked_fill(~seen, 0.0)
     if bias.abs().max() <= CLOSE:
         return layout, None
@@ -44,15 +44,15 @@ def read_logits(
         return replace(layout, shifted=True), None
     slopes = _alibi_slopes(bias, seen)
     if slopes is not None:
-        return replace(layout, alibi=slopes), None
+        return replace(layout, bias=AlibiLayout(slopes)), None
     table = table_of(tape, site, bias, seen)
     if table is not None:
-        return replace(layout, table=table), None
+        return replace(layout, bias=table), None
     own = float(site.queries.flatten()[0] / queries.flatten()[0])  # factor of the queries
     for factor in dict.fromkeys((1.0, own, scale, own * scale)):
-        content = content_tables_of(tape, site, bias, seen, factor * queries)
-        if content is not None:
-            return replace(layout, content=content, content_scale=factor), None
+        tables = content_tables_of(tape, site, bias, seen, factor * queries)
+        if tables is not None:
+            return replace(layout, relative=PairTermsLayout(tables, factor)), None
     return layout, "a bias that is not known is added to its logits"
 
 

@@ -1,8 +1,10 @@
-"""What stands out about a head: flags with thresholds, meaning and way out; verdicts on them; conditions of users."""
+"""What stands out about a head: flags with thresholds, meaning and remedy; verdicts on them; conditions of users."""
 
 from locater.findings.conditions import (
+    OF_FLAGS,
     QUANTITIES,
     Condition,
+    Remedy,
     comparison,
     crossings,
     explain,
@@ -22,7 +24,6 @@ from locater.findings.flags import (
     flags_of,
     key_variance,
 )
-from locater.findings.remedies import OF_FLAGS, Remedy
 from locater.findings.verdicts import UNTRAINED, Verdict, heads_by_role, is_near_uniform, is_untrained, judge
 
 __all__ = [

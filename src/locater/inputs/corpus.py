@@ -124,9 +124,9 @@ def _docstrings(root: Path) -> Iterator[str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """What may hold a definition, in the order of `ast.walk`: no expression does, and most nodes are expressions."""
+    """Nodes that may contain a definition, in the order of `ast.walk`: expressions, most of the nodes, contain none."""
     nodes: list[ast.AST] = [tree]
-    for node in nodes:  # which grows
+    for node in nodes:  # the list grows
         yield node
         for name in BLOCKS:
             nodes += getattr(node, name, ())
@@ -165,7 +165,7 @@ def _texts(path: Path) -> Iterator[str]:
         try:
             yield _decode(data)
         except ValueError as error:
-            raise LocaterError(f"{path}: not text in UTF-8 ({error}); give text files, or a folder of them") from None
+            raise LocaterError(f"{path}: not UTF-8 text ({error}); give text files, or a folder of them") from None
 
 
 def _contents(path: Path) -> Iterator[bytes]:

@@ -242,7 +242,7 @@ def fault_sentence(scans: Sequence[Document]) -> str:
             if count:
                 parts.append(f"{count:,} from {labels[at]} to {labels[at + 1]}")
     if not gained and not lost:
-        return "No head gained a fault, none lost one."
+        return "No head gained or lost a fault."
     return f"Heads that gained a fault: {_list_words(gained)}. Heads that lost one: {_list_words(lost)}."
 
 

@@ -1,4 +1,4 @@
-"""The summary of a fleet as a table in the terminal and as a notebook display."""
+"""The summary of a fleet: a table in the terminal and a notebook display."""
 
 from __future__ import annotations
 

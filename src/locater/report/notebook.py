@@ -15,9 +15,9 @@ OBSERVED = ("H", "first", "max logit", "distance", "top")  # headings of a probe
 
 
 def observation_in_notebook(name: str, rows: Sequence[Row], passes: int, notes: Sequence[str]) -> str:
-    """What was observed so far of the model of this name; a sentence where that is nothing."""
+    """What was observed so far of the model with this name; a sentence if there is nothing yet."""
     if not rows:
-        return display(f"Observation of {name}", ["Nothing was observed yet: run the model inside the block."])
+        return display(f"Observation of {name}", ["Nothing observed yet: run the model inside the block."])
     verdicts = judge(rows, length=0)  # lengths may differ: no head is called local
     said = [f"{note[0].upper()}{note[1:]}." for note in notes]
     sentences = (

@@ -32,7 +32,7 @@ def assemble(
 
     `words` are texts by mark and are escaped; `markup` is inserted as it is. The script reads `data` as JSON. `scripts`
     and `styles` are files of page/ that it uses. The page's policy lets no other script run and loads nothing;
-    `connect` is what a live page may ask for news.
+    `connect` is where a live page may ask for news.
     """
     template, values = _part(f"{name}.html"), {mark: html.escape(text) for mark, text in words.items()}
     values |= markup or {}
@@ -101,7 +101,7 @@ def flag_table() -> dict[str, dict[str, Any]]:
 
 
 def excuses(verdict: Verdict) -> dict[str, str]:
-    """Why flags that are faults on other heads are none on this one."""
+    """Why flags that are faults on other heads are not faults on this one."""
     faults = (flag.name for flag in FLAGS if flag.severity == "fault")
     return {name: verdict.notes[name] for name in faults if name in verdict.notes}
 

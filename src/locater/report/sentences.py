@@ -15,17 +15,17 @@ MOST_SHOWN = 20  # heads of a large model that a table lists
 
 
 def verdicts_of(document: Mapping[str, Any]) -> list[Verdict]:
-    """For each head of a scan or a probe: its role, which of its flags are faults, and why the others are not."""
+    """For each head of a scan or probe: its role, which of its flags are faults, and why the others are not."""
     return judge(document["heads"], document["assumptions"]["length"])
 
 
 def summary(rows: Sequence[Row], verdicts: Sequence[Verdict], predicted: str = "") -> str:
     """Which heads have which fault. An untrained model gets one sentence, not one per head.
 
-    `predicted` says from what flags were predicted (`predicted_from`); without it they were measured.
+    `predicted` says what the flags were predicted from (`predicted_from`); without it they were measured.
     """
     if not rows:
-        return "There is no head."
+        return "There are no heads."
     sentences = []
     if is_untrained(rows):
         count = sum(is_near_uniform(row) for row in rows)
@@ -44,14 +44,14 @@ def summary(rows: Sequence[Row], verdicts: Sequence[Verdict], predicted: str = "
 def _fault_sentence(name: str, heads: Sequence[tuple[int, int]], of: int, predicted: str) -> str:
     """`2 of 8 heads look sharp (predicted from weights; measure with `locater probe`): 0.2, 1.4.`"""
     count = f"{len(heads):,} of {amount(of, 'head')}"
-    if predicted and name != "nonfinite":  # which weights show, and do not predict
+    if predicted and name != "nonfinite":  # weights show it, and do not just predict it
         verb = "looks" if len(heads) == 1 else "look"
         return f"{count} {verb} {name} (predicted from {predicted}; measure with `locater probe`): {head_list(heads)}."
     return f"{count} {'is' if len(heads) == 1 else 'are'} {name}: {head_list(heads)}."
 
 
 def predicted_from(assumptions: Mapping[str, Any]) -> str:
-    """What the numbers of a scan are predicted from, in words."""
+    """What the numbers of a scan were predicted from."""
     return "weights and statistics" if assumptions.get("prediction") == "predicted" else "weights"
 
 
@@ -65,7 +65,7 @@ def notes_sentence(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> str:
 
 
 def roles_sentence(roles: Mapping[str, Sequence[tuple[int, int]]]) -> str:
-    """Which heads have which role, in one line; empty where no role was measured.
+    """Which heads have which role, in one line; empty if no role was measured.
 
     >>> roles_sentence({"previous-token": [(0, 2)], "induction": [(5, 1), (5, 5)], "local": []})
     'Roles (layer.head): previous-token: 0.2; induction: 5.1, 5.5; none: local.'
@@ -92,23 +92,23 @@ def fault_changes(before: Sequence[Verdict], after: Sequence[Verdict]) -> str:
         for pair in ((after, before), (before, after))
     )
     if not gained and not lost:
-        return "No head gained a fault, none lost one."
+        return "No head gained or lost a fault."
     heads = amount(gained, "head") if gained else "No head"
     return f"{heads} gained a fault, {f'{lost:,}' if lost else 'none'} lost one."
 
 
-NO_ROLES = "which role a head has (induction, previous-token, ...) is not in its weights alone: locater probe tells"
+NO_ROLES = "the role of a head (induction, previous-token, ...) does not show in its weights: locater probe measures it"
 
 
 def origin_sentence(assumptions: Mapping[str, Any]) -> str:
-    """Where the numbers of a scan come from, in a few words."""
+    """Where the numbers of a scan come from, in one sentence."""
     if assumptions.get("prediction") == "predicted":
         return "Predicted from weights and statistics of what the layers read; not measured."
     return "Predicted from weights alone, which is a prior; not measured on data."
 
 
 def read_sentence(assumptions: Mapping[str, Any]) -> str:
-    """How much of a model a scan read; empty where that was not counted.
+    """How much of a model a scan read; empty if that was not counted.
 
     >>> read_sentence({"read": {"maps": 75, "vectors": 5, "of": 1000}})
     'Read: queries, keys and norms, 8.0 % of the numbers of the model; nothing is known of the rest.'
@@ -124,20 +124,20 @@ def read_sentence(assumptions: Mapping[str, Any]) -> str:
 
 
 def collapse_sentence(layers: Sequence[Mapping[str, Any]], length: int) -> str:
-    """How much of the differences between tokens attention alone keeps, over layers; empty where it is not known."""
+    """How much of the differences between tokens attention alone keeps, over layers; empty if unknown."""
     known = [(entry["residual_kept"], entry["layer"]) for entry in layers if entry.get("residual_kept") is not None]
     if not known:
         return ""
     (low, where), (high, _) = min(known), max(known)
     span = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} (layer {where}) to {high:.3f}"
     return (
-        f"Rank-collapse risk: attention alone keeps {span} of what differs between tokens; "
+        f"Rank-collapse risk: attention alone keeps {span} of the differences between tokens; "
         f"uniform attention over {length} tokens keeps {length**-0.5:.3g}, a row with a single token 1."
     )
 
 
 def directions_sentence(rows: Sequence[Row]) -> str:
-    """How many of its directions a head uses, as medians over the heads of each size; empty where it is not known.
+    """How many of its directions a head uses, as medians over the heads of each size; empty if unknown.
 
     >>> directions_sentence([{"head_dim": 64, "stable_rank": 3.2, "effective_rank": 21.7}])
     'Heads of size 64 use 3.2 directions by stable rank, 21.7 by effective rank (medians).'
@@ -157,7 +157,7 @@ def directions_sentence(rows: Sequence[Row]) -> str:
 def choose_heads(rows: Sequence[Row], verdicts: Sequence[Verdict], most: int) -> list[tuple[Row, Verdict]]:
     """At most `most` heads: first those with faults, then the others, both in model order.
 
-    Of too many faulty heads those with the rarest flags are chosen, so that no flag hides another.
+    If too many heads are faulty, those with the rarest flags are chosen, so that no flag hides another.
     """
     counts = Counter(name for verdict in verdicts for name in verdict.faults)
     pairs = list(zip(rows, verdicts, strict=True))

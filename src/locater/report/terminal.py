@@ -33,7 +33,7 @@ def print_heads(
     of_layer: Mapping[str, str],
     console: Console,
 ) -> None:
-    """Every head, or, of many, those with faults and a line per layer; then what the flags mean."""
+    """Every head, or of many heads those with faults and a line per layer; then what the flags mean."""
     rows: Sequence[Row] = document["heads"]
     faulty = sum(bool(verdict.faults) for verdict in verdicts)
     every = len(rows) <= ALL_HEADS
@@ -97,7 +97,7 @@ def _layer_table(
 
 
 def named_table(title: str, cells: dict[str, list[str]], always: Sequence[str], names: list[str], width: int) -> Table:
-    """A line per layer, with its name where there is room."""
+    """A line per layer, with its name if there is room."""
     room = min(24, max((len(name) for name in names), default=0)) + GAP if width >= NAMES_FROM else 0
     shown = fitting_columns(cells, always, width - room)
     table = empty_table(title, shown)

@@ -223,7 +223,7 @@ class Comparison(Document):
 
 
 def compare_scans(first: Scan, second: Scan) -> Comparison:
-    """Two scans that were made alike."""
+    """Compare two scans that were made with the same settings."""
     for setting in ("length", "weights"):
         one, other = (x.assumptions.get(setting) for x in (first, second))
         if one != other:

@@ -1,4 +1,4 @@
-"""Which checkpoints a fleet has: patterns and lists of them, and the run and step that their names tell."""
+"""The checkpoints of a fleet: patterns and lists, and the run and step in their names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GENERIC = ("model", "pytorch_model", "adapter_model", "consolidated")  # files t
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """One checkpoint of a fleet. `run` and `step` are None where nothing tells them."""
+    """One checkpoint of a fleet. `run` and `step` are None if they are not known."""
 
     source: str
     run: str | None = None
@@ -63,18 +63,18 @@ def list_checkpoints(arguments: Sequence[str], run: str | None = None, step_patt
     unknown = [entry.source for entry in found.entries if entry.step is None]
     if unknown:
         found.notes.append(
-            f"{len(unknown)} of {len(found.entries)} names tell no step (first {unknown[0]}): "
+            f"{len(unknown)} of {len(found.entries)} names have no step (first {unknown[0]}): "
             "their step is null; --step-pattern REGEX reads it"
         )
     return found
 
 
 def label_source(source: str, run: str | None = None, pattern: re.Pattern[str] | None = None) -> ListedCheckpoint:
-    """A source with the run and the step that its name tells.
+    """A source with the run and the step in its name.
 
     >>> label_source("/data/run/step-00001000")
-    Listed(source='/data/run/step-00001000', run='/data/run', step=1000)
-    >>> labelled("hf://org/model@step3000-tokens13B").step, label_source("/models/bert-2").step
+    ListedCheckpoint(source='/data/run/step-00001000', run='/data/run', step=1000)
+    >>> label_source("hf://org/model@step3000-tokens13B").step, label_source("/models/bert-2").step
     (3000, None)
     """
     if pattern is not None:
@@ -93,7 +93,7 @@ def label_source(source: str, run: str | None = None, pattern: re.Pattern[str] |
 
 
 def _step_in_name(source: str) -> tuple[int, int] | None:
-    """Where the last part of a name tells a step, and the step. Two different steps are none."""
+    """Where the last part of a name has a step, and the step. None if there are two different steps."""
     end = len(source.rstrip("/"))
     begin = source.rfind("/", 0, end) + 1
     stem, suffix = os.path.splitext(source[begin:end])
@@ -147,7 +147,7 @@ def _read_list(path: Path, run: str | None, pattern: re.Pattern[str] | None) -> 
         if len(names) > 1:
             raise LocaterError(
                 f"{path}: has the columns {', '.join(map(printable, names[:6]))}, none of them named source: "
-                "name the column of checkpoints so"
+                "rename the column of checkpoints to source"
             )
         names, column, body = ["source"], 0, list(enumerate(rows, 1))  # one column without a heading
     else:

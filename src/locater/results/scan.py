@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# Checks the JSON document of a scan, so that the code which reads it can rely on the type of every value.
-
+# Checks of the JSON document of a scan, so that the code that reads it can rely on the type of every value.
 
 Check = Callable[[Any], bool]
 LARGEST = 1e300  # largest number: the difference of two of them is still finite
@@ -39,18 +38,18 @@ def parse_document(text: str) -> Any:
 
 
 def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: Collection[str]) -> None:
-    """Raise ValueError or KeyError with the path of the first value that a scan would not write.
+    """Raise ValueError or KeyError with the path of the first value that a scan would never write.
 
     `numeric` are the columns with numbers, `optional` those that a row may lack.
     """
     for part in ("heads", "layers", "assumptions", "source"):
         document[part]  # KeyError names it
     if not _text(document["source"]):
-        raise ValueError("source is no text")
+        raise ValueError("source is not text")
     _check(document["assumptions"], ASSUMPTIONS, "assumptions", {"layers", "read"})
     for part, checks, may_lack in (("layers", LAYER, LAYER_OPTIONAL), ("heads", _head(numeric), optional)):
         if not isinstance(document[part], list):
-            raise ValueError(f"{part} is no list")
+            raise ValueError(f"{part} is not a list")
         for number, entry in enumerate(document[part]):
             _check(entry, checks, f"{part}[{number}]", may_lack)
     places = [(entry["layer"], None) for entry in document["layers"]]
@@ -61,12 +60,12 @@ def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: 
     known = {layer for layer, _ in places}
     unknown = next((layer for layer, _ in rows if layer not in known), None)
     if unknown is not None:
-        raise ValueError(f"layer {unknown} has heads and no entry in layers")
+        raise ValueError(f"layer {unknown} has heads but no entry in layers")
 
 
 def _check(entry: Any, checks: Mapping[str, Check], where: str, optional: Collection[str]) -> None:
     if not isinstance(entry, dict):
-        raise ValueError(f"{where} is no object")
+        raise ValueError(f"{where} is not an object")
     for name, check in checks.items():
         if name not in entry:
             if name in optional:
@@ -326,17 +325,17 @@ class Scan(Document):
 
     @property
     def old(self) -> bool:
-        """Whether expected entropy and flags are those of a document of schema 1."""
+        """Whether expected entropy and flags come from a document of schema 1."""
         return OF_SCHEMA in self.assumptions
 
     def label_as_old(self) -> Scan:
-        """This scan, which is of schema 1, with a label that says so."""
+        """This scan of schema 1, with a note that says so."""
         notes = [OLD_NUMBERS, *self.assumptions["notes"]]
         return replace(self, assumptions={**self.assumptions, OF_SCHEMA: 1, "notes": notes})
 
     def recompute(self) -> Scan:
-        """This scan with the expected entropy and the flags of this version, computed from the other columns of its
-        rows; itself, unless it is `old`.
+        """This scan with the expected entropy and flags of this version, computed from the other columns of its rows;
+        unchanged unless it is `old`.
         """
         if not self.old:
             return self
@@ -348,7 +347,7 @@ class Scan(Document):
         entropies: dict[int, float] = {}
         for row, v, entropy in zip(known, variance, _entropies(expected_entropy, variance, length), strict=True):
             old = _entropies(second_order_entropy, [v], length)[0]
-            # of heads that were run on measured tokens the entropy is another, and stays
+            # heads that were run on measured tokens have another entropy, which stays
             if abs((row.expected_entropy or 0.0) - old) <= 1e-6 * (1 + old):
                 entropies[id(row)] = entropy
         rows = [
@@ -363,7 +362,7 @@ class Scan(Document):
         return replace(self, assumptions=assumptions, rows=rows)
 
     def with_details(self) -> Scan:
-        """This scan with the eigenvalues, drives and profiles that a page draws; reads the source again for them."""
+        """This scan with the eigenvalues, drives and profiles that a page draws, re-reading the source for them."""
         lacking = any(_lacks_details(row) for row in self.rows)
         lacking |= any(entry.get("positions") == "rotary" and "frequencies" not in entry for entry in self.layers)
         if self.detailed is None or not lacking:
@@ -398,7 +397,7 @@ class Scan(Document):
 
 
 def recompute_mixed(scans: Iterable[Scan]) -> list[Scan]:
-    """Scans that are to be compared: where only some are of schema 1, these with numbers computed again."""
+    """Scans to be compared: if only some are of schema 1, those are recomputed."""
     listed = list(scans)
     return listed if all(x.old for x in listed) else [x.recompute() for x in listed]
 
@@ -415,7 +414,7 @@ def _entropies(entropy: Callable[..., Any], variance: list[float], length: int) 
 
 
 def _recompute_flags(row: HeadRow, length: int) -> tuple[str, ...]:
-    """The flags that this version raises; of other mechanisms than softmax only whether its weights are finite."""
+    """The flags that this version raises; for mechanisms other than softmax, only whether the weights are finite."""
     numbers = vars(row) if row.expected_entropy is not None else {}
     return flags_of({**numbers, "finite": "nonfinite" not in row.flags}, length)
 

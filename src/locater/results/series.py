@@ -163,7 +163,7 @@ class ComparisonSeries(Document):
 
 
 def compare_series(scans: list[Scan]) -> ComparisonSeries:
-    """A series of scans that were made alike, of models of one shape."""
+    """Compare a series of scans of models of one shape that were made with the same settings."""
     scans = recompute_mixed(scans)
     first = scans[0]
     for other in scans[1:]:

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.discovery.example_settings import BATCH, TOKENS
+from locater.discovery.record_or_discovery import Reading, reading_of
 from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError
-from locater.layers.layer import AttentionLayer
 from locater.observing.listening_site import Site
 from locater.sources.live_tensors import is_a
 from locater.sources.weights import ModuleWeights
@@ -36,8 +36,8 @@ class DiscoveredLayers:
     sites: dict[int, Site]
     gaps: list[str]  # why the maps of other sites are not known, a line each
 
-    def read(self, weights: ModuleWeights) -> list[AttentionLayer]:
-        return discovered_in(weights, self.example).layers
+    def read(self, weights: ModuleWeights) -> Reading:
+        return reading_of(discovered_in(weights, self.example), {})
 
 
 def discover_layers(

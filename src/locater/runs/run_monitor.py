@@ -172,7 +172,7 @@ class RunMonitor:
     def attach(self, model: nn.Module, folder: str | os.PathLike[str] = ".") -> Self:
         """Start. The next step is observed; call `after_step` after each step, and `detach` at the end."""
         if self.observation is not None:
-            raise LocaterError("this monitor is attached already: detach it first, or create another")
+            raise LocaterError("this monitor is already attached: detach it first, or create another")
         self._reported.clear()
         self._advice.clear()
         self._pending.clear()

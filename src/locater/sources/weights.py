@@ -132,6 +132,11 @@ def row_ranges(rows: Sequence[int]) -> tuple[Rows, Tensor | None]:
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
+def without_wrappers(path: str) -> str:
+    """A path without the names of wrappers. Few paths have one, and every name of a model is asked for."""
+    return WRAPPERS.sub("", path) if "_module." in path or "_orig_mod." in path else path
+
+
 class ModuleWeights:
     """The tensors that a live model computes with, neither copied nor detached: gradients flow through `read`.
 
@@ -143,8 +148,8 @@ class ModuleWeights:
         tensors, modules = live_tensors(module)
         self.where = type(module).__name__
         self.module = module
-        self._live = {WRAPPERS.sub("", tensor.name): tensor for tensor in tensors}
-        self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in modules.items()}
+        self._live = {without_wrappers(tensor.name): tensor for tensor in tensors}
+        self._modules = {without_wrappers(f"{path}.").removesuffix("."): part for path, part in modules.items()}
 
     @property
     def quantised(self) -> dict[str, str]:

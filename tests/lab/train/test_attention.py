@@ -430,7 +430,7 @@ def test_controls_that_need_a_softmax_are_refused() -> None:
         with pytest.raises(LocaterError, match="sigmoid attention cannot be measured"):
             model(IDS)
         control.detach()
-    with pytest.raises(LocaterError, match=r"capped at 50\.0 already"):
+    with pytest.raises(LocaterError, match=r"already capped at 50\.0"):
         LogitSoftcap(cap=2.0).attach(model_of("softcap"))
 
 

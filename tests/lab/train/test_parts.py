@@ -110,8 +110,8 @@ def test_documents_of_files_folders_and_archives(tmp_path: Path) -> None:
     [
         ("none.txt", None, "cannot be read (No"),
         ("empty.txt", b" \n", "no text in it"),
-        ("zeros.txt", b"text\0text", "not text in UTF-8 (a zero byte at 4)"),
-        ("latin.txt", "é".encode("latin-1"), "not text in UTF-8"),
+        ("zeros.txt", b"text\0text", "not UTF-8 text (a zero byte at 4)"),
+        ("latin.txt", "é".encode("latin-1"), "not UTF-8 text"),
         ("half.txt.xz", lzma.compress(b"text" * 500)[:-20], "cannot be read"),
         ("half.txt.gz", gzip.compress(b"text" * 500, mtime=0)[:-9], "cannot be read"),
         ("wrong.gz", b"plain", "cannot be read"),
@@ -358,9 +358,9 @@ def test_controls_by_name() -> None:
         ("locater(shrink='a')", "--control locater(shrink='a'): '<' not supported"),
         ("locater(part=half)", "choose symmetric or full"),
         ("locater(layers=2)", "layers=2: give a list of numbers, such as [0, 2]"),
-        ("locater(target=[1])", "target=[1]: a number, or free"),
-        ("locater(schedule=cosine)", "schedule='cosine': a function of the step"),
-        ("mimetic(target=high)", "target='high': a number"),
+        ("locater(target=[1])", "target=[1]: must be a number, or free"),
+        ("locater(schedule=cosine)", "schedule='cosine': must be a function of the step"),
+        ("mimetic(target=high)", "target='high': must be a number"),
         ("mechanism", "mechanism needs name: write it as mechanism(name=...)"),
     ],
 )

@@ -664,7 +664,7 @@ def test_seeds_begin_at_the_one_given(run: Run, tmp_path: Path) -> None:
         ),
         (["--sweep", "control=locater(part=\"full\"),locater(part='full')"], "is the folder of two runs"),
         (["--sweep", f"control=none,locater(layers=[{'0, ' * 80}])"], "is too long a name for a folder"),
-        (["--sweep", "control=none,surgery"], "--control surgery: Surgery takes nothing out"),
+        (["--sweep", "control=none,surgery"], "--control surgery: Surgery would remove nothing"),
         (["--sweep", "attention=softmax,gated(per=3)"], "--attention gated(per=3): per=3: choose head or element"),
         (["--control", "locater(layers=[7])"], "--control locater(layers=[7]): layers=[7]: there are 2"),
         (["--attention", "gated(per=3)"], "--attention gated(per=3): per=3: choose head or element"),

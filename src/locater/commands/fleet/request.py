@@ -1,4 +1,4 @@
-"""What a command asks of a fleet: to scan, to try failures again, or to show a folder."""
+"""What a command asks of a fleet: scan, retry failures, or show a folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Request:
 def answer(
     request: Request, status: bool, retry_failed: bool, progress: Progress | None = None
 ) -> tuple[Fleet, list[str], list[str]]:
-    """The fleet after what was asked for is done, the sources that it was asked of, and notes."""
+    """Do what is asked; returns the fleet, the sources in question, and notes."""
     if request.out is None:
         fleet = _open_fleet(request)
         if retry_failed and not status:
@@ -60,7 +60,7 @@ def answer(
 
 
 def _open_fleet(request: Request) -> Fleet:
-    """The folder of a fleet that stands in place of sources; options that would be ignored are refused."""
+    """The fleet in a folder that was given in place of sources. Options that would be ignored are refused."""
     first = request.sources[0]
     if len(request.sources) > 1 or not os.path.isfile(os.path.join(first, "fleet.json")):
         raise LocaterError(f"add --out DIR, the folder for the results ({first} is not itself the folder of a fleet)")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from locater.sources.remote.http_client import Traffic
 
 Read = tuple[RangedFile, int, int]  # file, first byte, byte after the last
 Plan = Sequence[Sequence[Read]]
+Step = Iterable[Callable[[], Any]]  # what reads tensors
 THREADS = 16
 BUDGET = 512 << 20  # bytes that are fetched and not yet let go
 GAP = 1 << 20  # bytes between two ranges that may be read with them
@@ -233,9 +234,8 @@ _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 
 @dataclass
 class Record:
-    """Ranges that were asked for. Tensors of up to `small` bytes are zeros, larger ones have a shape and no data."""
+    """Ranges that were asked for. Their tensors have a shape and no data."""
 
-    small: int
     reads: list[Read] = field(default_factory=list)
 
     def tensor(self, file: RangedFile, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -243,7 +243,7 @@ class Record:
         return self.stand_in(stop - start, dtype)
 
     def stand_in(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size // dtype.itemsize, dtype=dtype, device="cpu" if size <= self.small else "meta")
+        return torch.zeros(size // dtype.itemsize, dtype=dtype, device="meta")
 
     def taken(self) -> list[Read]:
         """What was asked for since the last call."""
@@ -325,9 +325,9 @@ def current_session() -> Session:
 
 
 @contextlib.contextmanager
-def recorded(small: int = 0) -> Iterator[Record]:
+def recorded() -> Iterator[Record]:
     """Inside, reads of remote files fetch nothing: they are listed, and give tensors that stand in for real ones."""
-    record = Record(small)
+    record = Record()
     token = _RECORD.set(record)
     try:
         yield record
@@ -337,3 +337,17 @@ def recorded(small: int = 0) -> Iterator[Record]:
 
 def recording() -> Record | None:
     return _RECORD.get()
+
+
+def planned_reads(steps: Iterable[Step]) -> list[list[Read]]:
+    """The ranges that the calls of each step read. Nothing is fetched. A call that looks at numbers fails here, and
+    what it read before that counts.
+    """
+    plan: list[list[Read]] = []
+    with recorded() as record:
+        for step in steps:
+            for call in step:
+                with contextlib.suppress(Exception):
+                    call()
+            plan.append(record.taken())
+    return plan

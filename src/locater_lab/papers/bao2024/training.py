@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from locater.commands.scanning import scan
 from locater.control import register_control
 from locater.control.base import Control
-from locater.control.eigenspectrum import LocAteR
+from locater.control.locater import LocAteR
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import effective

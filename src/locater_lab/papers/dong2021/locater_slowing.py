@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.control.base import Control
-from locater.control.eigenspectrum import LocAteR, traces
+from locater.control.locater import LocAteR, traces
 from locater.control.surgery import Surgery
 from locater.measures import rank_residual
 from locater_lab.engine.claims import Claim, by_seed
