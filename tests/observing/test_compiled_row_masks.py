@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locater import LocaterError
 from locater.calls.call import Call
-from locater.calls.listeners import Switch
+from locater.calls.listeners import ListeningSwitch
 from locater.kernels import Terms
 from locater.observing import accumulate, compiled_row_masks, observe
 from locater.observing.accumulate import StatisticsOptions
@@ -100,7 +100,7 @@ def test_masks_that_cannot_be_read() -> None:
     call = Call(q, q, Terms(mask=CAUSAL[:, :5]))
     with pytest.raises(LocaterError, match="its axis S must be 6"):
         traced_placement(call, True, None, True, 0)
-    switch = Switch(lenient=True)
+    switch = ListeningSwitch(lenient=True)
     assert not Placement(*traced_placement(call, True, None, True, switch.mailbox)).counted.any()
     assert "its axis S must be 6" in str(switch.missed.pop())
 

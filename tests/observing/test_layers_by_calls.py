@@ -425,7 +425,7 @@ def test_a_monitor_follows_a_model_without_a_record(tmp_path: Path, caplog: pyte
     assert None not in steps[1]["heads"]["entropy"][1]
     assert {record["name"] for record in records if record["kind"] == "warning"} == {"text.0", "text.1"}
     assert "query-key maps of these layers are not known" not in caplog.text
-    assert "ran later than others for the first time are not in the log: image.0" in caplog.text
+    assert "layers that first ran after the log had begun are not in it: image.0" in caplog.text
     assert KEYS.isdisjoint(key for module in model.modules() for key in vars(module))
 
 

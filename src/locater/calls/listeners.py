@@ -22,11 +22,13 @@ attaching = threading.RLock()  # several threads may observe one model: what is 
 
 
 _numbers = itertools.count(1)
-_switches: WeakValueDictionary[int, Switch] = WeakValueDictionary()  # by number, for operators, which take no objects
+_switches: WeakValueDictionary[int, ListeningSwitch] = (
+    WeakValueDictionary()
+)  # by number, for operators, which take no objects
 
 
 @dataclass(eq=False)
-class Switch:
+class ListeningSwitch:
     """On or off, for all sites of one observation. Compiled graphs are guarded on it: the graph for "off" has no
     operator of ours.
     """
@@ -52,8 +54,8 @@ class Switch:
         """Where an operator reports a call that it leaves out; 0 where it has to raise."""
         return self.number if self.lenient else 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
-        return Switch(False)  # a copy of a model, such as a running average of it, is not observed
+    def __deepcopy__(self, memo: dict[int, Any]) -> ListeningSwitch:
+        return ListeningSwitch(False)  # a copy of a model, such as a running average of it, is not observed
 
 
 class Listener(Protocol):
@@ -66,7 +68,7 @@ class Listener(Protocol):
     def module(self) -> nn.Module: ...
 
     @property
-    def switch(self) -> Switch: ...
+    def switch(self) -> ListeningSwitch: ...
 
     def receive(self, call: Call) -> None: ...
 
@@ -76,12 +78,12 @@ def active_listeners(module: nn.Module) -> tuple[Listener, ...]:
     return tuple(site for site in module.__dict__.get(KEY, ()) if site is not None and is_listening(site.switch))
 
 
-def counts_this_thread(switch: Switch) -> bool:
+def counts_this_thread(switch: ListeningSwitch) -> bool:
     """Whether calls of this thread count. A graph does not ask: there the operators do."""
     return torch.compiler.is_dynamo_compiling() or switch.thread is None or switch.thread == threading.get_ident()
 
 
-def is_listening(switch: Switch) -> bool:
+def is_listening(switch: ListeningSwitch) -> bool:
     if not counts_this_thread(switch):
         return False
     if not switch.on or (switch.trained is not None and not switch.trained.training):
@@ -91,7 +93,7 @@ def is_listening(switch: Switch) -> bool:
     return torch.is_grad_enabled() if switch.counts_pass is None else switch.counts_pass
 
 
-def begins_pass(switch: Switch) -> bool:
+def begins_pass(switch: ListeningSwitch) -> bool:
     """Whether a part of the model that is called now is the outermost one, so that `run_pass` decides."""
     return (
         switch.on
@@ -101,7 +103,7 @@ def begins_pass(switch: Switch) -> bool:
     )
 
 
-def run_pass(switch: Switch, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_pass(switch: ListeningSwitch, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward` of a model, or of the part of it that `module` is. The outermost such call is a pass: with
     `loss_only` it counts where gradients are enabled when it begins. Inside they may be off all the same: reentrant
     checkpointing computes its blocks without.
@@ -124,7 +126,7 @@ def run_pass(switch: Switch, module: nn.Module, forward: Callable[..., Any], *ar
 
 
 def report_uncounted(mailbox: int, error: Exception) -> None:
-    """Keep the error for which an operator left out a call, for the observation whose `Switch.mailbox` this is."""
+    """Keep the error for which an operator left out a call, for the observation whose `mailbox` this is."""
     switch = _switches.get(mailbox)
     if switch is not None:
         switch.missed.append(error)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from locater.calls.call import Call
 from locater.calls.interceptors import AttentionRequest, Interceptor, add_interceptor, remove_interceptor
-from locater.calls.listeners import Switch
+from locater.calls.listeners import ListeningSwitch
 from locater.calls.patching import replace_method
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
@@ -110,7 +110,9 @@ class Run:
         for layer in self.layers:
             module = self.weights.submodule(layer.name)
             if id(module) not in sites:  # one module may be several layers
-                sites[id(module)] = _EventSite(layer.name, module, Switch(), layer, record.events, self.gradients)
+                sites[id(module)] = _EventSite(
+                    layer.name, module, ListeningSwitch(), layer, record.events, self.gradients
+                )
         family = family_of(self.model)
         tapped = {key for key, site in sites.items() if is_tapped(site.module, family)}
         if self.gradients and not tapped:  # PyTorch's encoder goes past its attention where nothing needs a gradient
@@ -407,7 +409,7 @@ class _EventSite:
 
     name: str
     module: nn.Module
-    switch: Switch
+    switch: ListeningSwitch
     layer: AttentionLayer
     events: list[AttentionEvent]
     gradients: bool

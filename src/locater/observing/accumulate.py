@@ -80,7 +80,7 @@ def accumulate_call(
     """Add one call to its accumulators. Traced by torch.compile: an operator and nothing else.
 
     `own`: queries and keys are the same tokens. `heads` are the query heads to count, all where None. With a
-    `mailbox` (`Switch.mailbox`), a call that cannot be counted is left out, and the reason reported there.
+    `mailbox` (`ListeningSwitch.mailbox`), a call that cannot be counted is left out, and the reason reported there.
     """
     traced = torch.compiler.is_dynamo_compiling()
     placement: list[Tensor] = []

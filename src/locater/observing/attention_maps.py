@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.listeners import Switch
+from locater.calls.listeners import ListeningSwitch
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.numerics import upcast
@@ -46,7 +46,7 @@ def attention_pattern(
     check_model(model)
     model = unwrap_compiled(model)
     known = list(enumerate(attention_layers(model)))
-    switch, weights = Switch(), ModuleWeights(model)
+    switch, weights = ListeningSwitch(), ModuleWeights(model)
     sites = [
         PatternSite(layer.name, weights.submodule(layer.name), switch, number, choose_heads(layer.heads, heads))
         for number, layer in choose(known, layers, "layers")
@@ -68,7 +68,7 @@ class PatternSite:
 
     name: str
     module: nn.Module
-    switch: Switch
+    switch: ListeningSwitch
     number: int
     heads: list[int]
     maps: Float[Tensor, "B H T S"] | None = None  # of `heads`
@@ -102,7 +102,7 @@ class PatternSite:
         return self.maps[:, self.heads.index(head)]
 
 
-def pattern_sites(model: nn.Module, patterns: Sequence[tuple[int, int]], switch: Switch) -> list[PatternSite]:
+def pattern_sites(model: nn.Module, patterns: Sequence[tuple[int, int]], switch: ListeningSwitch) -> list[PatternSite]:
     """Where to listen for the maps of these (layer, head)."""
     pairs = _pairs(patterns)
     if not pairs:

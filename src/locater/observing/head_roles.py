@@ -26,7 +26,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.listeners import Switch, add_listener, remove_listener
+from locater.calls.listeners import ListeningSwitch, add_listener, remove_listener
 from locater.errors import LocaterError
 from locater.kernels import Terms, row_statistics
 from locater.observing.accumulate import wide
@@ -165,7 +165,7 @@ class _MatchSite:
     name: str
     module: nn.Module
     masks: list[Tensor]
-    switch: Switch = field(default_factory=Switch)
+    switch: ListeningSwitch = field(default_factory=ListeningSwitch)
     sums: Tensor | None = None
 
     def receive(self, call: Call) -> None:

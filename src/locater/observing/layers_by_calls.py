@@ -24,7 +24,7 @@ from locater.calls.attention_like import attention_like, folded_paths
 from locater.calls.call import Call
 from locater.calls.flex_attention import listen_to_flex
 from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, SavedTensors
-from locater.calls.listeners import Switch, begins_pass, is_listening, is_measured, run_pass
+from locater.calls.listeners import ListeningSwitch, begins_pass, is_listening, is_measured, run_pass
 from locater.calls.patching import Undo, replace_method
 from locater.calls.recognise import NO_SOFTMAX
 from locater.calls.running_module import (
@@ -124,7 +124,7 @@ class _Listener:
     layers: CalledLayers
 
     @property
-    def switch(self) -> Switch:
+    def switch(self) -> ListeningSwitch:
         return self.layers.switch
 
     @disable_dynamo
@@ -141,7 +141,13 @@ class CalledLayers:
     """The layers of one observation that are found by their calls; `sites` grows while the model runs."""
 
     def __init__(
-        self, model: nn.Module, reason: str, options: StatisticsOptions, layers: Choice, heads: Choice, switch: Switch
+        self,
+        model: nn.Module,
+        reason: str,
+        options: StatisticsOptions,
+        layers: Choice,
+        heads: Choice,
+        switch: ListeningSwitch,
     ) -> None:
         if isinstance(layers, int):
             raise LocaterError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.call import Call
-from locater.calls.listeners import Switch, is_measured
+from locater.calls.listeners import ListeningSwitch, is_measured
 from locater.errors import LocaterError
 from locater.layers.tensor_parallel import WHOLE, Split
 from locater.observing.accumulate import (
@@ -50,7 +50,7 @@ class Site:
     group: int  # query heads per key head
     count: int  # query heads
     heads: list[int]
-    switch: Switch
+    switch: ListeningSwitch
     options: StatisticsOptions
     layer: AttentionLayer | KnownLayer | None  # None where the module was found by its calls
     output_size: int | None = None  # of a head's output, where it is known

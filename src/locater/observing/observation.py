@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.calls.attention_like import folded_paths
-from locater.calls.listeners import Switch, counts_this_thread, run_pass
+from locater.calls.listeners import ListeningSwitch, counts_this_thread, run_pass
 from locater.calls.patching import replace_method
 from locater.errors import LocaterError
 from locater.families.taps import refuse_unobservable
@@ -49,7 +49,7 @@ def sites_of_known_layers(
     options: StatisticsOptions,
     layers: Choice,
     heads: Choice,
-    switch: Switch,
+    switch: ListeningSwitch,
 ) -> list[Site]:
     """A site for each of the chosen layers, which knows the heads that this rank computes."""
     split = SplitHeads(model)
@@ -139,7 +139,7 @@ class Observation:
         self.model = model
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
-        self.switch = Switch(
+        self.switch = ListeningSwitch(
             trained=None if every else unwrap_compiled(model),
             lenient=lenient,
             fused=fused,
@@ -382,7 +382,7 @@ def _entry_method(module: nn.Module) -> str:
     return COMPILED_CALL if is_compiled_in_place(module) else "forward"
 
 
-def _run_pass(switch: Switch, part: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+def _run_pass(switch: ListeningSwitch, part: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     """Replaces the forward of a part of the model."""
     return run_pass(switch, part, forward, *args, **kw)
 
@@ -391,7 +391,7 @@ def _run_pass(switch: Switch, part: nn.Module, forward: Callable[..., Any], *arg
 class _PassCounter:
     """What a model under observation knows of it: which passes count."""
 
-    switch: Switch
+    switch: ListeningSwitch
     every: int
     by_calls: CalledLayers | None
     passes: int = 0

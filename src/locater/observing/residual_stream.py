@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.brief import brief
-from locater.calls.listeners import Switch, counts_this_thread
+from locater.calls.listeners import ListeningSwitch, counts_this_thread
 from locater.calls.patching import replace_method
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
 from locater.observing.accumulate import is_of_another_thread, wide
@@ -164,7 +164,7 @@ def _stacks(model: nn.Module, attention: list[str]) -> dict[str, list[str]]:
     return stacks
 
 
-def listen_to_stream(points: list[StreamPoint], padding: Padding, switch: Switch) -> list[Callable[[], None]]:
+def listen_to_stream(points: list[StreamPoint], padding: Padding, switch: ListeningSwitch) -> list[Callable[[], None]]:
     """Listen at every block; returns functions that end it, to be called in reverse."""
     return [replace_method(point.module, "forward", partial(_run_block, point, padding, switch)) for point in points]
 
@@ -172,7 +172,7 @@ def listen_to_stream(points: list[StreamPoint], padding: Padding, switch: Switch
 def _run_block(
     point: StreamPoint,
     padding: Padding,
-    switch: Switch,
+    switch: ListeningSwitch,
     module: nn.Module,
     forward: Callable[..., Any],
     *args: Any,

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from locater.calls.listeners import Switch, is_listening, run_pass
+from locater.calls.listeners import ListeningSwitch, is_listening, run_pass
 from locater.calls.patching import replace_method
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
@@ -200,7 +200,7 @@ def listen_to_training_tokens(model: nn.Module, listeners: Iterable[TokenListene
     gradients enabled: a reference model and a rollout run without. Returns functions that end it.
     """
     weights, padding = ModuleWeights(model), Padding()
-    switch = Switch(loss_only=True, thread=None)
+    switch = ListeningSwitch(loss_only=True, thread=None)
     ends: list[Callable[[], None]] = []
     for listener in listeners:
         module = weights.submodule(listener.name)
@@ -219,7 +219,7 @@ def _names(module: nn.Module) -> list[str]:
 
 def _run_noting_masks(
     padding: Padding,
-    switch: Switch,
+    switch: ListeningSwitch,
     names: Iterable[str],
     model: nn.Module,
     forward: Callable[..., Any],
@@ -233,7 +233,7 @@ def _run_noting_masks(
 def _run_and_listen(
     listener: TokenListener,
     padding: Padding,
-    switch: Switch,
+    switch: ListeningSwitch,
     names: list[str],
     module: nn.Module,
     forward: Callable[..., Any],
