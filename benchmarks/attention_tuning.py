@@ -45,7 +45,7 @@ FEW: list[tuple[Tile, int]] = [(tile, programs) for tile in ((64, 4, 3), (128, 4
                                for programs in (264, 528, 1056)]  # fmt: skip
 
 
-def drawn(T: int, D: int, batch: int = 1) -> list[torch.Tensor]:
+def draw_operands(T: int, D: int, batch: int = 1) -> list[torch.Tensor]:
     return [torch.randn(batch, HEADS, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 
 
@@ -60,7 +60,7 @@ def runner(
 ) -> Callable[[], Any]:
     """Puts a tile into its table and returns what uses it."""
     from locater.kernels import fused as one_pass
-    from locater.kernels import triton_forward, triton_kernels, triton_launch
+    from locater.kernels import triton_forward, triton_launch, triton_statistics
 
     D, columns = q.shape[3], "extended" if extended else "plain"
     terms = Terms(D**-0.5, causal=True)
@@ -68,13 +68,13 @@ def runner(
     def run() -> Any:
         if kind == "forward":
             return attention_with_statistics(q, k, v, causal=True, extended=extended)
-        return triton_kernels.statistics(q, k, terms, extended, False)
+        return triton_statistics.statistics(q, k, terms, extended, False)
 
     triton_launch.LAUNCHES.clear()
-    triton_kernels.LONG_TILES.clear()
+    triton_statistics.LONG_TILES.clear()
     one_pass.WIDEST = max(one_pass.WIDEST, D)
     if kind == "rows":
-        triton_kernels.TILES["half", D, columns] = tile
+        triton_statistics.TILES["half", D, columns] = tile
     else:
         triton_forward.TILES[D, extended] = tile  # type: ignore[assignment]
     return run
@@ -82,7 +82,7 @@ def runner(
 
 def compare(T: int, D: int, extended: bool, rounds: int = 2) -> list[dict[str, Any]]:
     """Milliseconds of every candidate, in turns, so that all see the clock of a warm card."""
-    q, k, v = drawn(T, D)
+    q, k, v = draw_operands(T, D)
     flash, cudnn = (
         round(median_ms(lambda: fused(backend, q, k, v, True), 3), 4)  # noqa: B023
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
@@ -100,14 +100,14 @@ def compare(T: int, D: int, extended: bool, rounds: int = 2) -> list[dict[str, A
 
 
 def compare_few(batch: int, key_heads: int, D: int, keys: int) -> list[dict[str, Any]]:
-    from locater.kernels import triton_split
+    from locater.kernels import triton_key_parts
 
     q, k = (
         torch.randn(batch, h, t, D, device="cuda", dtype=torch.bfloat16) for h, t in ((HEADS, 1), (key_heads, keys))
     )
     rows = []
     for tile, programs in FEW:
-        triton_split.TILE, triton_split.PROGRAMS = tile, programs  # type: ignore[assignment]
+        triton_key_parts.TILE, triton_key_parts.PROGRAMS = tile, programs  # type: ignore[assignment]
         attention_statistics(q, k, causal=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

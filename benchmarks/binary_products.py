@@ -131,7 +131,7 @@ def popcount_kernel(Q, K, Vd, Out, T, scale, D: tl.constexpr, BLOCK_M: tl.conste
     tl.store(where, (out / s[:, None]).to(Out.dtype.element_ty))
 
 
-def packed(x: Tensor) -> Tensor:
+def pack_bits(x: Tensor) -> Tensor:
     """Signs as words of 32 bits, 1 for plus."""
     bits = (x >= 0).unflatten(-1, (-1, 32)).long()
     words = (bits << torch.arange(32, device=x.device)).sum(-1)
@@ -139,7 +139,7 @@ def packed(x: Tensor) -> Tensor:
 
 
 def signs(x: Tensor, kind: str) -> Tensor:
-    return packed(x) if kind == "popcount" else ((x >= 0).float() * 2 - 1).to(KINDS[kind])
+    return pack_bits(x) if kind == "popcount" else ((x >= 0).float() * 2 - 1).to(KINDS[kind])
 
 
 def by_tensor_cores(q: Tensor, k: Tensor, v: Tensor, unit: Tensor, causal: bool, tile: tuple[int, ...]) -> Tensor:

@@ -35,7 +35,7 @@ from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, WIDTH, write_check
 
 def run_locater(folder: Path) -> dict[str, Any]:
     import locater
-    from locater.commands.layer_moments import _in_memory, _moments
+    from locater.commands.layer_moments import _load_maps, _moments
     from locater.numerics import one_thread
 
     base, read_before = memory(), bytes_read()
@@ -47,7 +47,7 @@ def run_locater(folder: Path) -> dict[str, Any]:
     with one_thread():
         for layer in locater.attention_layers(folder):
             marks = [time.perf_counter()]
-            read = _in_memory(layer)
+            read = _load_maps(layer)
             marks.append(time.perf_counter())
             moments, _ = _moments(read, False, None)
             moments.trace, moments.trace_of_square, moments.frobenius_sq, moments.symmetric_cube  # noqa: B018

@@ -69,11 +69,11 @@ def cost(shape: dict[str, Any], device: str, dtype: torch.dtype, tokens: int) ->
 
     @torch.no_grad()
     def one() -> None:
-        T.back(covectors[:1])
+        T.pull_back(covectors[:1])
 
     @torch.no_grad()
     def several() -> None:
-        T.back(covectors)
+        T.pull_back(covectors)
 
     works: dict[str, Callable[[], None]] = {"forward": forward, "one_row": one, "rows": several}
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -158,7 +158,7 @@ def _peak(device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
 
 
-def measured(device: str, out: Path, again: bool) -> dict[str, Any]:
+def measure_shape(device: str, out: Path, again: bool) -> dict[str, Any]:
     """All parts; those that `out` has already only where they are asked for again."""
     results: dict[str, Any] = json.loads(out.read_text()) if out.exists() and not again else {}
     results |= device_and_torch(device == "cuda")
@@ -204,7 +204,7 @@ def main() -> None:
         return
     if not args.gpu:
         torch.set_num_threads(1)
-    measured("cuda" if args.gpu else "cpu", place(args), again=not args.missing)
+    measure_shape("cuda" if args.gpu else "cpu", place(args), again=not args.missing)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def options(name: str, heads: int, length: int, like: Tensor) -> dict[str, Any]:
     return {key: make().to(like.device).requires_grad_() for key, make in tensors.get(name, {}).items()}
 
 
-def once(label: str, setting: Setting, length: int, backward: bool) -> float:
+def run_once(label: str, setting: Setting, length: int, backward: bool) -> float:
     """Seconds of a call, causal unless the mechanism refuses that."""
     name, fixed = contenders()[label]
     shape = (1, setting.heads, length, setting.size)
@@ -131,7 +131,7 @@ def _add_times(
         runs: dict[str, list[float]] = {label: [] for label in labels}
         for turn in range(setting.rounds + 1):  # the first is a warm-up
             for label in labels:
-                elapsed = once(label, setting, length, backward)
+                elapsed = run_once(label, setting, length, backward)
                 if turn:
                     runs[label].append(elapsed)
         for label, times in runs.items():
@@ -175,7 +175,7 @@ def table(results: dict[str, Any]) -> str:
     for label, times in results["seconds"].items():
         sdpa = results["seconds"]["SDPA, all keys" if label in results["all_keys"] else "SDPA"]
         cells = [
-            f"{_shown(1e3 * times[end][key])} ms ({times[end][key] / sdpa[end][key]:.2f})"
+            f"{_ratio_text(1e3 * times[end][key])} ms ({times[end][key] / sdpa[end][key]:.2f})"
             for key in ("forward", "both")
         ]
         cells.append(f"{times[end]['both'] / times[short]['both']:.1f}")
@@ -186,7 +186,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _shown(x: float) -> str:
+def _ratio_text(x: float) -> str:
     return f"{x:,.0f}" if x >= 10 else f"{x:.2f}"
 
 

@@ -68,8 +68,8 @@ def llama(turns: int = 15, tokens: int = 4096, **smaller: Any) -> dict[str, Any]
     parts = _parts(model)
     padded = {name: parts[name] for name in ("plain", "inside", "rows64_inside")}
     inputs = {"input_ids": ids, "use_cache": False}
-    whole = _compared(model, inputs, parts, turns)
-    few = _compared(model, {"input_ids": ids[:1, :128], "use_cache": False}, padded, turns)
+    whole = _compare(model, inputs, parts, turns)
+    few = _compare(model, {"input_ids": ids[:1, :128], "use_cache": False}, padded, turns)
     layers = config.num_hidden_layers
     return {
         "shape": f"Llama-1B shape without its output map, {layers} layers, 2 x {tokens:,} tokens, bfloat16, SDPA",
@@ -78,13 +78,15 @@ def llama(turns: int = 15, tokens: int = 4096, **smaller: Any) -> dict[str, Any]
         "host_us_per_layer": {  # 128 tokens, for which the device has next to nothing to do
             name: 1e3 * (few["ms"][name] - few["ms"]["plain"]) / layers for name in ("inside", "rows64_inside")
         },
-        "waits": {name: waits(lambda part=part: _inside(model, inputs, *part), 1) for name, part in parts.items()},
-        "padded": _compared(model, inputs | {"attention_mask": padding}, padded, max(3, turns // 3)),
+        "waits": {
+            name: count_waits(lambda part=part: _inside(model, inputs, *part), 1) for name, part in parts.items()
+        },
+        "padded": _compare(model, inputs | {"attention_mask": padding}, padded, max(3, turns // 3)),
         "read_rows_ms": _reading(model, inputs),
     }
 
 
-def _compared(model: Any, inputs: dict[str, Any], parts: Parts, turns: int) -> dict[str, Any]:
+def _compare(model: Any, inputs: dict[str, Any], parts: Parts, turns: int) -> dict[str, Any]:
     """Median milliseconds of each part, and medians of the ratios to the plain pass of the same turn."""
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for turn in range(turns + 2):
@@ -152,7 +154,7 @@ def _reading(model: Any, inputs: dict[str, Any]) -> float:
     return 1e3 * statistics.median(taken)
 
 
-def waits(step: Callable[[], Any], times: int = 3) -> int:
+def count_waits(step: Callable[[], Any], times: int = 3) -> int:
     """How often some steps wait for the device, by PyTorch's own count."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
@@ -188,7 +190,7 @@ def training(compiled: bool, turns: int, steps: int, every: int) -> dict[str, An
 
     for _ in range(10):
         step()
-    return _turns(step, run, Monitor, turns, steps, every) | _one_observed(step, run, Monitor)
+    return _turns(step, run, Monitor, turns, steps, every) | _observe_once(step, run, Monitor)
 
 
 def _turns(
@@ -198,13 +200,13 @@ def _turns(
     with tempfile.TemporaryDirectory() as folder:
         plain, watched = [], []
         for turn in range(turns):
-            plain.append(_timed(step, steps, None))
+            plain.append(_time_steps(step, steps, None))
             monitor = monitor_kind(Path(folder) / f"{turn}.jsonl", every=every).attach(model)
             if turn == 0:
-                _timed(step, 2, monitor)  # compile both graphs and the kernels
+                _time_steps(step, 2, monitor)  # compile both graphs and the kernels
                 monitor.step = 0
                 monitor._arm()
-            watched.append(_timed(step, steps, monitor))
+            watched.append(_time_steps(step, steps, monitor))
             monitor.detach()
     ratios = [b / a for a, b in zip(plain, watched, strict=True)]
     return {
@@ -215,7 +217,7 @@ def _turns(
     }
 
 
-def _timed(step: Callable[[], Any], steps: int, monitor: Any) -> float:
+def _time_steps(step: Callable[[], Any], steps: int, monitor: Any) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(steps):
@@ -226,20 +228,20 @@ def _timed(step: Callable[[], Any], steps: int, monitor: Any) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def _one_observed(step: Callable[[], Any], model: Any, monitor_kind: Any) -> dict[str, Any]:
+def _observe_once(step: Callable[[], Any], model: Any, monitor_kind: Any) -> dict[str, Any]:
     """Milliseconds of one step between two waits for the device, plain and observed, and how often steps wait for the
     device: without the monitor, and with it between observed steps.
     """
-    alone = waits(step)
-    single = 1e3 * statistics.median(_timed(step, 1, None) for _ in range(10))
+    alone = count_waits(step)
+    single = 1e3 * statistics.median(_time_steps(step, 1, None) for _ in range(10))
     with tempfile.TemporaryDirectory() as folder:
         monitor = monitor_kind(Path(folder) / "one.jsonl", every=1).attach(model)
-        _timed(step, 2, monitor)
-        observed = 1e3 * statistics.median(_timed(step, 1, monitor) for _ in range(10))
+        _time_steps(step, 2, monitor)
+        observed = 1e3 * statistics.median(_time_steps(step, 1, monitor) for _ in range(10))
         monitor.every = 10**9
         monitor.step = 1
         monitor._arm()
         step()
-        watched = waits(lambda: monitor.after_step(loss=step()))
+        watched = count_waits(lambda: monitor.after_step(loss=step()))
         monitor.detach()
     return {"single_step_ms": single, "observed_step_ms": observed, "waits_alone": alone, "waits_watched": watched}

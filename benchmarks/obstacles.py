@@ -1,4 +1,4 @@
-"""What stands in the way of an aim that is not met, in words and with a measurement from the same results."""
+"""Known obstacles to an aim that is not met: in words, with a measurement from the same results."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def of_host(results: Results) -> str:
 def of_step(results: Results) -> str:
     compiled = results["compiled"]
     return (
-        f"a plain step alone takes {compiled['single_step_ms']:.1f} ms; an observed one runs another graph, which is heard "
-        "by kernels of its own in every layer, and its numbers and spectra are read before the next begins"
+        f"a plain step alone takes {compiled['single_step_ms']:.1f} ms; an observed one runs another graph, "
+        "with kernels of its own in every layer, and its numbers and spectra are read before the next begins"
     )
 
 

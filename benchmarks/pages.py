@@ -32,7 +32,7 @@ LAYERS, HEADS, SIZE = 32, 32, 128  # of the page of a scan
 STEPS = "(() => { const t = performance.now(); for (let i = 0; i < 20; i++) slide(-1); return (performance.now() - t) / 20 })()"
 
 
-def made_rows(steps: int, layers: int, heads: int) -> list[dict[str, Any]]:
+def make_rows(steps: int, layers: int, heads: int) -> list[dict[str, Any]]:
     """Numbers that walk at random from step to step, none like another; one head in seven has a flag that comes and
     goes.
     """
@@ -72,7 +72,7 @@ def scan_figures() -> dict[str, Any]:
 
 
 def trajectory_figures(size: tuple[int, int, int], browser: Any, folder: str) -> dict[str, Any]:
-    rows = made_rows(*size)
+    rows = make_rows(*size)
     marks = [time.perf_counter()]
     document = trajectory(rows, {}, length=256)
     marks.append(time.perf_counter())
@@ -85,10 +85,10 @@ def trajectory_figures(size: tuple[int, int, int], browser: Any, folder: str) ->
         "document_seconds": marks[1] - marks[0],
         "page_seconds": marks[2] - marks[1],
     }
-    return figures if browser is None else figures | shown(browser, text, Path(folder) / "page.html")
+    return figures if browser is None else figures | time_page(browser, text, Path(folder) / "page.html")
 
 
-def shown(browser: Any, text: str, path: Path) -> dict[str, float]:
+def time_page(browser: Any, text: str, path: Path) -> dict[str, float]:
     """Milliseconds in a browser."""
     path.write_text(text, encoding="utf-8")
     page = browser.new_context(offline=True, viewport={"width": 1320, "height": 900}).new_page()

@@ -49,7 +49,7 @@ def naive(model: nn.Module, shrink: float = 0.01, hold: float = 0.01, target: fl
     return total
 
 
-def timed(work: Callable[[], None], times: int, cuda: bool) -> float:
+def time_steps(work: Callable[[], None], times: int, cuda: bool) -> float:
     """Seconds, the least of several: other work on the machine can only add."""
     clock = time.perf_counter if cuda else time.process_time
     best = float("inf")
@@ -109,16 +109,16 @@ def measure(device: str, batch: int, length: int, steps: int, rounds: int) -> di
     for arm in arms.values():
         arm.warm_up()
     seconds = {
-        "penalty": timed(lambda: plain.penalty().backward(), 10, cuda),
-        "measured penalty": timed(lambda: arms["measured"].penalty().backward(), 10, cuda),
-        "naive penalty": timed(lambda: naive(plain.model).backward(), 10 if cuda else 2, cuda),
-        "training step": timed(lambda: plain.step(False), steps, cuda),
+        "penalty": time_steps(lambda: plain.penalty().backward(), 10, cuda),
+        "measured penalty": time_steps(lambda: arms["measured"].penalty().backward(), 10, cuda),
+        "naive penalty": time_steps(lambda: naive(plain.model).backward(), 10 if cuda else 2, cuda),
+        "training step": time_steps(lambda: plain.step(False), steps, cuda),
     }
     ratios: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in range(rounds):
-        without = timed(lambda: plain.several(False), 1, cuda)
+        without = time_steps(lambda: plain.several(False), 1, cuda)
         for form, arm in arms.items():
-            ratios[form].append(timed(partial(arm.several, True), 1, cuda) / without)
+            ratios[form].append(time_steps(partial(arm.several, True), 1, cuda) / without)
     medians = {form: sorted(each)[len(each) // 2] for form, each in ratios.items()}
     return {
         **device_and_torch(cuda),

@@ -37,7 +37,7 @@ HEADINGS = {
 }
 
 
-def one(work: str, tool: str, folder: Path) -> dict[str, Any]:
+def run_tool(work: str, tool: str, folder: Path) -> dict[str, Any]:
     """One measurement in a process of its own; a tool that fails is named with its last line."""
     settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     words = [sys.executable, str(HERE / "rivals_work.py"), work, tool, str(folder)]
@@ -47,7 +47,7 @@ def one(work: str, tool: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def join_runs(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over rounds; what a tool gives and how far it is from float64 are those of the last."""
     if failed := [x for x in rounds if "failed" in x]:
         return failed[0]
@@ -84,7 +84,7 @@ def table(results: dict[str, Any]) -> str:
 
 def summary(kept: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
     rounds = min(len(x) for tools in kept.values() for x in tools.values())
-    work = {name: {tool: joined(x) for tool, x in tools.items()} for name, tools in kept.items()}
+    work = {name: {tool: join_runs(x) for tool, x in tools.items()} for name, tools in kept.items()}
     return {
         "machine": machine() | {"load_at_the_end": os.getloadavg()[0]},
         "threads": 1,
@@ -113,7 +113,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for work in [args.work] if args.work else WORK:
                 for tool in WORK[work]:
-                    measured = one(work, tool, folder)
+                    measured = run_tool(work, tool, folder)
                     print(f"{work} | {tool} | {json.dumps(measured)}", file=sys.stderr, flush=True)
                     kept.setdefault(work, {}).setdefault(tool, []).append(measured)
             results = summary(kept)

@@ -57,7 +57,7 @@ def ready(folder: Path, attention: str = "sdpa") -> Any:
     return model
 
 
-def timed(work: Callable[[], Any], warm: int = 1, runs: int = 3) -> tuple[Any, dict[str, float]]:
+def time_work(work: Callable[[], Any], warm: int = 1, runs: int = 3) -> tuple[Any, dict[str, float]]:
     """The last result, the median time after a first run (imports, caches), and the highest memory over what the process
     had before that."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

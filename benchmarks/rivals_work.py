@@ -31,7 +31,7 @@ from rivals_common import (
     ids,
     load,
     ready,
-    timed,
+    time_work,
 )
 from torch import Tensor
 
@@ -68,7 +68,7 @@ def spectrum_error(traces: dict[tuple[int, int], float], folder: Path, gains: bo
 def weights_locater(folder: Path) -> dict[str, Any]:
     import locater
 
-    scan, cost = timed(lambda: locater.scan(folder, eigenvalues=True))
+    scan, cost = time_work(lambda: locater.scan(folder, eigenvalues=True))
     traces = {(row.layer, row.head): sum(re for re, _ in row.eigenvalues) for row in scan.rows}
     return {
         **cost,
@@ -78,7 +78,7 @@ def weights_locater(folder: Path) -> dict[str, Any]:
 
 
 def weights_transformer_lens(folder: Path) -> dict[str, Any]:
-    values, cost = timed(lambda: lens(folder).QK.eigenvalues)
+    values, cost = time_work(lambda: lens(folder).QK.eigenvalues)
     traces = {(i, h): float(values[i, h].sum().real) for i in range(LAYERS) for h in range(HEADS)}
     error = spectrum_error(traces, folder, gains=False)  # it is of the stored maps
     return {
@@ -94,7 +94,7 @@ def weights_weightwatcher(folder: Path) -> dict[str, Any]:
     def work() -> Any:
         return weightwatcher.WeightWatcher(model=load(folder)).analyze()
 
-    details, cost = timed(work)
+    details, cost = time_work(work)
     return {**cost, "numbers": f"power laws of {len(details)} matrices", "error": None}
 
 
@@ -113,7 +113,7 @@ def entropy_error(found: Tensor, folder: Path) -> float:
 
 def entropy_plain(folder: Path) -> dict[str, Any]:
     model = ready(folder)
-    return {**timed(lambda: model(ids(TOKENS)))[1], "numbers": "none", "error": None}
+    return {**time_work(lambda: model(ids(TOKENS)))[1], "numbers": "none", "error": None}
 
 
 def entropy_locater(folder: Path) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def entropy_locater(folder: Path) -> dict[str, Any]:
             model(ids(TOKENS))
         return seen.rows
 
-    rows, cost = timed(work)
+    rows, cost = time_work(work)
     found = torch.tensor([row.entropy for row in rows], dtype=torch.float64)
     return {
         **cost,
@@ -136,7 +136,7 @@ def entropy_locater(folder: Path) -> dict[str, Any]:
 
 
 def _of_maps(maps: Callable[[], list[Tensor]], folder: Path) -> dict[str, Any]:
-    found, cost = timed(lambda: torch.cat([entropies(x[0]) for x in maps()]))
+    found, cost = time_work(lambda: torch.cat([entropies(x[0]) for x in maps()]))
     return {**cost, "numbers": f"maps and entropy of {len(found)} heads", "error": entropy_error(found, folder)}
 
 
@@ -179,7 +179,7 @@ def entropy_bertviz(folder: Path) -> dict[str, Any]:
         maps = model(text, output_attentions=True).attentions
         return head_view(maps, [chr(x) for x in text[0].tolist()], html_action="return")
 
-    page, cost = timed(work)
+    page, cost = time_work(work)
     return {**cost, "numbers": f"a page of {len(page.data) / 1e6:.1f} MB, {SHOWN} tokens", "error": None}
 
 
@@ -195,7 +195,7 @@ def _by_captum(kind: Callable[[Any], Any], folder: Path, **settings: Any) -> tup
         target = int(model(text).logits[0, -1].argmax())  # Locater chooses it as well
         return attribution.attribute(embedded, target=target, **settings)
 
-    found, cost = timed(work, runs=1)
+    found, cost = time_work(work, runs=1)
     return found.sum(-1)[0].detach(), cost
 
 
@@ -220,7 +220,7 @@ def attributions(tool: str, method: str, folder: Path) -> dict[str, Any]:
         return {**cost, "numbers": f"{len(theirs)} tokens", "error": None}
     model, options = ready(folder), {"steps": POINTS} if method == "integrated_gradients" else {}
     function = getattr(locater.explain, method)
-    result, cost = timed(lambda: function(model, {"input_ids": ids(EXPLAINED)}, **options), runs=1)
+    result, cost = time_work(lambda: function(model, {"input_ids": ids(EXPLAINED)}, **options), runs=1)
     scores = torch.as_tensor(result.scores, dtype=torch.float64).flatten()
     same = method in ("integrated_gradients", "gradient_input")
     return {**cost, "numbers": f"{len(scores)} tokens", "error": _against(by_captum()[0], scores) if same else None}
@@ -243,7 +243,7 @@ def _steps(model: Any, before: Callable[[int], Any], after: Callable[[int, Tenso
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed(step, warm=2, runs=STEPS)[1]
+    return time_work(step, warm=2, runs=STEPS)[1]
 
 
 def step_plain(folder: Path) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def table(lines: Iterable[Line], last: dict[str, Any], now: dict[str, Any]) -> l
     return rows
 
 
-def aligned(rows: list[tuple[str, ...]]) -> str:
+def align_columns(rows: list[tuple[str, ...]]) -> str:
     """A table for a terminal."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -146,7 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         failed = run(args.device, args.only, args.quick, Path(folder))
         now = read(Path(folder))
-        print(aligned([HEADER, *table([x for x in LINES[args.device] if x.results in now], last, now)]))
+        print(align_columns([HEADER, *table([x for x in LINES[args.device] if x.results in now], last, now)]))
         if args.keep:
             for path in sorted(Path(folder).glob("*.json")):
                 shutil.copy(path, RESULTS / path.name)

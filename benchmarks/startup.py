@@ -42,7 +42,7 @@ def commands(folder: str) -> dict[str, list[str]]:
     }
 
 
-def timed(words: list[str]) -> dict[str, Any]:
+def time_command(words: list[str]) -> dict[str, Any]:
     """Seconds and processor seconds of one process. A folder at the end is a new one for each."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     if words[-2] == "--out":
@@ -60,7 +60,7 @@ def timed(words: list[str]) -> dict[str, Any]:
 def main() -> None:
     args = command_line(__doc__, "startup").parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        contenders = {name: partial(timed, words) for name, words in commands(folder).items()}
+        contenders = {name: partial(time_command, words) for name, words in commands(folder).items()}
         runs = in_turns(contenders, 1 if args.quick else ROUNDS)
     results: dict[str, Any] = {"machine": machine(), "load": os.getloadavg()[1]}
     results |= {name: median_run(of_name, "seconds", "processor_seconds") for name, of_name in runs.items()}

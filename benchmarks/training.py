@@ -28,12 +28,9 @@ import torch  # noqa: E402
 
 from locater_lab.engine.mechanism_runs import BASE  # noqa: E402
 from locater_lab.engine.runs import mean_moments  # noqa: E402
-from locater_lab.train.loop import (  # noqa: E402
-    Training,
-    deterministic,
-    own_randomness,
-)
+from locater_lab.train.loop import Training  # noqa: E402
 from locater_lab.train.plan import Plan  # noqa: E402
+from locater_lab.train.recipe import deterministic_algorithms, seeded_randomness  # noqa: E402
 
 IMPORTED = time.perf_counter() - BEGAN
 
@@ -84,7 +81,7 @@ def step(training: Training) -> None:
     training.step += 1
 
 
-def queued(training: Training, count: int) -> float:
+def queue_seconds(training: Training, count: int) -> float:
     """Seconds that the host needs to queue a step, the device not waited for."""
     batches = training._batches(training.step)
     began = time.perf_counter()
@@ -99,7 +96,7 @@ def queued(training: Training, count: int) -> float:
 def measure(gpu: bool, count: int) -> dict[str, Any]:
     clock, device = Clock(gpu), torch.device("cuda" if gpu else "cpu")
     clock.seconds["imports"] = IMPORTED
-    with tempfile.TemporaryDirectory() as name, own_randomness(0, device), deterministic(device):
+    with tempfile.TemporaryDirectory() as name, seeded_randomness(0, device), deterministic_algorithms(device):
         plan = plan_of(gpu, Path(name))
         begin: Callable[..., Training] = lambda plan: Training.begin(plan, Path(plan.out), device, lambda event: None)  # noqa: E731
         clock.time("tokens", lambda: begin(plan)).end()
@@ -109,8 +106,8 @@ def measure(gpu: bool, count: int) -> dict[str, Any]:
         for _ in range(5):
             step(training)
         clock.time("steps", lambda: [step(training) for _ in range(count)])
-        host = queued(training, 10 if gpu else 1)
-        clock.time("end", lambda: ending(training, Path(name)))
+        host = queue_seconds(training, 10 if gpu else 1)
+        clock.time("end", lambda: finish_run(training, Path(name)))
         training.end()
         second = begin(replace(plan, seed=1))
         second.model.train()
@@ -132,7 +129,7 @@ def measure(gpu: bool, count: int) -> dict[str, Any]:
     }
 
 
-def ending(training: Training, folder: Path) -> None:
+def finish_run(training: Training, folder: Path) -> None:
     """What follows the last step: as `Training.finish` and the papers' runs do it."""
     from locater_lab.train import checkpoint
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # also where this is run by its path from elsewhere
-from dist_extras import chosen, packages, try_extras
+from dist_extras import choose_extras, packages, try_extras
 
 ROOT = Path(__file__).parents[1]
 LARGEST = 5_000_000  # bytes of the wheel
@@ -74,7 +74,7 @@ def check_wheel(wheel: Path) -> None:
     print(f"{wheel.name}: {size / 1e6:.2f} MB, {len(names)} files")
 
 
-def installed(folder: Path, requirement: str | Path, like: Path | None = None) -> Path:
+def install_wheel(folder: Path, requirement: str | Path, like: Path | None = None) -> Path:
     """A new environment in folder/venv with a wheel, its dependencies as pinned and nothing else: its Python. With the
     Python of another environment it begins with the packages of that one, as hard links.
     """
@@ -88,7 +88,7 @@ def installed(folder: Path, requirement: str | Path, like: Path | None = None) -
 
 def try_wheel(wheel: Path, folder: Path) -> Path:
     """Install the wheel and its dependencies alone; import every public name, run `locater demo`."""
-    python = installed(folder, wheel)
+    python = install_wheel(folder, wheel)
     clean = {"PYTHONPATH": "", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     print(run(python, "-c", IMPORTS, cwd=folder, env=clean).strip())
     lines = run(python.with_name("locater"), "demo", "--json", "demo.json", cwd=folder, env=clean).splitlines()
@@ -103,7 +103,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--no-install", action="store_true", help="build and check, and try nothing")
     parser.add_argument("--extras", default="", metavar="NAMES", help="try these extras, or none; all without it")
     arguments = parser.parse_args(words)
-    names = chosen(arguments.extras)
+    names = choose_extras(arguments.extras)
     dist = ROOT / "dist"
     first = build(dist)
     with tempfile.TemporaryDirectory() as name:
@@ -116,7 +116,7 @@ def main(words: Sequence[str]) -> None:
         run(sys.executable, "-m", "twine", "check", "--strict", *files)
         check_wheel(wheel)
         if not arguments.no_install:
-            try_extras(wheel, names, try_wheel(wheel, folder), folder, installed)
+            try_extras(wheel, names, try_wheel(wheel, folder), folder, install_wheel)
     for name, digest in first.items():
         print(f"{digest}  dist/{name}")
 

@@ -133,7 +133,7 @@ def extras() -> list[str]:
     return [name for name in project["optional-dependencies"] if name not in OURS]
 
 
-def chosen(words: str) -> list[str]:
+def choose_extras(words: str) -> list[str]:
     """The extras of `--extras hf,gguf`; all without it."""
     if words == "none":
         return []

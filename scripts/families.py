@@ -36,7 +36,7 @@ A part of a model is never read as the whole. After a family, PyTorch's own atte
 like attention is searched for, by the names of its tensors and, in a live model, by its class (`src/locater/calls/attention_like.py`). If
 something is left, such as a second tower or a custom block, the model is refused with its path and the parts that can be scanned on
 their own. Settings that the family reads and that no model can have are refused with the key and the value
-(`src/locater/sources/settings.py`). Where a user names tensors, or a registered family reads a part by choice, the scan says what it left out: a
+(`src/locater/sources/config_rules.py`). Where a user names tensors, or a registered family reads a part by choice, the scan says what it left out: a
 line in the terminal and on the page, `assumptions.unread` in the JSON.
 
 Which norm an `nn.MultiheadAttention` or an attention in timm's manner reads is known in PyTorch's own encoder and decoder layers and in timm's own blocks. In any other block (OpenAI's CLIP,

@@ -1,4 +1,4 @@
-"""A gallery: pages of `locater scan` and `locater probe` for every model at hand, and an index to click through.
+"""A gallery: pages of `locater scan` and `locater probe` for every available model, and an index to click through.
 
     make gallery                                             the package's models, the sentence encoder where installed, four that are trained here
     python scripts/gallery.py --out gallery --models FOLDER  further checkpoints, or folders of them
@@ -52,7 +52,7 @@ class Card:
     missing: str = ""
 
 
-def exhibited(exhibit: Exhibit, out: Path, tokens: int = TOKENS) -> Card:
+def write_exhibit(exhibit: Exhibit, out: Path, tokens: int = TOKENS) -> Card:
     """Write the pages of one model. A model that cannot be run has its scan alone, and the card says why."""
     scan = replace(locater.scan(exhibit.folder, details=True), source=exhibit.title)
     scan.report(out / f"{exhibit.name}-scan.html")
@@ -129,7 +129,7 @@ def gallery(exhibits: Iterable[Exhibit], out: Path, tokens: int = TOKENS) -> lis
     folders: dict[str, Path] = {}
     for exhibit in exhibits:
         try:
-            card = exhibited(exhibit, out, tokens)
+            card = write_exhibit(exhibit, out, tokens)
         except LocaterError as error:
             print(f"{exhibit.title}: left out ({first_line(error)})", file=sys.stderr)
             continue
@@ -147,7 +147,7 @@ def gallery(exhibits: Iterable[Exhibit], out: Path, tokens: int = TOKENS) -> lis
     return cards
 
 
-def told(exhibits: Iterable[Exhibit]) -> Iterator[Exhibit]:
+def report_progress(exhibits: Iterable[Exhibit]) -> Iterator[Exhibit]:
     for exhibit in exhibits:
         print(exhibit.title, flush=True)
         yield exhibit
@@ -163,7 +163,7 @@ def main() -> None:
     try:
         further = given_models(options.models)
         more = [] if options.demo else chain(installed_models(), trained_models(options.out / "models"))
-        gallery(told(chain(packaged_models(), more, further)), options.out, options.tokens)
+        gallery(report_progress(chain(packaged_models(), more, further)), options.out, options.tokens)
         print(f"open {options.out / 'index.html'}")
     except LocaterError as error:
         print(f"gallery: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Write the golden files again: `python scripts/golden.py`, or some of them by name. docs/golden.md says when.
 
-Files under tests/golden/files were written by an early version and stay as they are. `--files FOLDER` writes such a set
-with today's code, to another folder.
+Files under tests/golden/files-0.2 were written by version 0.2.0 and stay as they are. `--files FOLDER` writes such a
+set with today's code, to another folder.
 """
 
 from __future__ import annotations

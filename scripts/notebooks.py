@@ -27,7 +27,7 @@ def code_hash(book: Any) -> str:
     return hashlib.sha256(code.encode()).hexdigest()
 
 
-def executed(path: Path) -> Any:
+def execute(path: Path) -> Any:
     """The notebook with its outputs, run from the root of the repository with one thread and this tree's package. A cell that fails raises."""
     import nbformat
     from nbclient import NotebookClient
@@ -51,7 +51,7 @@ def tidy(book: Any) -> None:
     """Keep what a reader needs, and nothing of the machine."""
     for cell in book.cells:
         if cell.cell_type == "code":
-            cell.outputs = [tidied(output) for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = [tidy_outputs(output) for output in cell.outputs if output.get("name") != "stderr"]
     book.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -59,7 +59,7 @@ def tidy(book: Any) -> None:
     }
 
 
-def tidied(output: Any) -> Any:
+def tidy_outputs(output: Any) -> Any:
     package = str(ROOT / "src" / "locater")
     if "text" in output:
         output["text"] = output["text"].replace(package, "site-packages/locater")
@@ -90,7 +90,7 @@ def main() -> None:
     paths = [ROOT / "examples" / f"{name}.ipynb" for name in args.names] or sorted((ROOT / "examples").glob("*.ipynb"))
     for path in paths:
         start = time.monotonic()
-        book = executed(path)
+        book = execute(path)
         tidy(book)
         nbformat.validate(book)
         nbformat.write(book, path)

@@ -59,12 +59,12 @@ def measure_types(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    types = chosen(model_types(), args.only, args.sample)
+    types = choose_types(model_types(), args.only, args.sample)
     code = code_version(*ROOMS)[:DIGITS]
     known = {} if args.again else {name: line for name, line in read(args.lines).items() if line.get("code") == code}
     left = [model_type for model_type in types if model_type not in known]
     started = time.perf_counter()
-    for done, line in enumerate(each(left, row, args.jobs), 1):
+    for done, line in enumerate(rows_as_ready(left, row, args.jobs), 1):
         line.update(code=code, transformers=transformers.__version__, types=len(model_types()))
         with args.lines.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -86,7 +86,7 @@ def warn_of_other_code(lines: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def chosen(types: list[str], only: str | None, sample: int | None) -> list[str]:
+def choose_types(types: list[str], only: str | None, sample: int | None) -> list[str]:
     """The named types, or some evenly spaced, or all."""
     if only is not None:
         names = only.split(",")
@@ -99,7 +99,7 @@ def chosen(types: list[str], only: str | None, sample: int | None) -> list[str]:
     return types
 
 
-def each(types: list[str], work: Any, jobs: int) -> Any:
+def rows_as_ready(types: list[str], work: Any, jobs: int) -> Any:
     """Rows in the order in which they are ready, each made in a process of its own with limits of time and memory."""
     waiting, running = list(types), {}
     while waiting or running:
@@ -111,7 +111,7 @@ def each(types: list[str], work: Any, jobs: int) -> Any:
         model_type, pipe = running.pop(child)
         with os.fdopen(pipe) as file:
             text = file.read()
-        yield json.loads(text) if status == 0 and text else ended(model_type, status)
+        yield json.loads(text) if status == 0 and text else failed_row(model_type, status)
 
 
 def start(model_type: str, work: Any) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def start(model_type: str, work: Any) -> tuple[int, int]:
     os._exit(0)
 
 
-def ended(model_type: str, status: int) -> dict[str, Any]:
+def failed_row(model_type: str, status: int) -> dict[str, Any]:
     """The row of a type whose process did not end by itself."""
     timed_out = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGXCPU)
     why = f"not done after {SECONDS} s of processor time" if timed_out else f"its process ended with status {status}"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import locater
 from locater.report.trajectory import trajectory_page
 from locater.results.trajectory import trajectory
-from locater_lab.engine.trained_models import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from locater_lab.train import Plan, run
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def main() -> None:
         help="text that probes run on",
     )
     args = parser.parse_args()
-    if why := why_absent():
+    if why := why_unavailable():
         sys.exit(why)
     stories, minilm = args.models / "stories260K", str(sentence_model())
     label = "WikiText-2"

@@ -50,7 +50,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     sys.path[:0] = HERE  # MkDocs takes back what the import of this file changed
     docs = Path(config.docs_dir)
     pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
-    config.nav = _filled(config.nav, set(pages) - set(_names(config.nav)))
+    config.nav = _fill(config.nav, set(pages) - set(_names(config.nav)))
     return config
 
 
@@ -60,12 +60,12 @@ def _names(nav: Any) -> list[str]:
     return [name for part in (nav.values() if isinstance(nav, dict) else nav) for name in _names(part)]
 
 
-def _filled(nav: list[Any], rest: set[str]) -> list[Any]:
+def _fill(nav: list[Any], rest: set[str]) -> list[Any]:
     filled: list[Any] = []
     for entry in nav:
         title, value = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
         if isinstance(value, list):
-            filled.append({title: _filled(value, rest)})
+            filled.append({title: _fill(value, rest)})
         elif "*" in value:
             folder = posixpath.dirname(value)
             names = (name for name in rest if posixpath.dirname(name) == folder and fnmatch(name, value))
@@ -215,9 +215,9 @@ def _commands() -> str:
     """Every command as its own --help describes it."""
     import typer.main
 
-    from locater.cli import with_offered
+    from locater.cli import load_offered_commands
 
-    group: Any = typer.main.get_command(with_offered())
+    group: Any = typer.main.get_command(load_offered_commands())
     top = group.make_context("locater", ["demo"], resilient_parsing=True)
     parts = [_command("locater", group, top)]
     for name in group.list_commands(top):

@@ -21,14 +21,14 @@ def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
         parts.append(f"```python\n{source}\n```")
         for number, output in enumerate(cell["outputs"]):
             name = f"{path.stem}-{cell['id']}-{number}.png"
-            parts.append(_shown(output, name, pictures))
+            parts.append(_output_text(output, name, pictures))
     note = (
         f"This page is the notebook [examples/{path.name}](../examples/{path.name}), with the outputs of its last run."
     )
     return "\n\n".join([*parts, note]), pictures
 
 
-def _shown(output: dict[str, Any], name: str, pictures: dict[str, bytes]) -> str:
+def _output_text(output: dict[str, Any], name: str, pictures: dict[str, bytes]) -> str:
     """One output: a picture, what a result shows of itself, or text."""
     data = output.get("data", {})
     if "image/png" in data:

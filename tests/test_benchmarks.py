@@ -73,7 +73,7 @@ def test_the_table_shows_last_now_and_change() -> None:
     assert line.met(1.01) is False
     assert other.met(1.99) is False
     assert other.met(None) is None
-    assert RUN["aligned"]([RUN["HEADER"], *rows]).splitlines()[2].startswith("a scan")
+    assert RUN["align_columns"]([RUN["HEADER"], *rows]).splitlines()[2].startswith("a scan")
 
 
 def test_a_benchmark_that_fails_is_named_and_stops_no_other(

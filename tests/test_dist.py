@@ -107,11 +107,11 @@ BOUNDS: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "bounds.py"))
 
 
 def test_every_extra_is_tried() -> None:
-    assert EXTRAS["chosen"]("") == list(EXTRAS["extras"]()) == list(EXTRAS["TRIALS"])
-    assert EXTRAS["chosen"]("gguf, hf") == ["gguf", "hf"]
-    assert EXTRAS["chosen"]("none") == []
+    assert EXTRAS["choose_extras"]("") == list(EXTRAS["extras"]()) == list(EXTRAS["TRIALS"])
+    assert EXTRAS["choose_extras"]("gguf, hf") == ["gguf", "hf"]
+    assert EXTRAS["choose_extras"]("none") == []
     with pytest.raises(SystemExit, match="--extras nonsense: no such extra; there are hf, "):
-        EXTRAS["chosen"]("nonsense")
+        EXTRAS["choose_extras"]("nonsense")
 
 
 def test_a_trial_fails_where_the_work_does_and_where_nothing_is_refused(tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ def test_the_readme_is_short_and_its_commands_exist() -> None:
     """Each `locater VERB ...` is parsed, with its options; nothing is run."""
     import typer.main
 
-    from locater.cli import with_offered
+    from locater.cli import load_offered_commands
 
-    text, group = (ROOT / "README.md").read_text(), typer.main.get_command(with_offered())
+    text, group = (ROOT / "README.md").read_text(), typer.main.get_command(load_offered_commands())
     assert len(text.splitlines()) <= 150
     lines = re.findall(r"(?m)^locater .+$", text) + re.findall(r"`(locater \w+ [^`\n]+)`", text)
     calls = [shlex.split(line, comments=True)[1:] for line in lines]

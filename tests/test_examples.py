@@ -62,7 +62,7 @@ def test_a_notebook_begins_with_what_is_learned_and_ends_with_something_to_chang
 def test_a_tutorial_runs(path: Path) -> None:
     """Its cells assert what its sentences say; a cell that fails raises."""
     pytest.importorskip("nbclient")
-    book = SCRIPT["executed"](path)
+    book = SCRIPT["execute"](path)
     shown = [cell.id for cell in book.cells if cell.cell_type == "code" and cell.outputs]
     stored = json.loads(path.read_text(encoding="utf-8"))["cells"]
     assert {cell["id"] for cell in stored if cell.get("outputs")} <= {*shown}
@@ -70,7 +70,7 @@ def test_a_tutorial_runs(path: Path) -> None:
 
 def executed(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The outputs of each cell, by the cell's id."""
-    book = SCRIPT["executed"](path)
+    book = SCRIPT["execute"](path)
     return {
         cell.id: [x for x in cell.outputs if x.get("name") != "stderr"]
         for cell in book.cells

@@ -18,10 +18,10 @@ from rich.console import Console
 from torch import nn
 
 from locater import Probe, Scan, compare, probe, scan
-from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, judge, untrained
+from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, is_untrained, judge
 from locater.report.sentences import summary
 from locater.report.terminal import print_meanings
-from locater_lab.engine.trained_models import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from tests import ROOT
 
 DEMO = str(files("locater") / "demo")
@@ -143,9 +143,9 @@ def test_untrained_models_of_every_width_are_recognised(width: int) -> None:
     alarm.
     """
     found = scan(gpt2(2, 8, n_embd=width))
-    assert untrained([vars(row) for row in found.rows])
+    assert is_untrained([vars(row) for row in found.rows])
     assert not any(held.faults for held in found.verdicts)
-    assert not untrained([vars(row) for row in scan(DEMO).rows])
+    assert not is_untrained([vars(row) for row in scan(DEMO).rows])
 
 
 # ---- models ----
@@ -164,7 +164,7 @@ def test_an_untrained_model_is_one_sentence() -> None:
 @pytest.mark.parametrize("name", ["demo", "stories260K", "MiniLM"])
 def test_trained_models_raise_no_alarm(name: str) -> None:
     """On measured tokens MiniLM's head 0.2 is sharp; it looks at the token before."""
-    if name == "MiniLM" and (why := why_absent()):
+    if name == "MiniLM" and (why := why_unavailable()):
         pytest.skip(why)
     at_hand = {"demo": Path(DEMO), "stories260K": SHARED / "models" / name}
     folder = sentence_model() if name == "MiniLM" else at_hand[name]

@@ -22,7 +22,6 @@ from tests.golden import code, comparing, keys
 from tests.golden.documents import DOCUMENTS, FILES, FOLDER, NAMES, PAPER_RUNS, Document, make, names
 
 PLAIN = next(document for document in DOCUMENTS if document.name == "train-plain")
-OLD = FOLDER / "files-0.2"
 KEPT = {"bao2024": 514, "mechanisms": 461}
 
 
@@ -41,7 +40,7 @@ def test_a_command_gives_what_it_gave(document: Document) -> None:
 def test_no_golden_file_is_left_over_and_all_are_small() -> None:
     assert {path.stem for path in FOLDER.glob("*.json")} == {d.name for d in DOCUMENTS} | {NAMES.stem}
     assert sum(path.stat().st_size for path in FOLDER.glob("*.json")) < 1_500_000
-    assert sum(path.stat().st_size for path in FILES.rglob("*") if path.is_file()) < 300_000
+    assert sum(path.stat().st_size for path in FILES.rglob("*") if path.is_file()) < 400_000
 
 
 # ---- the comparison itself ----
@@ -158,46 +157,40 @@ def test_every_kept_run_is_found_by_its_key(name: str) -> None:
 # ---- files that an earlier version left ----
 
 
-@pytest.fixture(params=[FILES.name, OLD.name])
-def old(request: pytest.FixtureRequest) -> Path:
-    """What version 0.1.0 and what 0.2.0 wrote."""
-    return FOLDER / str(request.param)
-
-
-def test_an_old_scan_is_compared(old: Path) -> None:
-    found = locater.compare(str(old / "scan.json"), str(old / "scan.json"))
+def test_an_old_scan_is_compared() -> None:
+    found = locater.compare(str(FILES / "scan.json"), str(FILES / "scan.json"))
     assert found.aligned
     assert len(found.rows) == 4
     assert {value for row in found.rows for value in row.difference.values()} <= {0.0, None}
-    again = locater.compare(str(old / "scan.json"), str(old / "run" / "step-00000010"))
+    again = locater.compare(str(FILES / "scan.json"), str(FILES / "run" / "step-00000010"))
     assert max(abs(value) for row in again.rows for value in row.difference.values() if value is not None) < 1e-5
 
 
-def test_old_statistics_are_read(old: Path) -> None:
-    found = locater.Statistics.load(old / "statistics.pt")
+def test_old_statistics_are_read() -> None:
+    found = locater.Statistics.load(FILES / "statistics.pt")
     assert [(x.layer, x.name, x.covariance.shape) for x in found.inputs] == [
         (n, f"model.layers.{n}.self_attn", (16, 16)) for n in range(2)
     ]  # fmt: skip
-    assert locater.scan(old / "run" / "step-00000010", statistics=found).assumptions["prediction"] == "predicted"
+    assert locater.scan(FILES / "run" / "step-00000010", statistics=found).assumptions["prediction"] == "predicted"
 
 
-def test_an_old_log_is_read(old: Path) -> None:
-    found, golden = code.read_run(old / "run"), PLAIN.golden()["log"]
+def test_an_old_log_is_read() -> None:
+    found, golden = code.read_run(FILES / "run"), PLAIN.golden()["log"]
     assert [step for step, _ in found.losses] == list(range(1, 13))
     assert found.last == 12
     assert [loss for _, loss in found.losses] == pytest.approx([loss for _, loss in golden["losses"][:12]], rel=1e-3)
 
 
-def test_an_old_run_goes_on_where_it_was_cut_off(old: Path, tmp_path: Path) -> None:
+def test_an_old_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     """To the numbers of a run that was not cut off; its log says where it went on."""
-    shutil.copytree(old / "run", tmp_path / "run")
+    shutil.copytree(FILES / "run", tmp_path / "run")
     checked(PLAIN, make(PLAIN, tmp_path / "run"))
     assert code.read_run(tmp_path / "run").resumed == (11,)
 
 
-def test_an_old_result_is_read_back(old: Path, tmp_path: Path) -> None:
+def test_an_old_result_is_read_back(tmp_path: Path) -> None:
     """A finished run is not trained again."""
-    shutil.copytree(old / "finished", tmp_path / "run")
+    shutil.copytree(FILES / "finished", tmp_path / "run")
     code.command(
         "train", "--plan", tmp_path / "run" / "plan.json", "--out", tmp_path / "run", "--json", tmp_path / "result.json"
     )
@@ -209,10 +202,10 @@ def test_an_old_result_is_read_back(old: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_an_old_checkpoint_is_probed(old: Path, tmp_path: Path) -> None:
+def test_an_old_checkpoint_is_probed(tmp_path: Path) -> None:
     code.command(
         "probe",
-        old / "run" / "step-00000010",
+        FILES / "run" / "step-00000010",
         "--text",
         "LICENSE",
         "--length",
@@ -225,20 +218,22 @@ def test_an_old_checkpoint_is_probed(old: Path, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "x.json").read_text())["heads"]) == 4
 
 
-def test_old_pages_can_be_made(old: Path, tmp_path: Path) -> None:
+def test_old_pages_can_be_made(tmp_path: Path) -> None:
     """`watch` of a log, `compare` and a page of scans."""
-    code.command("watch", old / "run", "--report", tmp_path / "run.html", "--json", tmp_path / "run.json")
+    code.command("watch", FILES / "run", "--report", tmp_path / "run.html", "--json", tmp_path / "run.json")
     assert "locater" in (tmp_path / "run.html").read_text()
     assert json.loads((tmp_path / "run.json").read_text())["schema"] == 1
-    found = locater.Scan.load(old / "scan.json")
+    found = locater.Scan.load(FILES / "scan.json")
     found.report(tmp_path / "scan.html")
     assert found.verdicts
     assert "plane" in (tmp_path / "scan.html").read_text()
 
 
-def test_statistics_of_a_file_from_the_command_line(old: Path, tmp_path: Path) -> None:
+def test_statistics_of_a_file_from_the_command_line(tmp_path: Path) -> None:
     said = code.command(
-        *("scan", old / "run" / "step-00000010", "--statistics", old / "statistics.pt"), "--json", tmp_path / "x.json"
+        *("scan", FILES / "run" / "step-00000010", "--statistics", FILES / "statistics.pt"),
+        "--json",
+        tmp_path / "x.json",
     )
     assert json.loads((tmp_path / "x.json").read_text())["assumptions"]["prediction"] == "predicted", said
 
@@ -246,7 +241,7 @@ def test_statistics_of_a_file_from_the_command_line(old: Path, tmp_path: Path) -
 def test_an_old_fleet_is_read_and_goes_on(tmp_path: Path) -> None:
     """Shown, asked, one scan of it compared with the scan of today; a new checkpoint is added to it."""
     pytest.importorskip("pyarrow")
-    shutil.copytree(OLD / "fleet", tmp_path / "fleet")
+    shutil.copytree(FILES / "fleet", tmp_path / "fleet")
     fleet = locater.Fleet(tmp_path / "fleet")
     done = {Path(entry.source).name: entry for entry in fleet.sources()}
     assert {entry.status for entry in done.values()} == {"done"}
@@ -259,7 +254,7 @@ def test_an_old_fleet_is_read_and_goes_on(tmp_path: Path) -> None:
     shown = json.loads((tmp_path / "fleet.json").read_text())
     assert [len(run["flags"]) > 0 for run in shown["runs"]]
     code.command(
-        "fleet", OLD / "run" / "step-00000010", "--out", tmp_path / "fleet", "--workers", 0, "--json", tmp_path / "y"
+        "fleet", FILES / "run" / "step-00000010", "--out", tmp_path / "fleet", "--workers", 0, "--json", tmp_path / "y"
     )
     assert len(locater.Fleet(tmp_path / "fleet").sources()) == 4
 
@@ -275,8 +270,8 @@ def test_an_old_fleet_is_read_and_goes_on(tmp_path: Path) -> None:
 def test_a_document_of_today_has_all_keys_of_an_old_one(name: str, command: tuple[Any, ...], tmp_path: Path) -> None:
     """As long as `schema` stays, a reader that was written for 0.2 finds what it reads."""
     first, *options = command
-    code.command(first, OLD / "run" / "step-00000010", *options, "--json", tmp_path / "now.json")
-    before, now = json.loads((OLD / f"{name}.json").read_text()), json.loads((tmp_path / "now.json").read_text())
+    code.command(first, FILES / "run" / "step-00000010", *options, "--json", tmp_path / "now.json")
+    before, now = json.loads((FILES / f"{name}.json").read_text()), json.loads((tmp_path / "now.json").read_text())
     if before["schema"] == now["schema"]:
         assert key_paths(before) <= key_paths(now)
     else:
@@ -296,7 +291,7 @@ def test_old_files_of_results_are_no_scans() -> None:
     """A comparison, a probe or an explanation in the place of a scan is named."""
     for name in ("compare", "probe", "explain"):
         with pytest.raises(locater.LocaterError, match=rf"{name}\.json"):
-            locater.compare(str(OLD / f"{name}.json"), str(OLD / "scan.json"))
+            locater.compare(str(FILES / f"{name}.json"), str(FILES / "scan.json"))
 
 
 # ---- files of version 0.2, whose scans have another expected entropy ----
@@ -304,8 +299,8 @@ def test_old_files_of_results_are_no_scans() -> None:
 
 def test_a_scan_of_version_0_2_is_read_with_its_numbers_and_a_label(tmp_path: Path) -> None:
     """Its H is log T - v/2, and everything that shows the scan says so; saved again it keeps the label."""
-    stored = json.loads((OLD / "scan.json").read_text())
-    found = locater.Scan.load(OLD / "scan.json")
+    stored = json.loads((FILES / "scan.json").read_text())
+    found = locater.Scan.load(FILES / "scan.json")
     assert [row.expected_entropy for row in found.rows] == [head["expected_entropy"] for head in stored["heads"]]
     assert [list(row.flags) for row in found.rows] == [head["flags"] for head in stored["heads"]]
     assert found.old
@@ -343,7 +338,7 @@ def test_an_old_scan_beside_a_new_one_has_its_entropy_and_flags_computed_again(t
 def test_a_fleet_of_version_0_2_means_what_a_new_one_means(tmp_path: Path) -> None:
     """Rows, frames, queries and scans of its parts have the entropy and flags of this version."""
     pytest.importorskip("pyarrow")
-    shutil.copytree(OLD / "fleet", tmp_path / "fleet")
+    shutil.copytree(FILES / "fleet", tmp_path / "fleet")
     fleet = locater.Fleet.open(tmp_path / "fleet")
     rows, frame = list(fleet.records()), fleet.to_arrow().to_pylist()
     queried = fleet.sql("select expected_entropy, flags from heads order by source, layer, head").fetchall()

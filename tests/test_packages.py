@@ -10,7 +10,7 @@ import pytest
 
 import locater
 from locater.families.registry import BY_TYPE
-from locater.registry import Registry, offered
+from locater.registry import Registry, offered_entries
 from tests.processes import python
 
 DEMO = str(files("locater") / "demo")
@@ -51,7 +51,7 @@ def test_the_command_line_of_the_instrument_does_not_either() -> None:
 
 
 def test_what_the_laboratory_adds_is_offered_and_loaded_by_name() -> None:
-    assert set(offered("commands")) >= {"train", "reproduce"}
+    assert set(offered_entries("commands")) >= {"train", "reproduce"}
     assert BY_TYPE["locater"].model_types == ("locater", "locater_variant")
     assert {"locater", "locater_variant"} <= set(locater.families.families())
 

@@ -55,7 +55,7 @@ def test_a_name_that_is_taken_is_refused_unless_entries_may_be_replaced() -> Non
     fixed, open_to_all = Registry[int]("fruit"), Registry[int]("fruit", replaceable=True)
     for registry in (fixed, open_to_all):
         registry.add(1, "apple")
-    with pytest.raises(LocaterError, match="the fruit 'apple' is registered already: choose another name"):
+    with pytest.raises(LocaterError, match="the fruit 'apple' is already registered: choose another name"):
         fixed.add(2, "pear", "apple")
     assert dict(fixed) == {"apple": 1}, "nothing is taken where one name is refused"
     open_to_all.add(2, "pear", "apple")

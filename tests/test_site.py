@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import benchmark
 from tests.golden import keys
 from tests.processes import finished, forked
 
@@ -156,7 +157,7 @@ def test_other_tools_are_compared_by_the_benchmark() -> None:
 
 def test_the_same_work_by_other_tools_is_that_of_the_results() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "rivals.json").read_text())
-    made = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["table"](results)
+    made = benchmark("rivals")["table"](results)
     text = (ROOT / "docs" / "compare-with.md").read_text()
     rows = [line for line in made.splitlines() if line]
     assert len(rows) > 20

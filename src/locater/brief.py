@@ -10,8 +10,8 @@ WIDEST = 100  # characters of a value that is not data of this package
 
 
 def brief(data: Any) -> str:
-    """The fields of a dataclass: tensors by type and shape, long lists by their length, four digits of a number; what
-    is None is left out. A class has it as `__repr__ = brief`.
+    """The fields of a dataclass: tensors by type and shape, long lists by their length, numbers with four digits,
+    without those that are None. Used as `__repr__ = brief`.
 
     >>> from dataclasses import dataclass
     >>> @dataclass

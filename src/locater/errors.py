@@ -1,4 +1,4 @@
-"""The exception for everything that a user can fix. Its message is one line that names the culprit and the way out."""
+"""The exception for everything that a user can fix. Its message is one line that names the culprit and what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LocaterError(Exception):
 
 
 def without_secrets(text: str) -> str:
-    """Text without what addresses in it have before `@` or after `?`: passwords, tokens and signatures.
+    """Text without the parts of addresses before `@` and after `?`: passwords, tokens and signatures.
 
     >>> without_secrets("https://me:secret@host/x?token=secret: no such file"), without_secrets("hf://gpt2@main")
     ('https://host/x: no such file', 'hf://gpt2@main')
@@ -35,7 +35,7 @@ def without_secrets(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, cut where it is long, or the name of its class where it is empty.
+    """The first line of the message of an exception, cut if it is long, or the name of its class if it is empty.
 
     >>> first_line(ValueError("one\\ntwo")), first_line(KeyError())
     ('one', 'KeyError')

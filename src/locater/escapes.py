@@ -1,5 +1,5 @@
-"""Text for terminals. Names in files and answers of servers may hold characters that a terminal acts on: they are shown
-as `\\u001b`, never sent. Commands print through `Escaping`, so no other place has to think of it.
+"""Text for terminals. Names in files and answers of servers may contain characters that a terminal acts on: they are
+shown as `\\u001b`, never sent. Commands print through `Escaping`, so no other place needs to care.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-def escaped(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Text without characters that a terminal acts on; in JSON the escapes mean the same as the characters.
 
-    >>> escaped("a\\x1b[31m"), escaped("two\\nlines")
+    >>> escape_controls("a\\x1b[31m"), escape_controls("two\\nlines")
     ('a\\\\u001b[31m', 'two\\nlines')
     """
     return ACTED_ON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -30,7 +30,7 @@ def one_line(text: object) -> str:
     >>> one_line("two\\nlines")
     'two\\\\nlines'
     """
-    return escaped(str(text).replace("\r\n", "\n").replace("\n", "\\n"))
+    return escape_controls(str(text).replace("\r\n", "\n").replace("\n", "\\n"))
 
 
 class Escaping:
@@ -42,7 +42,7 @@ class Escaping:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        self.rich_proxied_file.write(escaped(text))
+        self.rich_proxied_file.write(escape_controls(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -54,13 +54,13 @@ class Escaping:
 
 
 def terminal_behind(stream: Any) -> Any:
-    """The stream to send commands to, such as those that rewrite a line."""
+    """The stream for terminal commands, such as those that rewrite a line."""
     return getattr(stream, "rich_proxied_file", stream)
 
 
 @contextlib.contextmanager
 def escaped_output() -> Iterator[None]:
-    """Inside, everything that is printed, warned of or logged is escaped."""
+    """Inside, everything that is printed, warned about or logged is escaped."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
         stream if isinstance(stream, Escaping) or stream is None else Escaping(stream) for stream in before

@@ -35,18 +35,18 @@ def regular_file(path: Path) -> int:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a regular file at this path; anything else at this path is refused."""
+    """Whether there is a regular file at this path. Anything else at this path is refused."""
     return os.path.lexists(path) and regular_file(path) >= 0
 
 
 def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
-    """The content of a JSON file of at most so many bytes. `unique` refuses duplicate keys, of which Python would
+    """The content of a JSON file of at most `most` bytes. `unique` refuses duplicate keys, of which Python would
     silently keep the last.
     """
     if regular_file(path) > most:
         raise LocaterError(f"{path}: more than {most:,} bytes, too large for a configuration or an index")
     try:
-        return parsed_json(path.read_text(encoding="utf-8"), unique)
+        return parse_json(path.read_text(encoding="utf-8"), unique)
     except RecursionError:
         raise LocaterError(f"{path}: not readable as JSON (nested too deep)") from None
     except ValueError as error:
@@ -55,18 +55,18 @@ def read_json(path: Path, unique: bool = False, most: int = JSON_LIMIT) -> Any:
         raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def parsed_json(text: str, unique: bool = False) -> Any:
-    """The content of a JSON text; ValueError where it is none, and where it has more values than real ones have.
+def parse_json(text: str, unique: bool = False) -> Any:
+    """The content of a JSON text. ValueError if it is not JSON, or has more values than real files have.
 
-    A value takes one byte in the text or more, and a hundred times as much as an object.
+    A value takes at least one byte of text, and a hundred times as much as an object.
     """
     if len(text) > VALUES and text.count(",") + text.count("[") + text.count("{") > VALUES:
         raise ValueError(f"more than {VALUES:,} values")
-    return json.loads(text, object_pairs_hook=no_duplicates if unique else None)
+    return json.loads(text, object_pairs_hook=refuse_duplicates if unique else None)
 
 
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads(object_pairs_hook=...)`: the object, or ValueError where a key occurs twice."""
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=...)`: the object, or ValueError if a key occurs twice."""
     document = dict(pairs)
     if len(document) < len(pairs):
         seen: set[str] = set()

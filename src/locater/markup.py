@@ -16,7 +16,7 @@ Grid = Sequence[Sequence[float | None]]  # numbers by row and column, such as la
 
 LOW, HIGH, MOST = "#d0702a", "#1f9aa1", "#5577dd"  # below zero, above zero, where nothing is below zero
 WIDEST = 560  # pixels for the cells of a row
-TITLES = 1_024  # up to this many cells say their number when pointed at
+TITLES = 1_024  # up to this many cells show their number in a tooltip
 RAMP, SHADES = 190.0, 24  # width of the legend in pixels, and its steps
 
 

@@ -29,20 +29,20 @@ def one_thread() -> Iterator[None]:
 _thread = threading.local()
 
 
-def _begin() -> None:
+def _use_one_thread() -> None:
     torch.set_num_threads(1)
     _thread.alone = True
 
 
 @contextmanager
 def lone_workers(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Workers with one PyTorch thread each, which have no workers of their own in `spread_over_workers`."""
+    """Workers with one PyTorch thread each, in which `spread_over_workers` starts no further workers."""
     before = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(count, initializer=_begin) as pool:
+        with ThreadPoolExecutor(count, initializer=_use_one_thread) as pool:
             yield pool
     finally:
-        torch.set_num_threads(before)  # workers have changed what later threads begin with
+        torch.set_num_threads(before)  # workers have changed the number that later threads start with
 
 
 def spread_over_workers(function: Callable[..., Tensor], *matrices: Float[Tensor, "*n h h"]) -> Tensor:
@@ -70,12 +70,12 @@ def upcast(w: Tensor) -> Tensor:
 
 
 def as_float64(x: Tensor | float) -> Tensor:
-    """The tensor in float64 where it is; a number on the default device, to which `torch.as_tensor` takes both."""
+    """A tensor in float64 on its own device; a number on the default device."""
     return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Spearman's rank correlation. Ties share their mean rank. None where one side is constant.
+    """Spearman's rank correlation. Ties share their mean rank. None if one side is constant.
 
     >>> round(spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 15.0])), 6)
     0.5
@@ -93,7 +93,7 @@ def _mean_ranks(x: Tensor) -> Tensor:
 
 
 def finite_or_none(x: float | None) -> float | None:
-    """The number, or None where it is missing, infinite or NaN, which JSON does not have.
+    """The number, or None if it is missing, infinite or NaN, which JSON does not have.
 
     >>> finite_or_none(2.5), finite_or_none(math.inf), finite_or_none(None)
     (2.5, None, None)
@@ -102,7 +102,7 @@ def finite_or_none(x: float | None) -> float | None:
 
 
 def known_median(values: Iterable[float | None]) -> float | None:
-    """Median of the values that are not None; None where all are.
+    """Median of the values that are not None; None if all are.
 
     >>> known_median([3.0, None, 1.0])
     2.0

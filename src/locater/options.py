@@ -1,4 +1,4 @@
-"""A name with options, written as a call: `locater(target=2, part=full)`. It is parsed and never executed."""
+"""A name with options, written as a call: `locater(target=2, part=full)`. It is parsed, never executed."""
 
 from __future__ import annotations
 

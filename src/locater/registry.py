@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 
-def _unchanged(name: str) -> str:
+def _same_name(name: str) -> str:
     return name
 
 
 @cache
-def offered(group: str) -> dict[str, EntryPoint]:
-    """What installed packages offer under `locater.<group>`, by name. Nothing of them is imported."""
+def offered_entries(group: str) -> dict[str, EntryPoint]:
+    """Entry points of installed packages in the group `locater.<group>`, by name. None is imported."""
     from importlib.metadata import entry_points  # 30 ms, which only unknown names and lists of all commands need
 
     return {point.name: point for point in entry_points(group=f"locater.{group}")}
@@ -43,7 +43,7 @@ def offered(group: str) -> dict[str, EntryPoint]:
 class Registry(Mapping[str, Entry]):
     """Entries of one `kind`, a word or two for messages, by name.
 
-    With `replaceable`, adding under a name that is taken replaces the entry; without, it is refused. `spelling` maps
+    With `replaceable`, adding a name that is taken replaces the entry; otherwise it is refused. `spelling` maps
     the ways to write a name onto one: `str.lower` makes lookup ignore case. `group` is that of the entry
     points by which other packages add entries: iteration has those that were looked up.
 
@@ -63,25 +63,25 @@ class Registry(Mapping[str, Entry]):
         kind: str,
         *,
         replaceable: bool = False,
-        spelling: Callable[[str], str] = _unchanged,
+        spelling: Callable[[str], str] = _same_name,
         group: str | None = None,
     ) -> None:
         self.kind, self.replaceable, self.spelling, self.group = kind, replaceable, spelling, group
-        self._entries: dict[str, Entry | _Later] = {}
+        self._entries: dict[str, Entry | _LazyEntry] = {}
         self.changes = 0  # how often a name was added, replaced or removed
 
     def add(self, entry: Entry, *names: str) -> Entry:
-        """Register an entry under one name or several; returns it. All names are checked before one is taken."""
+        """Register an entry under one or more names, and return it. All names are checked before any is used."""
         keys = [self.spelling(name) for name in names]
         taken = [key for key in keys if key in self._entries]
         if taken and not self.replaceable:
-            raise LocaterError(f"the {self.kind} {taken[0]!r} is registered already: choose another name")
+            raise LocaterError(f"the {self.kind} {taken[0]!r} is already registered: choose another name")
         self._entries.update(dict.fromkeys(keys, entry))
         self.changes += 1
         return entry
 
     def remove(self, name: str) -> None:
-        """Forget a name; one that is not there is no fault."""
+        """Remove a name; it need not exist."""
         self._entries.pop(self.spelling(name), None)
         self.changes += 1
 
@@ -92,14 +92,14 @@ class Registry(Mapping[str, Entry]):
             self.add(entry, *names(entry))
 
     def load_later(self, package: str, files: Iterable[str], attribute: str) -> None:
-        """The same with the file's name as the only one, hyphens for underscores. A file is imported when its entry is
-        first used.
+        """The same under the name of the file, with hyphens for underscores. A file is imported when its entry is first
+        used.
         """
         for file in files:
-            self.add(cast("Entry", _Later(f"{package}.{file}", attribute)), file.replace("_", "-"))
+            self.add(cast("Entry", _LazyEntry(f"{package}.{file}", attribute)), file.replace("_", "-"))
 
     def lookup(self, name: str) -> Entry:
-        """The entry of a name. An unknown one is refused in one line that lists the others."""
+        """The entry with this name. An unknown name is refused in one line that lists the known ones."""
         if name in self:
             return self[name]
         names = self.names()
@@ -108,7 +108,7 @@ class Registry(Mapping[str, Entry]):
         raise LocaterError(f"no {self.kind} {name!r}: {there} {', '.join(names) or 'none'}")
 
     def names(self) -> list[str]:
-        """Every name, those of entry points among them."""
+        """Every name, including those of entry points."""
         return list({**self._entries, **self._offered()})
 
     def entries(self) -> tuple[Entry, ...]:
@@ -120,7 +120,7 @@ class Registry(Mapping[str, Entry]):
         if key not in self._entries and (point := self._offered().get(key)) is not None:
             self.add(point.load(), key)
         entry = self._entries[key]
-        if isinstance(entry, _Later):
+        if isinstance(entry, _LazyEntry):
             entry = self._entries[key] = entry.load()
         return entry
 
@@ -131,7 +131,11 @@ class Registry(Mapping[str, Entry]):
         return key in self._entries or key in self._offered()
 
     def _offered(self) -> dict[str, EntryPoint]:
-        return {} if self.group is None else {self.spelling(name): point for name, point in offered(self.group).items()}
+        return (
+            {}
+            if self.group is None
+            else {self.spelling(name): point for name, point in offered_entries(self.group).items()}
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -140,7 +144,7 @@ class Registry(Mapping[str, Entry]):
         return len(self._entries)
 
 
-class _Later:
+class _LazyEntry:
     """An entry that is an attribute of a module not yet imported."""
 
     def __init__(self, module: str, attribute: str) -> None:

@@ -273,7 +273,7 @@ def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) ->
     return cross_moments(q.double(), k.double()) if _needs_double(single, q, k) else single
 
 
-def joined_moments(parts: Sequence[Moments]) -> Moments:
+def join_moments(parts: Sequence[Moments]) -> Moments:
     """The moments of blocks of heads, one after the other along the first axis."""
     if len(parts) == 1:
         return parts[0]

@@ -1,4 +1,4 @@
-"""Assertions for other people's tests: the heads of a model are as they should be."""
+"""Assertions for other people's tests: no head of a model has a fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_heads(
 ) -> None:
     """Fail with an AssertionError if a head of `source` has one of these flags, or meets one of these conditions.
 
-    `source` is what `locater.scan` takes: a live model, a folder, a file, a name on the hub. `no` is a list as of
+    `source` is what `locater.scan` takes: a live model, a folder, a file, a name on the hub. `no` is a list as for
     `--fail-on`: flags and comparisons, such as "nonfinite, sharp, M<-1". Flags and numbers that weights do not show
     ("exploding", "locked", "entropy<0.5") need `batch`, the inputs of one forward pass of a live model: it is observed
     in evaluation mode, without gradients. Attention that cannot be read is named in a warning.
@@ -50,20 +50,20 @@ def assert_heads(
     except LocaterError as error:
         way_out = "" if batch is not None else "; give batch=, inputs of the model, for what a forward pass shows"
         raise LocaterError(f"{error}{way_out}") from None
-    rows = _seen(source, batch) if batch is not None else []
+    rows = _observed_rows(source, batch) if batch is not None else []
     if any((each.column or each.text) in {*NUMERIC_COLUMNS, *SCAN_FLAGS} for each in conditions):
-        rows = [*rows, *_scanned(source, length)]
+        rows = [*rows, *_scan_rows(source, length)]
     _fail_where(conditions, rows, type(source).__name__ if isinstance(source, nn.Module) else str(source))
 
 
-def _scanned(source: Source, length: int) -> Rows:
+def _scan_rows(source: Source, length: int) -> Rows:
     result = scan(source, length=length)
     for path in result.assumptions.get("unread", ()):
-        warnings.warn(f"{result.source}: {path} is not read, and no condition was tried on it", stacklevel=3)
+        warnings.warn(f"{result.source}: {path} is not read, so no condition was tested on it", stacklevel=3)
     return [vars(row) for row in result.rows]
 
 
-def _seen(source: Source, batch: Mapping[str, Any]) -> Rows:
+def _observed_rows(source: Source, batch: Mapping[str, Any]) -> Rows:
     if not isinstance(source, nn.Module):
         raise LocaterError(f"{source}: batch= is for a live model, not for a file: load the model first")
     modes = {module: module.training for module in source.modules()}  # parts may be frozen in evaluation mode

@@ -216,7 +216,7 @@ def test_tensors_can_be_named(run: Run, broken: Path, tmp_path: Path, saved_llam
             "a query or key map has two axes",
         ),
         (("--fail-on", "shap"), "'shap': neither a flag"),
-        (("--fail-on", "sink"), "needs observation"),
+        (("--fail-on", "sink"), "needs a forward pass"),
         (("--fail-on", "max_logit>100"), "no column 'max_logit'"),
         (("--fail-on", "M<low"), "'low' is not a number"),
         (("--fail-on", " , "), "names nothing"),

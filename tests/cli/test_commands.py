@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import scan
-from locater.cli import with_offered
+from locater.cli import load_offered_commands
 from locater.cli.options import MEANINGS
 from locater.cli.shell import MOVED
 from locater.findings import FLAGS, flags_of
@@ -373,7 +373,7 @@ def test_help_has_examples_and_no_type_beside_a_switch(run: Run) -> None:
 
 def every_command() -> dict[str, Any]:
     """Also those whose options are built when they are called."""
-    root: Any = typer.main.get_command(with_offered())
+    root: Any = typer.main.get_command(load_offered_commands())
     return {name: root.resolve_command(typer.Context(root), [name])[1] for name in root.commands}
 
 
@@ -419,7 +419,7 @@ def test_an_old_name_of_an_option_names_the_new_one(run: Run, command: str, opti
     """It does nothing else, such as writing a page where a text was meant."""
     result = run(command, *([f"{option}=x"] if glued else [option, "x"]))
     assert (result.status, result.out) == (2, "")
-    assert result.err == f"locater: {command} has no {option} any more: {MOVED[command, option]}\n"
+    assert result.err == f"locater: {command} no longer has {option}: {MOVED[command, option]}\n"
     options = {name for other, made in every_option() if other == command for name in made.opts}
     assert option not in options
     given = re.match(r"give (--\S+)", MOVED[command, option])

@@ -179,7 +179,7 @@ def test_fleets(run: Run, tmp_path: Path) -> None:
 
 def test_the_log_of_a_run(run: Run, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
-    lines = next((ROOT / "tests/golden/files/run").glob("*.jsonl")).read_text().splitlines()
+    lines = next((ROOT / "tests/golden/files-0.2/run").glob("*.jsonl")).read_text().splitlines()
     header = json.loads(lines[0])
     header["source"] = HOSTILE
     log.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")

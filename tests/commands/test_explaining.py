@@ -20,7 +20,7 @@ from locater.errors import LocaterError
 from locater.inputs.tokenizer import CONFIG, FILE, make_tokenizer
 from locater.report.explanation import pack_table, unpack_table
 from locater.results.explanations import TokenStream
-from locater_lab.engine.trained_models import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from locater_lab.train import Shape, Transformer
 from tests.conftest import Result
 
@@ -92,7 +92,7 @@ def test_a_token_of_another_model_is_named_as_it_is_written() -> None:
     """In the vocabulary of MiniLM pieces inside a word have two signs in front of them."""
     from transformers import AutoTokenizer
 
-    if why := why_absent():
+    if why := why_unavailable():
         pytest.skip(why)
     tok = AutoTokenizer.from_pretrained(str(sentence_model()))
     entries = Entries(tok)
@@ -231,7 +231,7 @@ def test_wrong_types_are_one_line(model: Any, saved: Path) -> None:
         ({"position": 1.5}, "position 1.5: give a whole number"),
         ({"target": 4000}, "target 4000: the output has entries 0 to"),
         ({"heads": (0, 1)}, "give pairs of layer and head"),
-        ({"heads": [(9, 9)]}, "head 9.9: there are layers 0 to 1"),
+        ({"heads": [(9, 9)]}, "head 9.9: there is no such head in layers 0 to 1"),
         ({"methods": "magic"}, "method 'magic' is not known"),
         ({"model": 5}, "5 is no model"),
     ]
@@ -260,13 +260,13 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, tmp_pat
     cases: list[tuple[list[object], str]] = [
         ([saved], "nothing to explain: give the prompt with --prompt"),
         ([saved, "--prompt", " "], "the prompt is empty"),
-        ([saved, "--prompt", PROMPT, "--target", " catbird"], "is no token of the vocabulary: it splits into ' cat', 'bird"[:50]),
+        ([saved, "--prompt", PROMPT, "--target", " catbird"], "is not one token of the vocabulary: it splits into ' cat', 'bird"[:50]),
         ([saved, "--prompt", PROMPT, "--target", "4000"], "entries 0 to 299"),
         ([saved, "--prompt", PROMPT, "--position", "99"], "the output has tokens 0 to"),
         ([saved, "--text", tmp_path / "long.txt"], "but the model has 64 positions: shorten it"),
         ([saved, "--prompt", PROMPT, "--text", tmp_path / "long.txt"], "exclude each other"),
         ([saved, "--prompt", PROMPT, "--method", "magic"], "method 'magic' is not known: use"),
-        ([saved, "--prompt", PROMPT, "--patterns", "9.9"], "head 9.9: there are layers 0 to 1"),
+        ([saved, "--prompt", PROMPT, "--patterns", "9.9"], "head 9.9: there is no such head in layers 0 to 1"),
         ([saved, "--prompt", PROMPT, "--target", ""], "the target is empty"),
         ([saved, "--prompt", PROMPT, "--target", "\udcff"], "target '\\udcff': not UTF-8 text"),
         ([saved, "--text", PROMPT], "no such file; for the prompt itself give --prompt"),

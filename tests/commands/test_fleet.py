@@ -24,7 +24,7 @@ from locater.commands.fleet.running import jobs_of, tasks_of
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import perform
 from locater.errors import LocaterError
-from locater.results.run_names import labelled, listing
+from locater.results.run_names import label_source, list_checkpoints
 from tests import ROOT, benchmark
 from tests.commands.fleet_folders import checkpoint, make_run, rewritten, table
 from tests.processes import finished, forked, python
@@ -118,7 +118,7 @@ def test_layers_of_a_large_checkpoint_are_dealt_out(
     steps: Path, scanned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "LARGE", 2_500)  # of queries and keys there are 6,144 bytes per layer
-    found = listing([str(steps / "step-00000100")]).entries
+    found = list_checkpoints([str(steps / "step-00000100")]).entries
     jobs, _ = jobs_of(found, Settings())
     assert [job.piece for job in jobs] == [(1, 3), (2, 3), (3, 3)]
     for shard in ((1, 2), (2, 2)):  # fewer checkpoints than shards: pieces are dealt out
@@ -141,7 +141,7 @@ def test_pieces_that_nobody_joined_are_joined(
 
 
 def test_small_checkpoints_share_a_task_and_the_largest_come_first(steps: Path) -> None:
-    jobs, _ = jobs_of(listing([str(steps / "step-*")]).entries * 40, Settings())
+    jobs, _ = jobs_of(list_checkpoints([str(steps / "step-*")]).entries * 40, Settings())
     tasks = tasks_of(jobs)
     assert 2 < len(tasks) < 8
     assert sum(map(len, tasks)) == 200
@@ -161,7 +161,7 @@ def test_two_fleets_on_one_folder(steps: Path, scanned: Path, tmp_path: Path) ->
 
 
 def test_other_settings_need_another_folder(steps: Path, scanned: Path) -> None:
-    with pytest.raises(LocaterError, match=r"made with --length 256, and this command says --length 64 --raw"):
+    with pytest.raises(LocaterError, match=r"was created with --length 256, and this command has --length 64 --raw"):
         locater.Fleet.run([str(steps / "step-*")], scanned, length=64, raw=True)
 
 
@@ -200,10 +200,10 @@ def test_a_truncated_part_hides_no_other(steps: Path, scanned: Path, tmp_path: P
     with pytest.warns(UserWarning, match="its rows are left out"):
         assert fleet.to_polars()["step"].unique().sort().to_list() == [0, 200, 300, 400]
     assert fleet.counts() == {"done": 4, "failed": 0, "to do": 1}
-    assert "not a whole part" in fleet.status_words()
+    assert "not a complete part" in fleet.status_words()
     account = running.run([str(steps / "step-*")], out)
     assert list(account.scanned) == [str(steps / "step-00000100")]
-    assert "not a whole part" in account.notes[0]
+    assert "not a complete part" in account.notes[0]
     assert table(out) == table(scanned)
 
 
@@ -218,8 +218,8 @@ def test_a_part_with_more_rows_than_bytes_is_not_read(scanned: Path, tmp_path: P
     arrow.parquet.write_table(more, path, compression="zstd")
     with pytest.raises(parts.DamagedPartError, match=r"damaged \(1,000,000 rows in [0-9,]+ bytes\)"):
         parts.read_rows(path)
-    with pytest.raises(parts.DamagedPartError, match=r"not a whole part \(1,000,000 rows"):
-        parts.header(path)
+    with pytest.raises(parts.DamagedPartError, match=r"not a complete part \(1,000,000 rows"):
+        parts.read_header(path)
 
 
 def test_flipped_bytes_are_noticed(scanned: Path, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_flipped_bytes_are_noticed(scanned: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     (folder,) = make_run(tmp_path / "run", 1)
     store = Store.create(tmp_path / "heads", Settings())
-    ((job,), _) = jobs_of(listing([str(folder)]).entries, Settings())
+    ((job,), _) = jobs_of(list_checkpoints([str(folder)]).entries, Settings())
     rewritten(folder, 1.5)
     outcome = perform(job, store.folder)
     assert "changed while the fleet ran" in str(outcome.reason)
@@ -265,7 +265,7 @@ def test_a_checkpoint_that_broke_has_no_rows_and_one_that_is_gone_keeps_them(tmp
     shutil.rmtree(two)
     done = run("fleet", f"@{names}", "--out", out)
     assert done.status == 2
-    assert "1 checkpoint cannot be looked at now; what was scanned before stays" in done.err
+    assert "1 checkpoint cannot be inspected now; what was scanned before stays" in done.err
     assert "1 of 2 checkpoints failed" in done.err
     assert {row["step"] for row in table(out)} == {100}
     assert [entry.status for entry in locater.Fleet.open(out).sources()] == ["failed", "done"]
@@ -325,7 +325,7 @@ def test_a_job_that_killed_its_process_is_done_in_a_worker(
     steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.create(tmp_path / "heads", Settings())
-    ((job,), _) = jobs_of(listing([str(steps / "step-00000100")]).entries, Settings())
+    ((job,), _) = jobs_of(list_checkpoints([str(steps / "step-00000100")]).entries, Settings())
 
     def work() -> None:
         with store.started(job):
@@ -463,20 +463,20 @@ def test_bad_usage_is_one_line(
     ],
 )
 def test_steps_come_from_names(name: str, run_name: str | None, step: int | None) -> None:
-    assert asdict(labelled(name)) == {"source": name, "run": run_name, "step": step}
+    assert asdict(label_source(name)) == {"source": name, "run": run_name, "step": step}
 
 
 def test_lists(tmp_path: Path) -> None:
     path = tmp_path / "list.csv"
     path.write_text("Step,Checkpoint Directory\n1000,https://host/step1000-unsharded/\n,/data/step-7\n")
-    assert [(x.source, x.step) for x in listing([f"@{path}"]).entries] == [
+    assert [(x.source, x.step) for x in list_checkpoints([f"@{path}"]).entries] == [
         ("https://host/step1000-unsharded", 1000),
         ("/data/step-7", 7),
     ]
     path.write_text("/data/a\n/data/b\n")
-    found = listing([f"@{path}"])
+    found = list_checkpoints([f"@{path}"])
     assert [x.source for x in found.entries] == ["/data/a", "/data/b"]
-    assert "2 of 2 names tell no step" in found.notes[0]
+    assert "2 of 2 names have no step" in found.notes[0]
     for text, words in (
         ("a,b\n1,2\n", "none of them named source"),
         ("source,step\n/data/a,many\n", "row 2 has the step 'many'"),
@@ -488,14 +488,14 @@ def test_lists(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(LocaterError, match=words):
-            listing([f"@{path}"])
+            list_checkpoints([f"@{path}"])
 
 
 def test_patterns_leave_out_what_is_no_checkpoint(steps: Path, tmp_path: Path) -> None:
     shutil.copytree(steps, tmp_path / "run")
     (tmp_path / "run" / "plan.json").write_text("{}")
     (tmp_path / "run" / "step-00000500").mkdir()  # a gap is no error
-    found = listing([str(tmp_path / "run" / "*")])
+    found = list_checkpoints([str(tmp_path / "run" / "*")])
     assert len(found.entries) == 5
     assert found.notes == ["left out, because they hold no weights: plan.json, step-00000500"]
 

@@ -21,12 +21,12 @@ import pytest
 import locater
 from locater.commands.fleet import running
 from locater.commands.fleet.jobs import Job, Settings
-from locater.commands.fleet.parts import header
+from locater.commands.fleet.parts import read_header
 from locater.commands.fleet.running import _Supervisor, jobs_of, run_in_workers
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import Outcome
-from locater.results.run_names import listing
+from locater.results.run_names import list_checkpoints
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint, make_run, table
 from tests.processes import python
@@ -52,7 +52,7 @@ def undisturbed(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs_in(steps: Path) -> list[Job]:
-    jobs, failed = jobs_of(listing([str(steps / "step-*")]).entries, Settings())
+    jobs, failed = jobs_of(list_checkpoints([str(steps / "step-*")]).entries, Settings())
     assert not failed
     return jobs
 
@@ -60,7 +60,7 @@ def jobs_in(steps: Path) -> list[Job]:
 def assert_whole(out: Path) -> None:
     """Every visible part can be read, whatever was killed."""
     for path in out.glob("*.parquet"):
-        header(path)
+        read_header(path)
 
 
 def test_a_killed_worker_costs_nothing(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_workers_end_with_whoever_asked_them(steps: Path, tmp_path: Path) -> Non
 def test_a_folder_that_vanishes_stops_everything(steps: Path, tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     (outcome,) = run_in_workers(Schedule([tuple(jobs_in(steps)[:1])]), folder, workers=1)
-    assert "not seen from where the work is done" in str(outcome.fatal)
+    assert "not visible where the work is done" in str(outcome.fatal)
 
 
 def children_of(pid: int) -> list[int]:

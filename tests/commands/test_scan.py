@@ -130,14 +130,6 @@ def test_a_broken_head_keeps_no_number() -> None:
     assert scan(broken).layers[0]["residual_kept"] is None
 
 
-def test_a_document_without_the_newer_column_is_read(tmp_path: Path) -> None:
-    document = scan(DEMO).to_dict()
-    for head in document["heads"]:
-        del head["residual_kept"]
-    (tmp_path / "old.json").write_text(json.dumps(document))
-    assert [row.residual_kept for row in Scan.load(tmp_path / "old.json").rows] == [None] * 24
-
-
 def test_how_many_keys_rows_see() -> None:
     layer = next(iter(layers_of(*open_source(DEMO))))
     for causal, window, kind in (

@@ -27,7 +27,7 @@ from locater.control import (
     SigmaReparam,
     Surgery,
     Temperature,
-    carried,
+    carried_changes,
     forward,
 )
 from locater_lab.mechanisms.swap import SwapMechanism
@@ -99,16 +99,16 @@ def test_a_copy_computes_what_the_model_computes(kind: str, name: str) -> None:
                 pickled(model)
     else:
         ways |= {"pickle": pickle.loads(pickle.dumps(model)), "torch.save": saved(model)}
-    ours = {held.control for held in carried(model)}
+    ours = {held.control for held in carried_changes(model)}
     assert {word.partition("(")[0] for word in ours} == {
         type(c).__name__ for c in getattr(control, "controls", [control])
     }
     control.detach()
     assert name == "sigma_reparam" or torch.equal(logits(model), plain)
-    assert not carried(model)
+    assert not carried_changes(model)
     for way, other in ways.items():
         assert torch.equal(logits(other), changed), way
-        assert {held.control for held in carried(other)} == ours, way
+        assert {held.control for held in carried_changes(other)} == ours, way
         assert name == "sigma_reparam" or way == "averaged" or list(other.state_dict()) == keys, way
     shared = {p.data_ptr() for p in model.parameters()} & {
         p.data_ptr() for other in ways.values() for p in other.parameters()
@@ -118,20 +118,20 @@ def test_a_copy_computes_what_the_model_computes(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "own"])
 def test_parameters_of_a_copy_are_its_own(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    forward._warn_of_parameters.cache_clear()
+    forward._warn_about_parameters.cache_clear()
     model = model_of(kind)
     control = Temperature(init=2.0).attach(model)
     with caplog.at_level(logging.WARNING, "locater"):
         twin, another = copy.deepcopy(model), copy.deepcopy(model)
     assert len(caplog.messages) == 1
-    assert "average those of locater.control.carried(copy) too" in caplog.messages[0]
+    assert "average those of locater.control.carried_changes(copy) too" in caplog.messages[0]
     before = logits(twin)
     with torch.no_grad():
         for p in control.parameters():
             p.zero_()
     assert torch.equal(logits(twin), before)
     assert not torch.equal(logits(model), before)
-    theirs = [p for held in carried(twin) for p in held.parameters.values()]
+    theirs = [p for held in carried_changes(twin) for p in held.parameters.values()]
     with torch.no_grad():
         for mine, p in zip(theirs, control.parameters(), strict=True):
             mine.copy_(p)
@@ -144,7 +144,7 @@ def test_a_running_average_of_all_parameters() -> None:
     model = model_of("own").train()
     control = Temperature(init=2.0).attach(model)
     averaged = AveragedModel(model)
-    theirs = [p for held in carried(averaged) for p in held.parameters.values()]
+    theirs = [p for held in carried_changes(averaged) for p in held.parameters.values()]
     for _ in range(3):
         with torch.no_grad():
             for p in (*model.parameters(), *control.parameters()):
@@ -196,7 +196,7 @@ def test_a_penalty_changes_no_output_and_is_not_carried() -> None:
     control = EntropyPenalty(ceiling=0.5).attach(model)
     twin, its = copy.deepcopy((model, control))
     twin(IDS)
-    assert not carried(twin)
+    assert not carried_changes(twin)
     with pytest.raises(LocaterError, match="EntropyPenalty is not attached"):
         its.loss()
     model(IDS)

@@ -122,7 +122,7 @@ OUT_OF_REACH = {
 def test_families_out_of_reach_are_named(label: str) -> None:
     model = next(c for c in CASES if c.label.startswith(label)).build()
     for build in ALL.values():
-        said = rf": {OUT_OF_REACH[label]} does not pass the attention interface .* GPT-2, .* do\. "
+        said = rf": {OUT_OF_REACH[label]} does not use the attention interface .* GPT-2, .* do\. "
         with pytest.raises(LocaterError, match=said) as error:
             build().attach(model)
         assert "\n" not in str(error.value)
@@ -202,9 +202,9 @@ def test_softcap_equals_that_of_a_model_that_has_it() -> None:
     with torch.no_grad(), observe(bare) as one, observe(capped) as other:
         torch.testing.assert_close(bare(**BATCH).logits[REAL], capped(**BATCH).logits[REAL], rtol=1e-4, atol=1e-5)
     assert [r.max_logit for r in one.rows] == pytest.approx([r.max_logit for r in other.rows], rel=1e-5)
-    with pytest.raises(LocaterError, match=r"layers.0.self_attn: its logits are capped at 3.0 already"):
+    with pytest.raises(LocaterError, match=r"layers.0.self_attn: its logits are already capped at 3.0"):
         LogitSoftcap().attach(capped)
-    with pytest.raises(LocaterError, match=r"capped at 3.0 already"):
+    with pytest.raises(LocaterError, match=r"already capped at 3.0"):
         LogitSoftcap().attach(bare)
 
 
@@ -623,7 +623,7 @@ def test_parameters_are_saved_and_loaded() -> None:
         twin.load_state_dict(control.state_dict())
         other(BATCH["input_ids"].flip(1))  # another first batch: gains are there already
         assert torch.equal(other(**BATCH).logits, one)
-    with pytest.raises(LocaterError, match="of other layers or heads"):
+    with pytest.raises(LocaterError, match="has other layers or heads"):
         twin.load_state_dict({})
     assert Temperature(learn=False).attach(other).parameters() == []
 
@@ -634,13 +634,13 @@ def test_parameters_are_saved_and_loaded() -> None:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: Temperature(init=0.0), "init=0.0: a temperature is a number above 0"),
+        (lambda: Temperature(init=0.0), "init=0.0: a temperature must be a number above 0"),
         (lambda: QKNorm(kind="l2"), "kind='l2': choose rms or layer"),  # type: ignore[arg-type]
-        (lambda: QKNorm(init="lost"), "init='lost': a number above 0, or keep"),  # type: ignore[arg-type]
-        (lambda: QKNorm(init=-1.0), "init=-1.0: a number above 0, or keep"),
+        (lambda: QKNorm(init="lost"), "init='lost': must be a number above 0, or keep"),  # type: ignore[arg-type]
+        (lambda: QKNorm(init=-1.0), "init=-1.0: must be a number above 0, or keep"),
         (lambda: QKNorm(eps=-1.0), "eps=-1.0"),
-        (lambda: LogitSoftcap(cap=0.0), "cap=0.0: a number above 0"),
-        (lambda: LogitSoftcap(cap=math.inf), "cap=inf: a number above 0"),
+        (lambda: LogitSoftcap(cap=0.0), "cap=0.0: must be a number above 0"),
+        (lambda: LogitSoftcap(cap=math.inf), "cap=inf: must be a number above 0"),
         (lambda: EntropyPenalty(), "give floor, ceiling or both"),
         (lambda: EntropyPenalty(floor=0.8, ceiling=0.2), "floor=0.8, ceiling=0.2"),
         (lambda: EntropyPenalty(floor=1.2), "floor=1.2"),
@@ -662,7 +662,7 @@ def test_bad_options_are_named(build: Callable[[], Any], said: str) -> None:
 def test_attention_that_is_never_reached_is_an_error() -> None:
     model = llama()
     control = Temperature().attach(model)
-    with pytest.raises(LocaterError, match="attention of LlamaForCausalLM was not reached"):
+    with pytest.raises(LocaterError, match="without reaching the attention of LlamaForCausalLM"):
         control.after_step()
     model(**BATCH)
     control.after_step()
@@ -674,7 +674,7 @@ def test_own_path_of_gpt2_is_refused() -> None:
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=64, reorder_and_upcast_attn=True)
     )
-    with pytest.raises(LocaterError, match="does not pass the attention interface"):
+    with pytest.raises(LocaterError, match="does not use the attention interface"):
         Temperature().attach(model)
 
 

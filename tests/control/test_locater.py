@@ -313,7 +313,7 @@ def test_what_cannot_be_controlled_is_refused_in_one_line() -> None:
     ("options", "said"),
     [
         (dict(part="upper"), "part='upper': choose symmetric or full"),
-        (dict(target="none"), "target='none': a number, or free"),
+        (dict(target="none"), "target='none': must be a number, or free"),
         (dict(shrink=-1.0), "shrink=-1.0"),
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from locater.control import LocAteR
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.observing.token_sample import TokenSample, chosen_tokens
+from locater.observing.training_tokens import TokenSample, chosen_tokens
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from tests.families import CASES
@@ -415,9 +415,9 @@ def test_the_stored_form_has_no_latent_attention() -> None:
     [
         (dict(form="raw"), "form='raw': choose effective, measured or stored"),
         (dict(form="measured", part="full"), "leave part out"),
-        (dict(limit=-1.0), "limit=-1.0: a number from 0"),
+        (dict(limit=-1.0), "limit=-1.0: must be a number from 0"),
         (dict(limit=math.inf), "limit=inf"),
-        (dict(limit=1.0, target="free"), "limit=1.0 with target='free'"),
+        (dict(limit=1.0, target="free"), "limit=1.0 does not apply to target='free'"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:

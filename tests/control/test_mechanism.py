@@ -321,7 +321,7 @@ REFUSED = [
     ),
     ("gpt_oss", "sigmoid", "its attention has sinks, which sigmoid does not take"),
     ("t5", "sigmoid", "its attention has a position bias, which sigmoid does not take"),
-    ("bloom", "sigmoid", "BloomAttention does not pass the attention interface"),
+    ("bloom", "sigmoid", "BloomAttention does not use the attention interface"),
     ("bert-decoder", "doubly_normalized", "doubly_normalized attention cannot be causal"),
 ]
 

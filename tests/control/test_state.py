@@ -113,7 +113,7 @@ def test_parameters_and_state_of_several_are_those_of_each() -> None:
     again.load_state_dict(state)
     assert again.controls[0].parameters()[0].tolist() == [0.25, 0.25]
     assert float(again.controls[1].strength) == 2.0  # type: ignore[attr-defined]
-    with pytest.raises(LocaterError, match="this state is of 1 controls, and there are 3"):
+    with pytest.raises(LocaterError, match="this state has 1 controls, and there are 3"):
         again.load_state_dict({"0": {}})
     again.detach()
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError, Monitor
-from locater.control import Controls, Surgery, Temperature, carried, surgery
+from locater.control import Controls, Surgery, Temperature, carried_changes, surgery
 from locater.discovery import attention_layers
 from locater.families.registry import types_with_blocks
 from locater.measures import rank_residual
 from locater.observing import observe
 from locater.sources.sources import config_of
+from locater_lab.models.transformer import TransformerBlock
 from locater_lab.train import Plan, Shape, Transformer, run
 from locater_lab.train.controls import parse_control
 from tests.families import CASES, blocks
@@ -389,7 +390,7 @@ def olmo2(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
 
 
 BY_BLOCK = {
-    "AlbertLayer": albert, "XLNetLayer": xlnet, "GPT2Block": gpt2, "ViTLayer": vit, "Block": own,
+    "AlbertLayer": albert, "XLNetLayer": xlnet, "GPT2Block": gpt2, "ViTLayer": vit,
     "GPTNeoXLayer": neox, "FalconDecoderLayer": falcon, "BloomBlock": bloom, "OPTDecoderLayer": opt, "T5Block": t5, "MT5Block": t5,
     "UMT5Block": t5, "TransformerBlock": distilbert, "Dinov2Layer": dinov2, "Dinov2WithRegistersLayer": dinov2,
     **dict.fromkeys((f"{name}Layer" for name in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra")), bert),
@@ -398,6 +399,11 @@ BY_BLOCK = {
     **dict.fromkeys(("MPNetLayer", "DebertaV2Layer"), behind), **dict.fromkeys(("CLIPEncoderLayer", "SiglipEncoderLayer"), tower),
     **dict.fromkeys(("Olmo2DecoderLayer", "Olmo3DecoderLayer"), olmo2),
 }  # fmt: skip
+
+
+def written_out(block: nn.Module) -> Callable[..., Tensor]:
+    """The block as it is written out above. DistilBERT has a `TransformerBlock` too."""
+    return own if isinstance(block, TransformerBlock) else BY_BLOCK.get(type(block).__name__, llama)
 
 
 @torch.no_grad()
@@ -415,9 +421,7 @@ def by_hand(
         before = out
         if memory is not None and given.get("encoder_hidden_states") is not None:
             given = {**given, "encoder_hidden_states": memory}
-        x = BY_BLOCK.get(type(block).__name__, llama)(
-            block, x, given, cuts if any(block is one for one in operated) else {}
-        )
+        x = written_out(block)(block, x, given, cuts if any(block is one for one in operated) else {})
         found.append(x)
     return found
 
@@ -646,7 +650,7 @@ def test_those_who_watch_come_after() -> None:
     model = small("GPT2", n_embd=32, n_layer=2, n_head=4)
     with (
         observe(model, hidden=True),
-        pytest.raises(LocaterError, match=r"^GPT2Block\.forward is observed, or under another Surgery: "),
+        pytest.raises(LocaterError, match=r"^GPT2Block\.forward is observed, or replaced by another Surgery: "),
     ):
         Surgery(no_skip=True).attach(model)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -658,7 +662,7 @@ def test_two_of_them_share_a_model_and_not_a_part() -> None:
         [Surgery(no_skip=True, layers=[0]), Surgery(no_norm=True, layers=[1]), Surgery(no_mlp=True), Temperature(2.0)]
     )
     both.attach(model)
-    with pytest.raises(LocaterError, match="under another Surgery"):
+    with pytest.raises(LocaterError, match="replaced by another Surgery"):
         Surgery(no_norm=True).attach(model)
     both.detach()
     assert not any("forward" in vars(module) for module in model.modules())
@@ -689,11 +693,11 @@ def test_a_copy_is_cut_as_the_model_is(case: Case) -> None:
     twin, its = copy.deepcopy((model, control))
     control.detach()
     assert all(torch.equal(a, b) for a, b in zip(tensors(execute(model, case)), before, strict=True))
-    assert not carried(model)
+    assert not carried_changes(model)
     for other in (*copies, twin):
         assert all(torch.equal(a, b) for a, b in zip(tensors(execute(other, case)), cut, strict=True))
-        assert {held.control for held in carried(other)} == {repr(control)}
-        with pytest.raises(LocaterError, match="under another Surgery"):
+        assert {held.control for held in carried_changes(other)} == {repr(control)}
+        with pytest.raises(LocaterError, match="replaced by another Surgery"):
             Surgery(no_mlp=True).attach(other)
     its.detach()  # a control that was copied along is the copy's
     assert all(torch.equal(a, b) for a, b in zip(tensors(execute(twin, case)), before, strict=True))
@@ -703,13 +707,13 @@ def test_a_copy_is_cut_as_the_model_is(case: Case) -> None:
 
 
 def test_a_block_without_an_mlp_has_none_to_lose() -> None:
-    with pytest.raises(LocaterError, match=r"Surgery: model\.layers\.0 has no MLP that could be taken out"):
+    with pytest.raises(LocaterError, match=r"Surgery: model\.layers\.0 has no MLP to remove"):
         Surgery(no_mlp=True).attach(BY_LABEL["locater-no-mlp"].build())
 
 
 def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, count = small("Bert"), 0
-    real = surgery.instead
+    real = surgery.replace_method
 
     def failing(*args: Any) -> Any:
         nonlocal count
@@ -789,12 +793,12 @@ def test_a_block_that_goes_another_way_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Surgery(), "Surgery takes nothing out: give no_skip=True, no_mlp=True or no_norm=True"),
-        (lambda: Surgery(layers=[0]), "Surgery takes nothing out"),
-        (lambda: Surgery(no_skip="yes"), "no_skip='yes': True or False"),  # type: ignore[arg-type]
-        (lambda: Surgery(no_norm=1), "no_norm=1: True or False"),  # type: ignore[arg-type]
-        (lambda: Surgery(no_mlp="norm"), "no_mlp='norm': True, False, or sublayer"),  # type: ignore[arg-type]
-        (lambda: Surgery(no_skip=True, layers=1), r"layers=1: a list of numbers, such as \[1\]"),  # type: ignore[arg-type]
+        (lambda: Surgery(), "Surgery would remove nothing: give no_skip=True, no_mlp=True or no_norm=True"),
+        (lambda: Surgery(layers=[0]), "Surgery would remove nothing"),
+        (lambda: Surgery(no_skip="yes"), "no_skip='yes': must be True or False"),  # type: ignore[arg-type]
+        (lambda: Surgery(no_norm=1), "no_norm=1: must be True or False"),  # type: ignore[arg-type]
+        (lambda: Surgery(no_mlp="norm"), "no_mlp='norm': must be True, False, or sublayer"),  # type: ignore[arg-type]
+        (lambda: Surgery(no_skip=True, layers=1), r"layers=1: must be a list of numbers, such as \[1\]"),  # type: ignore[arg-type]
         (
             lambda: Surgery(no_skip=True, layers=[2]).attach(small("Bert")),
             r"layers=\[2\]: there are 2, numbered from 0",
@@ -805,7 +809,7 @@ def test_a_block_that_goes_another_way_is_an_error() -> None:
             r"Surgery: Linear \(no model type\): its blocks are not known: describe them with locater.register()",
         ),
         (lambda: Surgery(no_skip=True).loss(), "Surgery is not attached"),
-        (lambda: parse_control("surgery"), "Surgery takes nothing out"),
+        (lambda: parse_control("surgery"), "Surgery would remove nothing"),
         (
             lambda: parse_control("surgery(skip=True)"),
             "control surgery has no option 'skip': it has no_skip, no_mlp, no_norm, layers",
@@ -820,7 +824,7 @@ def test_bad_requests_are_one_line(make: Callable[[], Any], said: str) -> None:
 
 def test_attached_twice() -> None:
     control = Surgery(no_mlp=True).attach(small("Bert"))
-    with pytest.raises(LocaterError, match="attached already"):
+    with pytest.raises(LocaterError, match="already attached"):
         control.attach(small("Bert"))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.control import LocAteR
-from locater.control.eigenspectrum import traces
+from locater.control.locater import traces
 from locater.control.penalty_maps import size_counts, sized_maps
 from locater.discovery import attention_layers
 from locater.errors import LocaterError

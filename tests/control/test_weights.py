@@ -239,7 +239,7 @@ def test_it_looks_at_every_nth_step_and_only_at_training(clip: Callable[..., QKC
     assert control.clipped == clipped > 0
     model.eval()
     run(case, model)
-    with pytest.raises(LocaterError, match="no training pass was seen"):
+    with pytest.raises(LocaterError, match="no training pass since the last step"):
         control.after_step()
 
 
@@ -264,7 +264,7 @@ def test_a_limit_that_is_not_reached_changes_nothing(clip: Callable[..., QKClip]
     ],
 )  # fmt: skip
 def test_clip_refuses_models_whose_logits_do_not_follow_the_maps(label: str, why: str) -> None:
-    with pytest.raises(LocaterError, match=rf"0\..*{why}.*QK-Clip is not for it"):
+    with pytest.raises(LocaterError, match=rf"0\..*{why}.*QK-Clip does not apply"):
         QKClip().attach(model_of(case_of(label)))
 
 
@@ -385,7 +385,7 @@ def test_sigma_reparam_refuses_what_is_parametrized_and_bad_options() -> None:
     model = model_of(case_of("llama"))
     torch.nn.utils.parametrizations.weight_norm(model.get_submodule("model.layers.1.mlp.up_proj"))
     keys = list(model.state_dict())
-    with pytest.raises(LocaterError, match=r"model.layers.1.mlp.up_proj.weight: it is parametrized already"):
+    with pytest.raises(LocaterError, match=r"model.layers.1.mlp.up_proj.weight: it already has a parametrization"):
         SigmaReparam().attach(model)
     assert list(model.state_dict()) == keys
     for options in (dict(gamma="one"), dict(only="values"), dict(layers=[9])):

@@ -18,7 +18,8 @@ from locater.discovery.redrawn_copy import RedrawnCopy, TapedPass
 from locater.discovery.verified_search import verify_layout
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, effective
-from locater.layers.layout import AttentionLayout
+from locater.layers.layout import AttentionLayout, RotaryLayout
+from locater.layers.map_layouts import Runs, numbers_in, runs_of
 from tests import parity
 
 transformers = pytest.importorskip("transformers")
@@ -175,22 +176,25 @@ def test_the_layout_that_was_read_is_verified(qwen3: tuple[AttentionLayout, Tape
     layout, run = qwen3
     assert verify_layout(layout, run, run.calls[0]) == layout
     assert layout.query_norm is not None
-    assert len(layout.frequencies) == 4
+    assert layout.rotary is not None
+    assert len(layout.rotary.frequencies) == 4
 
 
-def _shifted(rows: tuple[int, ...]) -> tuple[int, ...]:
-    return (*rows[1:], rows[0])
+def _shifted(rows: Runs) -> Runs:
+    first, *others = numbers_in(rows)
+    return runs_of([*others, first])
 
 
 def _faults(layout: AttentionLayout) -> dict[str, AttentionLayout]:
     """Layouts with one small mistake in queries or keys."""
-    query, key, norm = layout.query, layout.key, layout.query_norm
+    query, key, norm, rotary = layout.query, layout.key, layout.query_norm, layout.rotary
     assert norm is not None
+    assert rotary is not None
     return {
         "query rows": replace(layout, query=replace(query, rows=_shifted(query.rows))),
         "key rows": replace(layout, key=replace(key, rows=_shifted(key.rows))),
-        "angle": replace(layout, frequencies=(layout.frequencies[0] + 1e-4, *layout.frequencies[1:])),
-        "no rotation": replace(layout, frequencies=()),
+        "angle": replace(layout, rotary=RotaryLayout((rotary.frequencies[0] + 1e-4, *rotary.frequencies[1:]))),
+        "no rotation": replace(layout, rotary=None),
         "front norm": replace(layout, norm=type(layout.norm)()),
         "query norm": replace(layout, query_norm=None),
         "gain + 1": replace(layout, query_norm=replace(norm, offset=1.0)),
@@ -257,7 +261,9 @@ def test_a_clipped_query_is_refused(clip: float) -> None:
     model = build("Olmo", **{**BASE, **EVERY_HEAD}, clip_qkv=clip)
     discovered = locater.discover(model)
     assert not discovered.layers
-    assert {refusal.reason for refusal in discovered.refused} == {"its queries, keys or values are clipped or bent"}
+    assert {refusal.reason for refusal in discovered.refused} == {
+        "its queries, keys or values are clipped, or no linear function of their maps"
+    }
     with pytest.raises(LocaterError, match="clipped"):
         locater.attention_layers(model)
 

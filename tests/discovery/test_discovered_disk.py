@@ -27,6 +27,7 @@ from locater.discovery.record_or_discovery import layers_of
 from locater.discovery.small_config import CUTS, changed_settings, small_config
 from locater.discovery.verified_search import search
 from locater.errors import LocaterError
+from locater.layers.map_layouts import numbers_in, runs_of
 from locater.sources.sources import open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights
 from tests.conftest import Result
@@ -206,7 +207,7 @@ def test_layers_of_one_kind_that_disagree_are_refused(fault: str, small_and_full
     if fault == "scale":
         layout = replace(layout, logits=replace(layout.logits, scale=layout.logits.scale * 1.0001))
     elif fault == "rows":
-        layout = replace(layout, query=replace(layout.query, rows=layout.query.rows[::-1]))
+        layout = replace(layout, query=replace(layout.query, rows=runs_of(reversed(numbers_in(layout.query.rows)))))
     else:
         layout = replace(layout, key=replace(layout.key, weight="model.layers.1.self_attn.k_proj.weight"))
     result = carry_layouts(replace(searched, layouts=[*searched.layouts[:2], layout]), kinds, small, full)

@@ -74,11 +74,11 @@ class Bent(Attention):
         lambda logits: logits.clamp(-20, 20) - logits.amax(-1, keepdim=True),
     ],
 )
-def test_logits_that_are_bent_beyond_the_example_have_no_scale(bend: Any) -> None:
+def test_logits_that_are_nonlinear_beyond_the_example_have_no_scale(bend: Any) -> None:
     model = Model()
     model.attn = Bent(bend)
     (layer,) = locater.discover(model, EXAMPLE).layers
-    assert "bent" in str(layer.unknown_scale)
+    assert "nonlinear" in str(layer.unknown_scale)
 
 
 class Clamped(nn.Module):

@@ -323,7 +323,7 @@ class Mixing(Attention):
 
 
 class Rotating(Attention):
-    """Values turn with position."""
+    """Values rotate with position."""
 
     def values(self, x: Tensor) -> Tensor:
         return turned(super().values(x))
@@ -333,8 +333,8 @@ def test_what_cannot_be_read_is_said() -> None:
     (refusal,) = locater.discover(Block(Mixing), X).refused
     assert "tokens are mixed" in refusal.reason
     (layer,) = locater.discover(Block(Rotating), X).layers
-    assert layer.unknown_output == "its values turn with position"
-    with pytest.raises(LocaterError, match="turn with position"):
+    assert layer.unknown_output == "its values rotate with position"
+    with pytest.raises(LocaterError, match="rotate with position"):
         layer.output(X["x"])
 
 

@@ -171,13 +171,13 @@ def test_a_mistake_in_a_table_or_a_sink_is_refused() -> None:
     copied = RedrawnCopy(Windows(), {"x": torch.randn(2, 12, 16)})
     first = copied.run(0)
     layout = read_layout(first.tape, first.calls[0])
-    table = layout.logits.table
-    assert table is not None
+    table = layout.logits.bias
+    assert isinstance(table, TableLayout)
     second = copied.run(1)
     rows = [list(row) for row in table.rows]
     rows[2][1] = (rows[2][1] + 1) % 7
-    wrong = replace(layout.logits, table=TableLayout(table.name, tuple(map(tuple, rows)), table.axis))
-    for how in (wrong, replace(layout.logits, table=None)):
+    wrong = replace(layout.logits, bias=TableLayout(table.name, tuple(map(tuple, rows)), table.axis))
+    for how in (wrong, replace(layout.logits, bias=None)):
         result: AttentionLayout = verify_layout(replace(layout, logits=how), second, second.calls[0])
         assert "logits differ" in str(result.unknown_logits)
         assert result.unknown_scale is None  # the scale was verified

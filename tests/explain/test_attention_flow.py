@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import locater
 from locater import LocaterError, explain, register
-from locater.calls.interceptors import CHANGES
+from locater.calls.interceptors import INTERCEPTORS
 from locater.calls.listeners import KEY
 from locater.explain import attention_event
 from locater.explain.attention_flow import RelevanceMatrices, carried_norms
@@ -104,7 +104,7 @@ def _field(out: Any, path: str) -> Any:
 
 def clean(model: nn.Module) -> bool:
     """Nothing is left on any module, and every parameter can be trained."""
-    left = any(KEY in m.__dict__ or CHANGES in m.__dict__ or "forward" in m.__dict__ for m in model.modules())
+    left = any(KEY in m.__dict__ or INTERCEPTORS in m.__dict__ or "forward" in m.__dict__ for m in model.modules())
     return not left and all(p.requires_grad for p in model.parameters())
 
 

@@ -13,7 +13,7 @@ import locater
 from locater.discovery import attention_layers
 from locater.explain import operator
 from locater.explain.explanation import vectors
-from locater.explain.linear_operator import CONFIDENCE, FrozenOperator, frozen_with_readout, quantile, with_input
+from locater.explain.linear_operator import CONFIDENCE, FrozenOperator, collapse_by_input, frozen_with_readout, quantile
 from locater.explain.recorded_run import Run
 from locater.families import registry
 from tests.explain.float64 import AllFloat64
@@ -107,8 +107,8 @@ def test_backward_is_the_transpose_of_forward(name: str) -> None:
     paths, _ = frozen_with_readout(*first_input(name), None, "linear")
     start = torch.zeros(2, *paths.input.shape, dtype=torch.float64, requires_grad=True)
     seeds = torch.randn(start.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    (want,) = torch.autograd.grad(paths.carried(start), start, seeds)
-    close_to(paths.pulled_back(seeds), want)
+    (want,) = torch.autograd.grad(paths.push_forward(start), start, seeds)
+    close_to(paths.pull_back(seeds), want)
 
 
 def test_norms_with_input_take_the_shorter_way() -> None:
@@ -116,7 +116,7 @@ def test_norms_with_input_take_the_shorter_way() -> None:
     ids = torch.randint(64, (1, WIDTH + 4), generator=torch.Generator().manual_seed(3))
     paths, readout = frozen_with_readout(model_of("gpt2"), ids, (7, 3), "linear")
     T = FrozenOperator(paths)
-    backward, forward = (with_input(T, readout.tokens, matrix) for matrix in (False, True))
+    backward, forward = (collapse_by_input(T, readout.tokens, matrix) for matrix in (False, True))
     assert (backward.passes, forward.passes) == (
         f"{WIDTH} backward passes, one per channel",
         f"{WIDTH + 4} forward passes, one per input token",

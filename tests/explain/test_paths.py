@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.explain import Paths, decompose
-from locater.explain.linear_steps import Heads
+from locater.explain.linear_steps import HeadBranch
 from locater.families.registry import block_of, types_with_blocks
 from locater.sources.sources import config_of
 from locater_lab.train import Shape, Transformer
@@ -477,7 +477,7 @@ def test_maps_are_those_of_the_eager_model(name: str) -> None:
         want = model(**batch, output_attentions=True).attentions
     paths = decompose(model, batch)
     for step, maps in zip(paths.steps, want, strict=True):
-        assert isinstance(step.branches, Heads)
+        assert isinstance(step.branches, HeadBranch)
         got = step.branches.maps.transpose(1, 2)[paths.real]
         assert (got - maps.transpose(1, 2)[paths.real]).abs().max() < 1e-5
     assert paths.gap < 1e-5

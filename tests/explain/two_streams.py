@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.attention_interface import _listener
+from locater.calls.attention_interface import listening_function
 from locater.families import Family
 from locater.layers import AttentionLayer
 from locater.layers.build import projection
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
-from locater_lab.models.transformer import fused
+from locater_lab.models.transformer import fused_attention
 
 TYPE, WIDTH, HEADS = "two_streams_of_a_test", 16, 2
-ATTEND = _listener("sdpa", fused)
+ATTEND = listening_function("sdpa", fused_attention)
 
 
 class Attention(nn.Module):

@@ -148,6 +148,11 @@ def _powers_in_place(x: Tensor) -> Tensor:
     return powers
 
 
+def _powers_over_rows(x: Tensor) -> Tensor:
+    powers = torch.exp(x - x.amax(-1, keepdim=True))
+    return powers / powers.sum(-1)[..., None]
+
+
 def _plain_powers(x: Tensor) -> Tensor:
     powers = x.exp()
     return torch.div(powers, torch.sum(powers, [-1], keepdim=True))
@@ -175,6 +180,8 @@ SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "exp(L - max) / sum": _powers,
     "exp(L - max) * (L > least) / sum": _hidden_powers,
     "exp(L - max) /= sum": _powers_in_place,
+    "exp(L - max) / sum[..., None]": _powers_over_rows,
+    "(L - L.logsumexp(-1).unsqueeze(-1)).exp()": lambda x: (x - x.logsumexp(-1).unsqueeze(-1)).exp(),
     "torch.div(exp(L), sum)": _plain_powers,
     "torch.ops.aten.softmax(L, -1)": lambda x: torch.ops.aten.softmax(x, -1),
     "torch.softmax(L, -1, out=P)": lambda x: torch.softmax(x, -1, out=torch.empty_like(x)),

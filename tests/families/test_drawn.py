@@ -53,7 +53,7 @@ EXPECTED_REFUSALS: list[Refusal] = [
     *(Refusal({"softmax": spelling}, NO_SOFTMAX, NO_SOFTMAX) for spelling in spellings.NO_SOFTMAXES),
     Refusal({"softmax": set(spellings.OVER_ANOTHER_AXIS), "sinks": True}, None, MOVED),
     Refusal({"repeating": spellings.BY_GROUPS}, "a token is met twice in one of its sequences"),
-    Refusal({"repeating": spellings.STRIDED}, "share keys otherwise than in groups of neighbours"),
+    Refusal({"repeating": spellings.STRIDED}, "share keys, and not in groups of neighbours"),
     Refusal({"qk_norm": "rms of all", "layout": {"fused", "Conv1D"}, "heads": {2, 3, 4, 6}}, "channels of heads of"),
     Refusal({"positions": {"alibi", "alibi by key", "table"}, "softcap": {2.5}}, "its logits are not one multiple"),
     Refusal({"positions": "alibi by key", "mask": {"none", "window 3"}}, "a bias that is not known"),

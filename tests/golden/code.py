@@ -26,7 +26,7 @@ from locater.findings import FLAGS
 from locater.results.probe import ProbeRow
 from locater.runs.run_log import read_run
 from locater_lab.engine.runs import Row, Runs
-from locater_lab.engine.trained_models import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from locater_lab.mechanisms import mechanisms
 from locater_lab.papers import PAPERS
 from locater_lab.train.controls import controls
@@ -45,7 +45,7 @@ __all__ = [
     "names",
     "read_run",
     "train",
-    "why_absent",
+    "why_unavailable",
 ]
 
 
@@ -53,7 +53,7 @@ MODELS: dict[str, Path] = {
     "demo": Path(str(locater.__file__)).parent / "demo",
     "twin": Path(str(locater.__file__)).parent / "demo" / "twin",
     "stories260K": ROOT.parent / "shared" / "models" / "stories260K",
-    "MiniLM": (None if why_absent() else sentence_model()) or Path("all-MiniLM-L6-v2"),
+    "MiniLM": (None if why_unavailable() else sentence_model()) or Path("all-MiniLM-L6-v2"),
 }
 
 
@@ -124,7 +124,7 @@ def _plain(default: Any) -> Any:
 
 def commands() -> dict[str, dict[str, None]]:
     """Commands with their options and arguments."""
-    root: Any = typer.main.get_command(sys.modules[_main().__module__].with_offered())
+    root: Any = typer.main.get_command(sys.modules[_main().__module__].load_offered_commands())
     context = typer.Context(root)
     # some are built late
     parts = {"locater": root, **{name: root.resolve_command(context, [name])[1] for name in root.commands}}

@@ -12,7 +12,7 @@ from tests.golden import code
 from tests.golden.comparing import compact
 
 FOLDER = Path(__file__).parent
-FILES = FOLDER / "files"  # made once by an early version, never made again: see docs/golden.md
+FILES = FOLDER / "files-0.2"  # written once, by version 0.2.0: see docs/golden.md
 PAPER_RUNS = {name: code.ROOT / "docs" / "results" / f"{name}-runs.jsonl" for name in ("bao2024", "mechanisms")}
 TEXT = "LICENSE"  # a text that does not change; Python's documentation differs between its releases
 
@@ -43,7 +43,7 @@ class Document:
 
     def lacks(self) -> str | None:
         """Why it cannot be made here, if so."""
-        if "{MiniLM}" in self.arguments and (why := code.why_absent()):
+        if "{MiniLM}" in self.arguments and (why := code.why_unavailable()):
             return why
         missing = [path for name, path in code.MODELS.items() if f"{{{name}}}" in self.arguments and not path.is_dir()]
         return f"{missing[0]} is not there" if missing else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError, Monitor
-from locater.control.eigenspectrum import LocAteR
+from locater.control.locater import LocAteR
 from locater.integrations import hf
 from locater.runs.record_sinks import read_run
 from tests.families.decoders import GROUPED, SHAPE, make
@@ -124,9 +124,9 @@ def test_misuse_of_the_trainer_is_told(tmp_path: Path) -> None:
 
     trainer = Trainer(llama(), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
     hf.attach(trainer, [LocAteR()])
-    with pytest.raises(LocaterError, match="has controls already"):
+    with pytest.raises(LocaterError, match="already has controls"):
         hf.attach(trainer, [LocAteR()])
-    with pytest.raises(LocaterError, match=r"no transformers\.Trainer"):
+    with pytest.raises(LocaterError, match=r"is not a transformers\.Trainer"):
         hf.attach(object(), [LocAteR()])
 
 

@@ -14,12 +14,12 @@ SHAPES = ((4, 2, 1, 600), (6, 2, 5, 1030), (6, 2, 3, 521))  # query heads, key h
 
 def check_few(device: str, names: list[str], shapes: tuple[tuple[int, ...], ...] = SHAPES) -> None:
     """Several parts, a last one that is not full, groups of heads that share keys."""
-    from locater.kernels import triton_split
+    from locater.kernels import triton_key_parts
 
     for H, K, T, S in shapes:
         for name in names:
             q, k = inputs(B=2, H=H, K=K, T=T, S=S, device=device)
-            assert triton_split.parts_of(q, k) > 1
+            assert triton_key_parts.count_parts(q, k) > 1
             terms = masks(2, H, T, S, device)[name]
             found = attention_statistics(q, k, first=3, per_key=True, backend="triton", **terms)
             compare(found, exact(q, k, first=3, **terms), 1e-4)

@@ -54,7 +54,7 @@ def test_the_schema_names_the_fields_in_their_order() -> None:
     names = [argument.split()[-1] for argument in Terms.SCHEMA.split(", ")]
     assert names == [f.name for f in fields(Terms)]
     assert len(names) == Terms.ARGUMENTS == len(every_term().flat())
-    for operator in (accumulate._operator, rows._rows._opoverload, rows._gradient._opoverload):
+    for operator in (accumulate._operator, rows._row_entropy_op._opoverload, rows._entropy_gradient_op._opoverload):
         arguments = [argument.name for argument in operator._schema.arguments]
         start = arguments.index("scale")
         assert arguments[start : start + Terms.ARGUMENTS] == names
@@ -92,9 +92,7 @@ def test_a_shape_that_does_not_fit_is_named(change: dict[str, Tensor], message: 
         replace(every_term(), **change).checked(B, H, T, S)  # type: ignore[arg-type]
 
 
-def test_the_old_name_of_a_module_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="QKNormAttention"):
-        assert modules.QKNorm is modules.QKNormAttention
+def test_the_module_of_qk_norm_has_a_gain_per_head() -> None:
     module = modules.attention_module("qk_norm", width=16, heads=4, size=4, kv_heads=2)
     assert type(module) is modules.QKNormAttention
     assert sorted(module.state_dict()) == ["key_gain", "query_gain"]

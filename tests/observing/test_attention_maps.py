@@ -119,7 +119,7 @@ def test_own_models_and_their_mechanisms(attention: str) -> None:
     maps = attention_pattern(model, ids, heads=[1, 3])
     hidden, n = torch.ones(12, 12).triu(1).bool(), torch.arange(1, 13).double()[:, None]
     with torch.no_grad():
-        x, turn = model.model.embedded(ids)
+        x, turn = model.model.embed(ids)
         for number, block in enumerate(model.model.layers):
             q, k, _ = block.self_attn.operands(block.input_layernorm(x), turn)
             logits = (q @ k.repeat_interleave(2, 1).mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)

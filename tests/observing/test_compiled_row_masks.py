@@ -77,10 +77,10 @@ def test_spans_of_a_mask_come_with_it() -> None:
 
 def test_a_call_with_a_placement_looks_at_no_mask(kernels: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
     """Four launches, memory for what they write, and other views of tensors."""
-    from locater.kernels import triton_sink
+    from locater.kernels import triton_sums
 
-    sinks = Kernel(triton_sink.sink_kernel)
-    monkeypatch.setattr(triton_sink, "sink_kernel", sinks)
+    sinks = Kernel(triton_sums.sink_kernel)
+    monkeypatch.setattr(triton_sums, "sink_kernel", sinks)
     q, _ = inputs(T=6, S=6)
     call, into = Call(q, q, Terms(mask=CAUSAL), torch.zeros(2, 6, 4, 16)), accumulators(4)
     known = Placement(*traced_placement(call, True, None, True, 0))

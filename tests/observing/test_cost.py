@@ -57,13 +57,13 @@ class Kernel:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     """The host side of a call on a GPU, without the GPU."""
     pytest.importorskip("triton", reason="Triton is only made for Linux")
-    from locater.kernels import triton_kernels, triton_launch, triton_sums
+    from locater.kernels import triton_launch, triton_statistics, triton_sums
 
-    stand_ins = [Kernel(triton_kernels.rows_kernel), Kernel(triton_sums.sums_kernel)]
+    stand_ins = [Kernel(triton_statistics.rows_kernel), Kernel(triton_sums.sums_kernel)]
     monkeypatch.setattr(dispatch, "default_backend", lambda q, terms: "triton")
-    monkeypatch.setattr(triton_kernels, "rows_kernel", stand_ins[0])
+    monkeypatch.setattr(triton_statistics, "rows_kernel", stand_ins[0])
     monkeypatch.setattr(triton_sums, "sums_kernel", stand_ins[1])
-    for module in (triton_launch, triton_kernels, triton_sums):
+    for module in (triton_launch, triton_statistics, triton_sums):
         monkeypatch.setattr(module, "LAUNCHES", {} if module is triton_launch else triton_launch.LAUNCHES)
     return stand_ins
 
@@ -204,7 +204,7 @@ def test_a_new_family_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether anything was heard is known without its numbers."""
+    """Whether anything was received is known without its numbers."""
     model, fetches = llama(), []
     fetched = observation.fetch_numbers
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from locater.calls.flex_attention import FlexArguments, call_of_flex
 from locater.calls.function_listener import FunctionListener
-from locater.calls.torch_calls import from_flex
 from locater.errors import LocaterError
 from locater.observing import SeenHead, observe
 
@@ -168,7 +168,7 @@ def test_maps_of_each_head_are_no_attention_by_themselves() -> None:
         model(x)
     q, k = (torch.einsum("bte,hed->bhtd", x.double(), w.double()) for w in (model.to_q, model.to_k))
     assert [row.entropy for row in seen.rows] == pytest.approx(entropies((q @ k.mT).softmax(-1).detach()), abs=1e-5)
-    with pytest.raises(LocaterError, match="no softmax attention was heard"), observe(PerHead(True)) as seen:
+    with pytest.raises(LocaterError, match="no softmax attention was found"), observe(PerHead(True)) as seen:
         seen.model(x)
 
 
@@ -226,7 +226,7 @@ def test_an_error_while_listening_does_not_end_the_run(monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("of the listener")
 
-    monkeypatch.setattr(FunctionListener, "_softmax", fail)
+    monkeypatch.setattr(FunctionListener, "_on_softmax", fail)
     model, x = Attention(by_module), torch.randn(BATCH, TOKENS, WIDTH)
     plain = model(x)
     with pytest.raises(LocaterError, match="not measured: the model itself: of the listener"), observe(model):
@@ -420,7 +420,9 @@ def test_a_loop_whose_tensors_are_not_followed_is_refused() -> None:
 
 @pytest.mark.parametrize("way", [gained, parts_of_keys])
 def test_calls_that_cannot_be_told_apart_are_refused(way: Callable[..., Any]) -> None:
-    with pytest.raises(LocaterError, match="more than once from the same queries: what tells these calls apart is not"):
+    with pytest.raises(
+        LocaterError, match="more than once from the same queries: what distinguishes these calls is not"
+    ):
         observed(way, None)
 
 
@@ -570,7 +572,7 @@ def test_flex_attention_with_changed_scores() -> None:
         def mask_mod(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             return t >= s
 
-    call = from_flex(q, q, k, alibi, Causal, 0.3)
+    call = call_of_flex(q, FlexArguments(q, k, k, alibi, Causal, 0.3))
     at = torch.arange(TOKENS)
     expected = 0.3 * q.double() @ k.double().repeat_interleave(2, 1).mT
     expected = expected - slopes.double()[:, None, None] * (at[:, None] - at)

@@ -35,7 +35,7 @@ def built(attention: str = "softmax", causal: bool = True) -> Transformer:
 def written_out(model: Transformer, ids: Tensor) -> list[Tensor]:
     """The maps (B, H, T, T) of each layer, from queries and keys by hand."""
     maps = []
-    x, turn = model.model.embedded(ids)
+    x, turn = model.model.embed(ids)
     for block in model.model.layers:
         inner = block.self_attn
         assert isinstance(inner, Attention)

@@ -361,7 +361,7 @@ def test_layers_heads_and_outputs_can_be_chosen() -> None:
 def test_a_model_without_attention_is_told_so() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with (
-        pytest.raises(LocaterError, match=r"no softmax attention was heard\. None of its modules looks like"),
+        pytest.raises(LocaterError, match=r"no softmax attention was found\. None of its modules looks like"),
         observe(model),
     ):
         model(torch.zeros(1, 4))
@@ -468,7 +468,7 @@ def different_towers(rank: int) -> None:
     model, x = Model(), torch.randn(2, TOKENS, WIDTH)
     with observe(model) as seen:
         model(x, x if rank else None)
-        with pytest.raises(LocaterError, match="ranks heard different attention layers"):
+        with pytest.raises(LocaterError, match="ranks found different attention layers"):
             seen.reduce()
     with observe(model) as seen:
         model(x)

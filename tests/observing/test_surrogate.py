@@ -28,7 +28,7 @@ from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
-from locater_lab.engine.trained_models import sentence_model, why_absent
+from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from tests import ROOT
 from tests.families import CASES
 from tests.parity import model_of
@@ -362,7 +362,7 @@ def test_scans_use_statistics(tmp_path: Path) -> None:
 MODELS: dict[str, Path | None] = {
     "demo": Path(str(files("locater") / "demo")),
     "stories260K": SHARED / "models" / "stories260K",
-    "MiniLM": None if why_absent() else sentence_model(),
+    "MiniLM": None if why_unavailable() else sentence_model(),
 }
 T = 128
 
@@ -381,7 +381,7 @@ def texts() -> tuple[str, str]:
 def test_held_out_predictions_of_trained_models(name: str) -> None:
     folder = MODELS[name]
     if folder is None or not folder.is_dir():
-        pytest.skip(f"{folder} is not here" if folder else str(why_absent()))
+        pytest.skip(f"{folder} is not here" if folder else str(why_unavailable()))
     model: Any = load_model(str(folder))
     most = min(T, getattr(model.config, "max_position_embeddings", T))
     one, other = (batches(model, text[:60000], length=most, tokens=2048) for text in texts())

@@ -99,7 +99,7 @@ def test_the_map_of_a_comparison_is_b_minus_a() -> None:
 
 def test_an_observation_before_and_after_a_run() -> None:
     with observe(spread_out()) as seen:
-        assert "Nothing was observed yet" in seen._repr_html_()
+        assert "Nothing observed yet" in seen._repr_html_()
         assert repr(seen) == "Observation(TransformerEncoder, 8 heads in 2 layers, 0 forward passes)"
         seen.model(torch.randn(1, 6, 32))
     assert len(cells(seen._repr_html_())) == 8
@@ -182,9 +182,9 @@ def test_heads_by_role() -> None:
 def test_a_scan_says_that_weights_tell_no_role(tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     scanned().show(console)
-    assert "which role a head has (induction, previous-token, ...) is not in its weights alone" in console.export_text()
+    assert "the role of a head (induction, previous-token, ...) does not show in its weights" in console.export_text()
     scanned().report(tmp_path / "scan.html")
-    assert "is not in its weights alone: locater probe tells." in (tmp_path / "scan.html").read_text()
+    assert "does not show in its weights: locater probe measures it." in (tmp_path / "scan.html").read_text()
 
 
 # ---- plots ----

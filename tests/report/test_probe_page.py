@@ -415,7 +415,7 @@ def test_probe_writes_what_it_prints(run: Run, saved: Path, words: Path, tmp_pat
 
 def test_the_default_text_is_named(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("locater.inputs.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
-    assert "the documentation inside Python (the default; --text FILE for yours)" in " ".join(
+    assert "the documentation that comes with Python (the default; --text FILE for yours)" in " ".join(
         run("probe", saved, *SMALL).out.split()
     )
     assert "sampled (" in run("probe", saved, *SMALL, "--rows", 4).out
@@ -472,7 +472,7 @@ def test_the_default_text_in_python_too(saved: Path, words: Path, monkeypatch: p
     monkeypatch.setattr("locater.inputs.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
     small: dict[str, Any] = dict(length=32, tokens=128)
     found = probe(saved, **small)
-    assert found.assumptions["data"] == "the documentation inside Python (the default; text= for yours)"
+    assert found.assumptions["data"] == "the documentation that comes with Python (the default; text= for yours)"
     assert probe(str(saved), str(words), **small).assumptions["data"] == str(words)
     assert probe(str(saved), [words, words], **small).assumptions["data"] == f"2 files, the first {words}"
 

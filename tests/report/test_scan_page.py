@@ -132,7 +132,7 @@ def test_rank_collapse_risk_is_on_the_page_and_in_the_terminal(pages: dict[str, 
         [row.residual_kept for row in found.rows], rel=1e-3
     )
     kept = [entry["residual_kept"] for entry in found.layers]
-    said = f"attention alone keeps {min(kept):.3f} (layer {kept.index(min(kept))}) to {max(kept):.3f} of what differs between tokens"
+    said = f"attention alone keeps {min(kept):.3f} (layer {kept.index(min(kept))}) to {max(kept):.3f} of the differences between tokens"
     assert said in pages["demo"].read_text()
     assert "Rank-collapse" not in pages["empty"].read_text()
     for width in (60, 120):

@@ -108,7 +108,7 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     assert run.steps[0]["heads"]["entropy_ratio"] == [[0.5, None]]
     assert [(step, math.isnan(loss)) for step, loss in run.losses] == [(0, True)]
     assert "NaN" not in run.to_json()
-    # as earlier versions wrote what they did not know
+    # as other writers may put what they do not know
     path.write_text(path.read_text().replace('"loss":"NaN"', '"loss":null'))
     assert read_run(path).losses == []
     path.write_text(path.read_text().replace('"loss":null', '"loss":NaN'))  # as some other writer may put it
@@ -157,8 +157,8 @@ BAD = [
     (json.dumps(header()) + "\n" + json.dumps(step(0, loss="low")) + "\n", "loss 'low'"),
     (json.dumps(header()) + "\n" + json.dumps(header(2)) + "\n", "other layers"),
     (json.dumps(header()) + "\n" + json.dumps(warning(0) | {"layer": [3]}) + "\n", "warning whose layer"),
-    ("", "holds no run yet"),
-    ("\x00\x01\xff", "holds no run yet"),
+    ("", "has no run yet"),
+    ("\x00\x01\xff", "has no run yet"),
 ]
 
 
@@ -208,7 +208,7 @@ def test_sinks_by_name(tmp_path: Path) -> None:
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "a corpus"}\n')
-    with pytest.raises(LocaterError, match="something else than a run log"):
+    with pytest.raises(LocaterError, match="is not a run log"):
         JsonlSink(tmp_path / "data.jsonl")
     assert (tmp_path / "data.jsonl").read_text() == '{"text": "a corpus"}\n'
 
@@ -228,9 +228,9 @@ def test_a_large_run_weighs_little_and_says_what_is_drawn() -> None:
     numbers = torch.randn(32, 32, generator=g).tolist()
     steps = [step(at * 50, 32, 32, heads=dict.fromkeys(names, numbers)) for at in range(500)]
     reader = RunReader(Path("run.jsonl"))
-    reader._add(header(32, 32, columns=names))
+    reader._add_record(header(32, 32, columns=names))
     for record in [*steps, *(warning(at * 50, head=at % 32) for at in range(0, 500, 7))]:
-        reader._add(record)
+        reader._add_record(record)
     run = reader.run()
     assert run is not None
     page = watch_page(run)

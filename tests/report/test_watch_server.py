@@ -17,7 +17,7 @@ import pytest
 
 from locater import LocaterError
 from locater.runs.run_log import RunReader, read_run
-from locater.runs.watch_page import THREADS, Follower, Server, watch_page
+from locater.runs.watch_page import THREADS, LogFollower, Server, watch_page
 from tests.conftest import Result
 from tests.report.test_watch_page import ask, header, step, warning, write
 
@@ -112,11 +112,11 @@ def test_a_client_that_does_not_read_is_ended(tmp_path: Path) -> None:
         with connect(server) as deaf:
             deaf.sendall(b"GET /run.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
             deadline = time.monotonic() + 60
-            while not server._since and time.monotonic() < deadline:
+            while not server._clients and time.monotonic() < deadline:
                 time.sleep(0.01)
-            while server._since and time.monotonic() < deadline:
+            while server._clients and time.monotonic() < deadline:
                 time.sleep(0.05)
-            assert not server._since
+            assert not server._clients
         server.shutdown()
 
 
@@ -142,7 +142,7 @@ def test_what_is_no_address_is_answered_in_a_word(
 
 def test_a_log_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl", header(time=1.0), step(0), step(10))
-    follower = Follower(path)
+    follower = LogFollower(path)
     first = follower.answer(0)
     assert first["steps"] == [0, 10]
     other = write(tmp_path / "other.jsonl", header(time=2.0), *(step(at) for at in range(0, 50, 5)))
@@ -167,7 +167,7 @@ def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = write(tmp_path / "run.jsonl", header(), step(0))
     with path.open("a") as file:
         file.writelines(f'{{"kind":"loss","step":{at},"loss":{at % 7}.5}}\n' for at in range(1, 20_001))
-    follower = Follower(path)
+    follower = LogFollower(path)
     first = follower.answer(0)
     assert len(first["curves"]["loss"]) < 2_000
     fed: list[int] = []
@@ -206,7 +206,7 @@ def test_a_long_log_does_not_fill_the_memory(tmp_path: Path) -> None:
         file.writelines(line % at + "\n" for at in range(750))
     size = path.stat().st_size
     assert size > 7_000_000
-    assert held(lambda: Follower(path, room=5_000).answer(0)) < size / 3
+    assert held(lambda: LogFollower(path, room=5_000).answer(0)) < size / 3
     assert held(lambda: watch_page(read_run(path, stored=True))) < 2 * held(lambda: read_run(path))
     eager, stored = read_run(path), read_run(path, stored=True)
     assert held(lambda: read_run(path, stored=True)) < size / 3 < held(lambda: read_run(path))
@@ -231,23 +231,23 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     said = "a line of more than 100,000 bytes, too large for a record of a run"
     with pytest.raises(LocaterError, match=said):
         read_run(path)
-    assert said in Follower(path).answer(0)["error"]
+    assert said in LogFollower(path).answer(0)["error"]
 
 
 def test_a_bad_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "run.jsonl", header(), step(0), {"kind": "unheard of", "step": 1})
-    follower, parsed = Follower(path), []
-    monkeypatch.setattr("locater.runs.run_log.parse", lambda line: parsed.append(line) or json.loads(line))
+    follower, parsed = LogFollower(path), []
+    monkeypatch.setattr("locater.runs.run_log.parse_record", lambda line: parsed.append(line) or json.loads(line))
     for _ in range(3):
         assert "line 3" in follower.answer(0)["error"]
     assert len(parsed) == 3
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
-    assert follower.answer(0)["steps"] == [0], "a log that was mended is read anew"
+    assert follower.answer(0)["steps"] == [0], "a repaired log is re-read"
 
 
 def test_a_server_keeps_its_log_when_another_comes(tmp_path: Path) -> None:
     write(tmp_path / "locater.jsonl", header(), step(0))
-    follower = Follower(tmp_path)
+    follower = LogFollower(tmp_path)
     first = follower.answer(0)
     write(tmp_path / "locater-2.jsonl", header(1, 1), step(5, 1, 1))
     write(tmp_path / "locater.jsonl", step(10))
@@ -258,7 +258,7 @@ def test_a_server_keeps_its_log_when_another_comes(tmp_path: Path) -> None:
 
 def test_curves_that_were_followed_are_those_read_at_once(tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl", header(), step(0))
-    follower = Follower(path)
+    follower = LogFollower(path)
     for at in range(10, 100, 10):
         write(
             path,
@@ -268,7 +268,7 @@ def test_curves_that_were_followed_are_those_read_at_once(tmp_path: Path) -> Non
         found = follower.answer(0)
         if at == 50:
             write(path, header(), step(30))  # resumed from there
-    assert found["curves"] == Follower(path).answer(0)["curves"]
+    assert found["curves"] == LogFollower(path).answer(0)["curves"]
     assert [point[0] for point in found["curves"]["grad_norm"]][:7] == [0, 10, 11, 12, 20, 21, 22]
 
 
@@ -310,8 +310,8 @@ def test_what_is_waited_for_is_said(tmp_path: Path) -> None:
         (lambda: write(path, header()), ""),
     ):
         change()
-        follower = Follower(path)
-        follower.look()
+        follower = LogFollower(path)
+        follower.read_new_lines()
         assert follower.waiting().endswith(said)
         assert bool(follower.waiting()) == bool(said)
-    assert Follower(tmp_path / "nowhere").waiting() == f"{tmp_path / 'nowhere'} does not exist yet"
+    assert LogFollower(tmp_path / "nowhere").waiting() == f"{tmp_path / 'nowhere'} does not exist yet"

@@ -860,7 +860,7 @@ def test_maps_that_cannot_be_discovered_are_told_once(tmp_path: Path, caplog: py
     monitor.detach()
     said = [line for line in messages(caplog) if "M and spread" in line]
     assert len(said) == 1
-    assert said[0].startswith("step 1: the run goes on without M and spread: TrainsAlone: its forward pass ")
+    assert said[0].startswith("step 1: the run continues without M and spread: TrainsAlone: its forward pass ")
     assert "call train() first" in said[0]
     steps = read_run(tmp_path / "run.jsonl").steps
     assert len(steps) == 3
@@ -996,7 +996,8 @@ def test_the_state_has_the_step_and_what_was_warned_of(tmp_path: Path) -> None:
     later.detach()
     with pytest.raises(LocaterError, match="this state holds warned, and step, warned was expected"):
         later.load_state_dict({"warned": []})
-    later.load_state_dict({})  # of an earlier version
+    with pytest.raises(LocaterError, match="this state holds nothing"):
+        later.load_state_dict({})
     assert later.step == 3
 
 
@@ -1034,7 +1035,7 @@ def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match="not attached"):
         Monitor().after_step()
     monitor = Monitor(tmp_path / "run.jsonl").attach(llama())
-    with pytest.raises(LocaterError, match="attached already"):
+    with pytest.raises(LocaterError, match="already attached"):
         monitor.attach(llama())
     monitor.detach()
 

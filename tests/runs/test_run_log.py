@@ -291,7 +291,7 @@ def test_another_model_in_a_folder_gets_a_log_of_its_own(tmp_path: Path, caplog:
     assert shapes == {"locater.jsonl": 1, "locater-2.jsonl": 2, "locater-3.jsonl": 3}
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 3
-    assert "locater.jsonl holds a run of another model: this run is written to" in told[0]
+    assert "locater.jsonl has a run of another model: this run is written to" in told[0]
     caplog.clear()
     assert len(read_run(tmp_path).header["layers"]) == 3
     assert "locater-3.jsonl" in caplog.text
@@ -306,7 +306,7 @@ def test_a_header_that_a_crash_tore_does_not_close_the_log(tmp_path: Path) -> No
         attached(encoder(), tmp_path, path, start=start)
     assert [record["step"] for record in read_run(path).steps] == [1, 2, 3]
     path.write_text("a note\n")
-    with pytest.raises(LocaterError, match="something else than a run log"):
+    with pytest.raises(LocaterError, match="is not a run log"):
         JsonlSink(path)
 
 
@@ -327,7 +327,7 @@ def test_a_log_of_losses_that_is_refused_stays_as_it_was(tmp_path: Path) -> None
 
 def under_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Monitor:
     """A monitor with losses that have not arrived from the device."""
-    monkeypatch.setattr("locater.runs.run_monitor._arrived", lambda *held: False)
+    monkeypatch.setattr("locater.runs.run_monitor._has_arrived", lambda *held: False)
     monitor = Monitor(folder / "run.jsonl", every=100, spectrum=False).attach(model := encoder().train())
     for step in range(4):
         model(torch.randn(1, 3, 16))
@@ -348,14 +348,14 @@ def test_a_device_that_is_lost_does_not_keep_the_monitor_attached(
         raise RuntimeError("device lost")
 
     monitor = under_way(tmp_path, monkeypatch)
-    monkeypatch.setattr("locater.runs.run_monitor.Pending.take", lost)
+    monkeypatch.setattr("locater.runs.run_monitor.PendingLosses.take", lost)
     with pytest.raises(RuntimeError, match="device lost"):
         monitor.detach()
     assert not monitor.attached
     monkeypatch.undo()
     (tmp_path / "other").mkdir()
     monitor = under_way(tmp_path / "other", monkeypatch)
-    monkeypatch.setattr("locater.runs.run_monitor.Pending.take", lost)
+    monkeypatch.setattr("locater.runs.run_monitor.PendingLosses.take", lost)
     monitor.on_exception(SimpleNamespace(), nn.Module(), RuntimeError())  # the exception on its way is not replaced
     assert not monitor.attached
 
@@ -436,8 +436,8 @@ def test_a_folder_that_vanishes_costs_records_alone(tmp_path: Path, caplog: pyte
             monitor.after_step(loss=1.0)
     monitor.detach()
     (told,) = [record.getMessage() for record in caplog.records if record.name == "locater"]
-    assert "the run goes on without records" in told
-    assert "was removed while the run wrote to it" in told
+    assert "the run continues without records" in told
+    assert "was deleted while the run was writing to it" in told
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")

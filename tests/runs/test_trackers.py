@@ -22,7 +22,7 @@ from locater.runs.record_sinks import (
     WIDTH,
     EntropyPictures,
     TensorBoardSink,
-    flat,
+    flat_scalars,
     open_sink,
 )
 
@@ -64,7 +64,7 @@ RECORDS = [
 
 
 def test_scalars_are_the_worst_head_and_a_mean_of_each_layer() -> None:
-    assert flat(step(5), [3, 12]) == {
+    assert flat_scalars(step(5), [3, 12]) == {
         "loss": 2.0,
         "grad_norm": 1.5,
         "attention/entropy_ratio/min": 0.0,
@@ -86,15 +86,15 @@ def test_what_is_no_number_is_left_out_of_scalars() -> None:
         "heads": {"M": [[0.25, 0.75]], "max_logit": [[None, None]], "sink": [None]},
     }
     expected = {"grad_norm": 1.5, "layer_M/mean/12": 0.5, "layer_M/min/12": 0.25, "layer_M/max/12": 0.75}
-    assert flat(record, [12]) == expected
-    assert flat({"kind": "loss", "step": 1, "loss": 2.0}, []) == {"loss": 2.0}
-    assert flat(warning(3), [0]) == {"warning/exploding": 300.0}
+    assert flat_scalars(record, [12]) == expected
+    assert flat_scalars({"kind": "loss", "step": 1, "loss": 2.0}, []) == {"loss": 2.0}
+    assert flat_scalars(warning(3), [0]) == {"warning/exploding": 300.0}
 
 
 def test_a_large_model_has_hundreds_of_scalars_not_thousands() -> None:
     columns = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "distance", "M", "spread")
     record = step(1) | {"heads": {name: [[0.5] * 32] * 32 for name in columns}}
-    assert len(flat(record, list(range(32)))) == 2 + 5 + 32 * (8 + 5 + 2)  # loss, norm; worst heads; layers
+    assert len(flat_scalars(record, list(range(32)))) == 2 + 5 + 32 * (8 + 5 + 2)  # loss, norm; worst heads; layers
 
 
 def cell(picture: Any, row: int, column: int, rows: int, columns: int) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def test_a_long_run_has_few_pictures_and_one_of_its_end() -> None:
     assert set(pictures.draw(END)) == {"entropy_by_layer", "entropy_by_head"}
     assert pictures.draw(END) == {}, "nothing new"
     assert pictures.draw(warning(9991)) == {}
-    later = pictures._history()  # 1,000 columns in 600 pixels: the first and the last are about those of the run
+    later = pictures._draw_history()  # 1,000 columns in 600 pixels: the first and the last are about those of the run
     first, last = (cell(later, 0, column, 2, 20) for column in (0, 19))
     assert sum(first) < sum(last), "entropy falls: colours turn bright"
 

@@ -46,7 +46,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     moto = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("obstore")
-    from locater.sources.remote import objects
+    from locater.sources.remote import buckets
 
     running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     with redirect_stdout(StringIO()):
@@ -59,7 +59,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     client = boto3.client("s3", endpoint_url=settings["AWS_ENDPOINT"], region_name="us-east-1")
     urlopen(Request(f"{settings['AWS_ENDPOINT']}/moto-api/reset", method="POST")).close()  # of servers before this one
     client.create_bucket(Bucket="runs")
-    objects._store.cache_clear()
+    buckets._store.cache_clear()
     yield client
-    objects._store.cache_clear()
+    buckets._store.cache_clear()
     running.stop()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.sources.quantised import seen_through
+from locater.sources.quantised import dequantised_view
 from locater.sources.safetensors_file import SafetensorsWeights
 from locater.sources.weights import DictWeights, Weights, quantised_names
 from tests.sources.packing import awq, gptq
@@ -26,7 +26,7 @@ NAME = "m.weight"
 
 def seen(tensors: dict[str, Tensor], settings: dict[str, Any] | None = None) -> Weights:
     weights = DictWeights({f"m.{name}": tensor for name, tensor in tensors.items()}, "here")
-    return seen_through(weights, {} if settings is None else {"quantization_config": settings})
+    return dequantised_view(weights, {} if settings is None else {"quantization_config": settings})
 
 
 def check_rows(weights: Weights) -> Tensor:
@@ -242,7 +242,7 @@ def test_a_range_of_rows_reads_its_bytes_alone(tmp_path: Path) -> None:
         file = tmp_path / f"{number}.safetensors"
         save_file({f"m.{name}": tensor.contiguous() for name, tensor in stored.items()}, file)
         inner = SafetensorsWeights([file], str(file))
-        weights = seen_through(inner, {"quantization_config": {"weight_block_size": [16, 16]}})
+        weights = dequantised_view(inner, {"quantization_config": {"weight_block_size": [16, 16]}})
         whole = weights.read(NAME)
         before = inner.bytes_read
         assert torch.equal(weights.read(NAME, [(16, 24)]), whole[16:24])

@@ -22,7 +22,7 @@ import locater
 from locater.errors import LocaterError
 from locater.sources.remote import Traffic, http_client
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.folders import read
+from locater.sources.remote.folders import read_range
 from tests import ROOT
 from tests.conftest import Result
 from tests.processes import hears_interrupts, python
@@ -362,11 +362,11 @@ def test_buckets(run: Run, bucket: Any) -> None:
 
 def test_no_credentials(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
-    from locater.sources.remote import objects
+    from locater.sources.remote import buckets
 
     for name in [name for name in os.environ if name.startswith("AZURE_")]:
         monkeypatch.delenv(name)
-    objects._store.cache_clear()
+    buckets._store.cache_clear()
     assert "no credentials for the bucket were found: set AZURE_STORAGE_ACCOUNT_NAME" in refused(
         run, "az://container/x"
     )
@@ -376,7 +376,7 @@ def test_no_credentials(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def object_of(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     """An object that obstore reads from the server with faults, as S3 would send it."""
     pytest.importorskip("obstore")
-    from locater.sources.remote import objects
+    from locater.sources.remote import buckets
     from locater.sources.remote.folders import ObjectFile
 
     (server.root / "bucket").mkdir()
@@ -384,7 +384,7 @@ def object_of(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> Callable[
     settings = {"AWS_ENDPOINT": f"{server.url}/files", "AWS_SKIP_SIGNATURE": "true", "AWS_REGION": "us-east-1"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    objects._store.cache_clear()
+    buckets._store.cache_clear()
     address = remote_address("s3://bucket/x")
     assert address is not None
     return lambda: ObjectFile(address, Traffic())
@@ -401,9 +401,9 @@ def object_of(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> Callable[
 def test_objects_that_come_in_the_end(server: RangeServer, object_of: Callable[[], Any], fault: Any) -> None:
     server.fault = fault
     file = object_of()
-    assert bytes(read(file, 100, 2100)) == (bytes(range(250)) * 100)[100:2100]
+    assert bytes(read_range(file, 100, 2100)) == (bytes(range(250)) * 100)[100:2100]
     assert file.size == 25_000
-    assert len(read(file, 24_990, 30_000)) == 10, "an object ends where it ends"
+    assert len(read_range(file, 24_990, 30_000)) == 10, "an object ends where it ends"
 
 
 @pytest.mark.parametrize(
@@ -419,9 +419,9 @@ def test_objects_that_come_in_the_end(server: RangeServer, object_of: Callable[[
 def test_objects_that_are_refused(server: RangeServer, object_of: Callable[[], Any], fault: Any, expected: str) -> None:
     server.fault = fault
     file = object_of()
-    assert bytes(read(file, 0, 100)) == bytes(range(100))
+    assert bytes(read_range(file, 0, 100)) == bytes(range(100))
     with pytest.raises(LocaterError, match=expected) as error:
-        read(file, 100, 200)
+        read_range(file, 100, 200)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater.sources.remote import Traffic, http_client, http_file, objects
+from locater.sources.remote import Traffic, buckets, http_client, http_file
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.folders import ObjectFile, read
-from locater.sources.remote.http_file import _redirected
+from locater.sources.remote.folders import ObjectFile, read_range
+from locater.sources.remote.http_file import _redirect_target
 from tests.conftest import Result
 from tests.range_server import Fault, RangeServer
 
@@ -325,10 +325,10 @@ def test_downloads(run: Run, name: str) -> None:
 
 
 def test_redirects_follow_http_alone() -> None:
-    assert _redirected("http://a/b/c", "d?e=f") == "http://a/b/d?e=f"
-    assert _redirected("https://a/b", "//other/c") == "https://other/c"
-    assert _redirected("http://a/b", "https://a/b") == "https://a/b"
-    assert _redirected("http://a/b", "/caf\u00c3\u00a9 x%20y") == "http://a/caf%C3%A9%20x%20y"
+    assert _redirect_target("http://a/b/c", "d?e=f") == "http://a/b/d?e=f"
+    assert _redirect_target("https://a/b", "//other/c") == "https://other/c"
+    assert _redirect_target("http://a/b", "https://a/b") == "https://a/b"
+    assert _redirect_target("http://a/b", "/caf\u00c3\u00a9 x%20y") == "http://a/caf%C3%A9%20x%20y"
     for start, target in (
         ("https://a/b", "http://a/b"),
         ("https://a/b", "HTTP://a/b"),
@@ -338,7 +338,7 @@ def test_redirects_follow_http_alone() -> None:
         ("http://a/b", "javascript:x"),
     ):
         with pytest.raises(http_file.ForbiddenRedirect, match="which is not followed"):
-            _redirected(start, target)
+            _redirect_target(start, target)
 
 
 def test_a_slow_server_that_is_fast_enough(run: Run) -> None:
@@ -422,12 +422,12 @@ def test_a_signed_address_is_named_without_its_signature(run: Run, server: Range
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(objects, "READ_SECONDS", 0.4)
-    monkeypatch.setattr(objects, "WHOLE_SECONDS", 1.5)
-    monkeypatch.setattr(objects, "RETRY_SECONDS", 1.0)
-    objects._store.cache_clear()
+    monkeypatch.setattr(buckets, "READ_SECONDS", 0.4)
+    monkeypatch.setattr(buckets, "WHOLE_SECONDS", 1.5)
+    monkeypatch.setattr(buckets, "RETRY_SECONDS", 1.0)
+    buckets._store.cache_clear()
     yield
-    objects._store.cache_clear()
+    buckets._store.cache_clear()
 
 
 def xml(text: str, status: str = "200 OK") -> bytes:
@@ -518,14 +518,14 @@ def test_an_object_that_changes_between_reads(bucket: Any, saved_llama: Path) ->
     address = remote_address("s3://runs/run/x/model.safetensors")
     assert address is not None
     file = ObjectFile(address, Traffic())
-    assert len(read(file, 0, 100)) == 100
+    assert len(read_range(file, 0, 100)) == 100
     data = (saved_llama / "model.safetensors").read_bytes()
     bucket.put_object(Bucket="runs", Key="run/x/model.safetensors", Body=data[:-1] + b"x")
     with pytest.raises(LocaterError, match="changed while it was read: start again"):
-        read(file, 100, 200)
+        read_range(file, 100, 200)
     bucket.delete_object(Bucket="runs", Key="run/x/model.safetensors")
     with pytest.raises(LocaterError, match=r"no such object or bucket|changed while it was read"):
-        read(file, 100, 200)
+        read_range(file, 100, 200)
 
 
 @pytest.mark.slow

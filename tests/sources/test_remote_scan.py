@@ -26,7 +26,7 @@ from locater.families.registry import BY_TYPE
 from locater.sources.listing import remote_identity as identity
 from locater.sources.remote import Traffic
 from locater.sources.remote.address import remote_address
-from locater.sources.remote.opening import FIRST
+from locater.sources.remote.open_remote import FIRST
 from locater.sources.remote.prefetch import byte_ranges
 from locater.sources.sources import open_source
 from tests.range_server import RangeServer
@@ -87,7 +87,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     plain = Session.bytes
 
     def watched(self: Session, file: Any, start: int, stop: int) -> Any:
-        if self._prefetcher is None or not self._prefetcher._covering(file, start, stop):
+        if self._prefetcher is None or not self._prefetcher._covering_ranges(file, start, stop):
             unplanned.append((file.where, start, stop))
         return plain(self, file, start, stop)
 

@@ -27,7 +27,7 @@ def softmax_by_hand(s: float, low: float, high: float, count: int, beta: float) 
 def test_keys_give_the_parabola(low: float, high: float, count: int, beta: float) -> None:
     s = torch.linspace(low - 2, high + 2, 41, dtype=torch.float64)
     expected = [softmax_by_hand(x, low, high, count, beta) for x in s.tolist()]
-    np.testing.assert_allclose(approximation.interpolated(s, Anchors(low, high, count, beta)), expected, atol=1e-10)
+    np.testing.assert_allclose(approximation.interpolate(s, Anchors(low, high, count, beta)), expected, atol=1e-10)
 
 
 def test_logits_of_the_maps_and_their_rank() -> None:
@@ -46,7 +46,7 @@ def test_the_hard_limit_is_the_nearest_anchor() -> None:
     far = (s[:, None] - anchors.values).abs().sort(1).values
     s = s[far[:, 1] - far[:, 0] > 0.01 * anchors.gap]  # a tie has no nearest anchor
     nearest = anchors.values[(s[:, None] - anchors.values).abs().argmin(1)]
-    np.testing.assert_allclose(approximation.interpolated(s, anchors), nearest, atol=1e-10)
+    np.testing.assert_allclose(approximation.interpolate(s, anchors), nearest, atol=1e-10)
     assert approximation.largest_error(anchors) == pytest.approx(anchors.gap / 2, rel=1e-2)
 
 
@@ -56,7 +56,7 @@ def test_bounds_hold_on_random_heads_and_are_reached_in_the_hard_limit() -> None
         x, p, heads = 10 ** rng.uniform(-1, 3), int(rng.integers(2, 40)), int(rng.integers(1, 6))
         parts = approximation.segments(-1.0, 2.0, p, heads, x)
         s = torch.linspace(-2, 3, 3001, dtype=torch.float64)
-        error = float((approximation.interpolated_by_heads(s, parts) - s.clamp(-1, 2)).abs().max())
+        error = float((approximation.interpolate_by_heads(s, parts) - s.clamp(-1, 2)).abs().max())
         assert error <= parts[0].gap * approximation.heads_bound(x, p, heads) * (1 + 1e-12)
         if heads == 1:
             assert error <= parts[0].gap * approximation.interpolation_bound(x) * (1 + 1e-12)
@@ -67,10 +67,10 @@ def test_bounds_hold_on_random_heads_and_are_reached_in_the_hard_limit() -> None
 def test_formulas_at_the_ends_and_between_anchors() -> None:
     for x in (0.7, 1.5, 2.5):
         anchors = Anchors.sharp(0.0, 1.0, 81, x)
-        end = float(approximation.interpolated(torch.tensor([0.0], dtype=torch.float64), anchors))
+        end = float(approximation.interpolate(torch.tensor([0.0], dtype=torch.float64), anchors))
         assert end / anchors.gap == pytest.approx(approximation.edge_error(x), abs=1e-10)
         s = 0.5 + anchors.gap * torch.linspace(-0.5, 0.5, 2001, dtype=torch.float64)
-        between = float((approximation.interpolated(s, anchors) - s).abs().max()) / anchors.gap
+        between = float((approximation.interpolate(s, anchors) - s).abs().max()) / anchors.gap
         assert between == pytest.approx(approximation.ripple(x), rel=1e-2)
 
 

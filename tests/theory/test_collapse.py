@@ -16,7 +16,7 @@ from locater.errors import LocaterError
 from locater.measures import composite_norm, rank_residual, token_residual
 from locater.theory import kept_at_entropy, residual_kept
 from locater_lab.theory import (
-    Block,
+    FunctionalBlock,
     attention_bound,
     beta,
     contraction_order,
@@ -33,10 +33,10 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def draw(seed: int, width: int, heads: int = 1, size: float = 1.0, **kind: object) -> Block:
+def draw(seed: int, width: int, heads: int = 1, size: float = 1.0, **kind: object) -> FunctionalBlock:
     """Gaussian weights whose maps keep a token's size when `size` is 1."""
     maps = normal(2, heads, width, width, seed=seed) * size / math.sqrt(width)
-    return Block(maps[0], maps[1], scale=width**-0.5, **kind)  # type: ignore[arg-type]
+    return FunctionalBlock(maps[0], maps[1], scale=width**-0.5, **kind)  # type: ignore[arg-type]
 
 
 def composite(m: np.ndarray) -> float:
@@ -118,7 +118,7 @@ def test_the_mean_is_not_the_best_centre_but_within_twice_of_it() -> None:
 # --- the stack --------------------------------------------------------------------------------------------------------
 
 
-def plain_block(x: np.ndarray, block: Block) -> np.ndarray:
+def plain_block(x: np.ndarray, block: FunctionalBlock) -> np.ndarray:
     """The same block, a query and a head at a time."""
 
     def normed(m: np.ndarray) -> np.ndarray:
@@ -182,7 +182,7 @@ def test_a_skip_ends_the_collapse(seed: int) -> None:
 def test_with_a_skip_some_parameters_keep_every_residual_at_any_depth(size: float) -> None:
     """The witness of the bound from below, for beta as small as you like: attention that writes nothing."""
     x = normal(6, 4, seed=1)
-    still = Block(size * normal(2, 4, 4, seed=2), torch.zeros(2, 4, 4), scale=0.5, skip=True)
+    still = FunctionalBlock(size * normal(2, 4, 4, seed=2), torch.zeros(2, 4, 4), scale=0.5, skip=True)
     assert depth_residuals(x, [still] * 40).tolist() == [depth_residuals(x, [])[0].item()] * 41
 
 
@@ -191,7 +191,7 @@ def test_with_a_skip_some_parameters_keep_every_residual_at_any_depth(size: floa
 SIZES = torch.tensor([0.1, 0.03, 0.01, 0.003], dtype=torch.float64)
 
 
-def shrinking(block: Block, seed: int, centre: str, tokens: int = 16) -> Tensor:
+def shrinking(block: FunctionalBlock, seed: int, centre: str, tokens: int = 16) -> Tensor:
     """Residual after one block of tokens v + r R, for every r of SIZES."""
     width = block.W_QK.shape[-1]
     v, R = normal(1, width, seed=seed), normal(tokens, width, seed=seed + 1)
@@ -356,7 +356,7 @@ def test_deep_stacks_stay_under_their_bounds(heads: int) -> None:
 def test_two_tokens_in_one_channel_come_within_an_eighth_of_the_bound() -> None:
     """Solved: +-a become +-a tanh(w a^2), so the residual is a^3 w sqrt 2 where 4 w (2 a^2)^(3/2) is allowed."""
     for a, w in ((0.01, 1.0), (0.1, 2.0), (1.0, 3.0)):
-        block = Block(torch.full((1, 1, 1), w), torch.ones(1, 1, 1), scale=1.0)
+        block = FunctionalBlock(torch.full((1, 1, 1), w), torch.ones(1, 1, 1), scale=1.0)
         x = torch.tensor([[a], [-a]], dtype=torch.float64)
         assert block(x)[0].item() == pytest.approx(a * math.tanh(w * a * a), rel=1e-12)
         before, after = depth_residuals(x, [block]).tolist()
@@ -420,7 +420,7 @@ def crowd_after(m: int, hub: float = 7.0, itself: float = 100.0) -> float:
 @pytest.mark.parametrize("m", [20, 60])
 def test_the_crowd_is_as_solved(m: int) -> None:
     x, strength = crowd(m)
-    block = Block(
+    block = FunctionalBlock(
         strength * torch.eye(m + 1, dtype=torch.float64)[None], torch.eye(m + 1, dtype=torch.float64)[None], scale=1.0
     )
     assert best_residual_at_least(block(x)) == pytest.approx(crowd_after(m), rel=2 / m)

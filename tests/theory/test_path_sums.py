@@ -18,8 +18,8 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.measures import token_residual
 from locater_lab.theory import (
-    Block,
     FrozenLayer,
+    FunctionalBlock,
     all_paths,
     apply_layers,
     frozen_layers,
@@ -113,7 +113,9 @@ def test_many_paths_add_up_without_being_listed() -> None:
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_real_stack_is_the_sum_of_its_paths_with_attention_held(skip: bool) -> None:
-    blocks = [Block(normal(2, 3, 3, seed=i), normal(2, 3, 3, seed=i + 7), scale=0.6, skip=skip) for i in range(3)]
+    blocks = [
+        FunctionalBlock(normal(2, 3, 3, seed=i), normal(2, 3, 3, seed=i + 7), scale=0.6, skip=skip) for i in range(3)
+    ]
     x = normal(6, 3, seed=5)
     out = hidden_states(x, blocks)[-1].numpy()
     layers = frozen_layers(x, blocks)
@@ -135,7 +137,10 @@ def test_biases_leave_one_vector_for_all_tokens() -> None:
 
 def test_longer_paths_have_more_equal_tokens() -> None:
     """Products of attention matrices lose their rank, and the path keeps only what is left."""
-    blocks = [Block(normal(2, 8, 8, seed=i), normal(2, 8, 8, seed=i + 7) / 4, scale=0.1, skip=True) for i in range(5)]
+    blocks = [
+        FunctionalBlock(normal(2, 8, 8, seed=i), normal(2, 8, 8, seed=i + 7) / 4, scale=0.1, skip=True)
+        for i in range(5)
+    ]
     x = normal(12, 8, seed=5)
     found: dict[int, list[float]] = {}
     for path in all_paths(frozen_layers(x, blocks)):
@@ -146,8 +151,11 @@ def test_longer_paths_have_more_equal_tokens() -> None:
 
 
 def test_blocks_that_are_not_linear_are_refused() -> None:
-    plain = Block(normal(1, 2, 2, seed=1), normal(1, 2, 2, seed=2), scale=1.0)
-    for bent in (Block(plain.W_QK, plain.W_VO, 1.0, norm=True), Block(plain.W_QK, plain.W_VO, 1.0, mlp=torch.relu)):
+    plain = FunctionalBlock(normal(1, 2, 2, seed=1), normal(1, 2, 2, seed=2), scale=1.0)
+    for bent in (
+        FunctionalBlock(plain.W_QK, plain.W_VO, 1.0, norm=True),
+        FunctionalBlock(plain.W_QK, plain.W_VO, 1.0, mlp=torch.relu),
+    ):
         with pytest.raises(LocaterError, match="block 1"):
             frozen_layers(normal(3, 2, seed=3), [plain, bent])
 

@@ -13,14 +13,14 @@ from functools import lru_cache
 
 from torch import nn
 
-from locater.sources.weights import ModuleWeights, Weights, natural
+from locater.sources.weights import ModuleWeights, Weights, natural_sort_key
 
 BEFORE = r"(?:to_|w_?|add_|lin_|linear_|proj_|attn_|in_proj_)?"
 AFTER = r"(?:_?(?:a|b|proj|projs|projection|lin|linear|layer|dense|conv|map|weight|heads?|fc))*"
 QUERY = re.compile(rf"({BEFORE})(q|query|queries)({AFTER})", re.IGNORECASE)
 PARTNERS = {"q": ("k", "kv", "kv_b"), "query": ("key", "key_value"), "queries": ("keys",)}
 FUSED = re.compile(rf"{BEFORE}qkv{AFTER}|query_key_value|c_attn|in_proj_weight", re.IGNORECASE)
-NAMED_SO = re.compile(r"attention|attn", re.IGNORECASE)
+NAMED_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 CROSS = re.compile(r"cross|encoder_att|enc_dec|encdec|multihead_attn", re.IGNORECASE)  # names of cross-attention
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", "nhead", "heads")
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
@@ -32,7 +32,7 @@ def attention_like(weights: Weights) -> list[str]:
     paths = set(_by_tensors(weights))
     if isinstance(weights, ModuleWeights):
         paths |= set(_by_class(weights, paths))
-    return sorted(paths, key=lambda path: natural(path.split(".")))
+    return sorted(paths, key=lambda path: natural_sort_key(path.split(".")))
 
 
 def unread(weights: Weights, read: Iterable[str], deep: int | None = None) -> list[str]:
@@ -45,11 +45,13 @@ def unread(weights: Weights, read: Iterable[str], deep: int | None = None) -> li
     read = set(read)
     if "" in read:
         return []
-    above = {path[:at] for path in read for at in _ends(path)}  # every path on the way to what was read, itself too
+    above = {
+        path[:at] for path in read for at in _part_ends(path)
+    }  # every path on the way to what was read, itself too
     stays = [
         path
         for path in attention_like(weights)
-        if path not in above and not any(path[:at] in read for at in _ends(path))
+        if path not in above and not any(path[:at] in read for at in _part_ends(path))
     ]
     if isinstance(weights, ModuleWeights):  # one module under two names is one module
         modules = weights.modules()
@@ -75,7 +77,7 @@ def folded_paths(paths: Sequence[str], most: int | None = SHOWN) -> str:
     return ", ".join(shown) + (f" and {len(kinds) - len(shown)} more kinds" if len(kinds) > len(shown) else "")
 
 
-def _ends(path: str) -> Iterator[int]:
+def _part_ends(path: str) -> Iterator[int]:
     """Where the leading parts of a path end, the whole path last."""
     yield from (match.start() for match in re.finditer(r"\.", path))
     yield len(path)
@@ -102,12 +104,12 @@ def _places(name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
             places.append((path, ()))
         elif match := QUERY.fullmatch(part):
             before, word, after = match.groups()
-            others = [_cased(partner, word) for partner in PARTNERS[word.lower()]]
+            others = [_with_case_of(partner, word) for partner in PARTNERS[word.lower()]]
             places.append((path, tuple(".".join([*parts[:at], f"{before}{other}{after}", *rest]) for other in others)))
     return tuple(places)
 
 
-def _cased(word: str, like: str) -> str:
+def _with_case_of(word: str, like: str) -> str:
     return word.capitalize() if like[0].isupper() else word
 
 
@@ -115,9 +117,14 @@ def _by_class(weights: ModuleWeights, known: Collection[str]) -> Iterator[str]:
     """Modules called attention that have a number of heads and two maps or more, unless one of the
     modules `known` is inside.
     """
-    above = {path[:at] for path in known for at in _ends(path)}
+    above = {path[:at] for path in known for at in _part_ends(path)}
     for path, module in weights.modules().items():
-        if path not in above and NAMED_SO.search(type(module).__name__) and _has_heads(module) and _maps(module) > 1:
+        if (
+            path not in above
+            and NAMED_ATTENTION.search(type(module).__name__)
+            and _has_heads(module)
+            and _count_maps(module) > 1
+        ):
             yield path
 
 
@@ -125,7 +132,7 @@ def _has_heads(module: nn.Module) -> bool:
     return any(isinstance(getattr(module, name, None), int) for name in HEADS)
 
 
-def _maps(module: nn.Module) -> int:
+def _count_maps(module: nn.Module) -> int:
     return sum(parameter.ndim == 2 for parameter in module.parameters())
 
 

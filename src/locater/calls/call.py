@@ -88,7 +88,7 @@ def with_mask(terms: Terms, mask: Tensor, keys: int, added: bool = False) -> Ter
     if not compiling and not bool((~hidden & (mask != 0)).any()):
         return replace(terms, mask=~hidden)
     if terms.softcap is not None:
-        if compiling:  # a graph does not ask: `_known` takes care of it
+        if compiling:  # a graph does not ask: `_nan_where_refused` takes care of it
             return replace(terms, mask=~hidden)
         raise LocaterError(
             "its mask adds numbers to logits that were capped before, which is not measured: pass an additive mask "
@@ -116,13 +116,13 @@ def call_of_interface(
     """
     queries, keys = query.shape[2], key.shape[2]
     other: OtherAttention | None = kw.get("mechanism")
-    mask = _as_read(name, mask, kw)
+    mask = _with_read_axes(name, mask, kw)
     written_out = mask is not None and (not isinstance(mask, Tensor) or mask.ndim == 4)  # has causality and window
     # these know no causality of their own: without a mask every key is seen
     plain = written_out or (mask is None and name in ADD)
-    causal, window = (False, None) if plain else _implied(module, queries, keys, kw)
+    causal, window = (False, None) if plain else _implied_mask(module, queries, keys, kw)
     window = None if name == "sdpa" else window  # which is in its mask alone
-    cut, bias, sinks = _cut(query, key, kw), kw.get("position_bias"), kw.get("s_aux")
+    cut, bias, sinks = _cut_sequences(query, key, kw), kw.get("position_bias"), kw.get("s_aux")
     terms = Terms(
         scale_of(module, query, kw),
         causal,
@@ -141,9 +141,9 @@ def call_of_interface(
         added = name in ADD or (bias is not None and mask.dtype != torch.bool)
         terms = with_mask(terms, mask[..., :keys] if written_out else mask, keys, added and written_out)
         if terms.softcap is not None and added and torch.compiler.is_dynamo_compiling():
-            query = _known(query, terms, mask)
+            query = _nan_where_refused(query, terms, mask)
     elif mask is not None:
-        terms = with_mask(terms, _dense(mask, query, key), keys)
+        terms = with_mask(terms, _dense_block_mask(mask, query, key), keys)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, one for all sequences
         size = max(query.shape[0], key.shape[0])
         query, key = query.expand(size, -1, -1, -1), key.expand(size, -1, -1, -1)
@@ -154,13 +154,13 @@ def call_of_interface(
     return Call(query.detach(), key.detach(), terms, output.detach(), cut)
 
 
-def _known(query: Tensor, terms: Terms, mask: Tensor) -> Tensor:
+def _nan_where_refused(query: Tensor, terms: Terms, mask: Tensor) -> Tensor:
     """Queries, or NaN where a mask adds numbers to capped logits, which `with_mask` refuses outside of a graph."""
     others = (mask != 0) & terms.mask if terms.mask is not None else mask != 0
     return query * torch.where(others.any(), torch.nan, 1.0).to(query.dtype)
 
 
-def _as_read(name: str, mask: Any, kw: dict[str, Any]) -> Any:
+def _with_read_axes(name: str, mask: Any, kw: dict[str, Any]) -> Any:
     """A mask with the axes by which the attention function called `name` reads it. Raises where that is not known."""
     if type(kw.get("cache")).__name__ == "PagedAttentionCache":
         raise LocaterError(
@@ -189,7 +189,7 @@ def scale_of(module: nn.Module, query: Tensor, kw: dict[str, Any]) -> float:
     return float(query.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _cut(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:
+def _cut_sequences(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:
     """Sequences (B,) whose first key is no longer in a full sliding-window cache; None where all keys are there."""
     queries, keys = query.shape[2], key.shape[2]
     window, positions = kw.get("sliding_window"), kw.get("position_ids")
@@ -214,7 +214,7 @@ def _documents(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def _implied(module: nn.Module, queries: int, keys: int, kw: dict[str, Any]) -> tuple[bool, int | None]:
+def _implied_mask(module: nn.Module, queries: int, keys: int, kw: dict[str, Any]) -> tuple[bool, int | None]:
     """Whether the layer is causal, and its window, where no mask says so."""
     causal, window = kw.get("is_causal"), kw.get("sliding_window")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -223,7 +223,7 @@ def _implied(module: nn.Module, queries: int, keys: int, kw: dict[str, Any]) -> 
     return False, window if queries == keys else None
 
 
-def _dense(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+def _dense_block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     """A FlexAttention block mask, written out."""
     if not hasattr(mask, "mask_mod"):
         raise LocaterError(

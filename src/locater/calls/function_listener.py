@@ -1,4 +1,4 @@
-"""Hearing attention that a module computes itself, beside the interface of transformers.
+"""Listening to attention that a module computes itself, beside the interface of transformers.
 
 While a module runs, a `TorchFunctionMode` sees each function of PyTorch that it calls. Attention is a call of fused
 attention, or a softmax over the last axis of numbers that come from a product of two activations and were only moved,
@@ -19,19 +19,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.call import Call
-from locater.calls.function_table import FUSED, JOINS, MULTI_HEAD, MULTIPLIES, PRODUCTS, name_of
+from locater.calls.function_table import FUSED, JOINS, MULTI_HEAD, MULTIPLIES, PRODUCTS, fused_arguments, name_of
 from locater.calls.head_axes import (
     HeadAxes,
-    Origins,
-    Step,
+    TensorStep,
+    TensorTrace,
     axes_by_count,
     axes_by_labels,
-    flat,
+    flat_arguments,
+    key_step,
     labels_of,
-    right_of,
-    signature,
+    step_signature,
 )
-from locater.calls.recognise import PLAIN, LogitsOfPass, Product, contraction, in_order, outer_sum, softmax_axis
+from locater.calls.recognise import (
+    PLAIN,
+    LogitsTracker,
+    Product,
+    broadcast_contraction,
+    contraction,
+    in_order,
+    part_name,
+    softmax_axis,
+)
 from locater.calls.torch_calls import call_of_fused, call_of_multi_head, call_of_softmax
 from locater.errors import LocaterError
 from locater.torch_private import base_of_view, write_count
@@ -45,9 +54,9 @@ class CallingModule:
     tokens: int | None = None  # that it was given
     known: dict[Any, HeadAxes | LocaterError] = field(default_factory=dict)  # or why they are not known
 
-    def axes(self, step: Step | None, shape: torch.Size, fused: bool = False) -> HeadAxes:
+    def axes(self, step: TensorStep | None, shape: torch.Size, fused: bool = False) -> HeadAxes:
         """The axes of heads of a call with rows (..., T), whose queries or logits were made by `step`."""
-        key = (signature(step), shape if step is None else len(shape))
+        key = (step_signature(step), shape if step is None else len(shape))
         if key not in self.known:
             try:
                 self.known[key] = self._axes(step, shape, fused)
@@ -58,7 +67,7 @@ class CallingModule:
             raise axes
         return axes
 
-    def _axes(self, step: Step | None, shape: torch.Size, fused: bool) -> HeadAxes:
+    def _axes(self, step: TensorStep | None, shape: torch.Size, fused: bool) -> HeadAxes:
         labels = None if step is None else _labels(step, shape)
         if labels is not None:
             return axes_by_labels(labels)
@@ -69,21 +78,21 @@ class CallingModule:
 
 @dataclass(frozen=True)
 class DirectCall:
-    """A call that was heard: how to describe it, and the steps that made its queries (or logits) and its keys."""
+    """A call that a module made itself: how to describe it, and the steps behind its queries (or logits) and keys."""
 
     describe: Callable[[CallingModule], Call]
-    query: Step | None = None
-    key: Step | None = None
+    query: TensorStep | None = None
+    key: TensorStep | None = None
 
 
 class FunctionListener(TorchFunctionMode):
-    """Hands each attention call that it sees to `report(heard)`, and what went wrong to `fail(error)`."""
+    """Hands each attention call among the functions that run to `report`, and what went wrong to `fail(error)`."""
 
     def __init__(self, report: Callable[[DirectCall], None], fail: Callable[[Exception], None]) -> None:
         super().__init__()
         self.report, self.fail = report, fail
-        self._logits = LogitsOfPass()
-        self._origins = Origins()
+        self._logits = LogitsTracker()
+        self._trace = TensorTrace()
         self._outer = WeakTensorKeyDictionary()  # products of tensors that are repeated along axes of each other
 
     def __torch_function__(
@@ -97,76 +106,76 @@ class FunctionListener(TorchFunctionMode):
         if name == "__iter__":
             out = list(out)
         try:
-            self._listen(name, func, args, kwargs, out)
-        except Exception as error:
+            self._dispatch(name, func, args, kwargs, out)
+        except Exception as error:  # whatever it is, the model's own call went well and has to return
             self.fail(error)
         return iter(out) if name == "__iter__" else out
 
-    def _listen(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def _dispatch(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         if name == MULTI_HEAD:
-            self._multi_head(out[0], args, kwargs)
+            self._on_multi_head(out[0], args, kwargs)
         elif name == FUSED:
-            self._fused(out, args, kwargs)
+            self._on_fused(out, args, kwargs)
         elif name == "softmax":
-            self._softmax(out, *args, **kwargs)
+            self._on_softmax(out, *args, **kwargs)
         elif name == "softmin":
-            self._softmin(out, *args, **kwargs)
-        elif not self._product(name, args, kwargs, out):
-            self._origins.note(name, func, args, kwargs, out)
-            self._follow(name, out, args, kwargs)
+            self._on_softmin(out, *args, **kwargs)
+        elif not self._note_product(name, args, kwargs, out):
+            self._trace.record(name, func, args, kwargs, out)
+            self._follow_logits(name, out, args, kwargs)
 
-    def _product(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> bool:
+    def _note_product(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> bool:
         """Remember a product of queries and keys; False where it is another, or none."""
         if name == "sum":
-            return self._sum(out, *args, **kwargs)
+            return self._note_broadcast_sum(out, *args, **kwargs)
         if name not in PRODUCTS:
             return False
-        tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)][-2:]
+        tensors = [x for x in flat_arguments((*args, *kwargs.values())) if isinstance(x, Tensor)][-2:]
         if len(tensors) < 2 or not isinstance(out, Tensor):
             return False
         if (written := contraction(name, args, kwargs)) is not None:
-            return self._remember_product(in_order(written), out)
+            return self._note_contraction(in_order(written), out)
         left, right = tensors[::-1] if name == "rmatmul" else tensors
         if not self._of_activations(left, right):
             return False
         self._logits.add_product(out)
-        self._origins.product(left, right, out)
+        self._trace.record_product(left, right, out)
         return True
 
-    def _remember_product(self, written: Product, out: Tensor) -> bool:
+    def _note_contraction(self, written: Product, out: Tensor) -> bool:
         """The same of a product in the words of einsum."""
         left, right = written.factors
         for x, part in ((written.one, left), (written.two, right)):
             if part is not x:
-                self._origins.note("reshape", Tensor.reshape, (x, part.shape), {}, part)
+                self._trace.record("reshape", Tensor.reshape, (x, part.shape), {}, part)
         if not self._of_activations(left, right):
             return False
         self._logits.add_product(out)
-        self._origins.product(left, right, out, written.equation)
+        self._trace.record_product(left, right, out, written.equation)
         return True
 
     def _of_activations(self, left: Tensor, right: Tensor) -> bool:
         """Whether a product is of queries and keys: the left factor may be learned, the right one is no weight."""
         if isinstance(right, nn.Parameter) or isinstance(base_of_view(right), nn.Parameter):
             return False
-        return all(x.ndim >= 3 for x in (left, right)) or all(self._origins.of(x) is not None for x in (left, right))
+        return all(x.ndim >= 3 for x in (left, right)) or all(self._trace.of(x) is not None for x in (left, right))
 
-    def _sum(self, total: Tensor, input: Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
+    def _note_broadcast_sum(self, total: Tensor, input: Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
         """Remember a product of queries and keys that is a sum of broadcast products; False where it is none."""
         factors = self._outer.get(input)
         axis = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
         if factors is None or not isinstance(axis, int):
             return False
-        written = outer_sum(factors[0], factors[1], axis)
-        return written is not None and total.ndim < input.ndim and self._remember_product(in_order(written), total)
+        written = broadcast_contraction(factors[0], factors[1], axis)
+        return written is not None and total.ndim < input.ndim and self._note_contraction(in_order(written), total)
 
-    def _follow(self, name: str, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _follow_logits(self, name: str, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Logits in another place or form are logits."""
         parts = out if isinstance(out, list | tuple) else (out,)
         numbers = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
         if not numbers:
             return
-        tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+        tensors = [x for x in flat_arguments((*args, *kwargs.values())) if isinstance(x, Tensor)]
         if name in MULTIPLIES and len(tensors) == 2 and all(x.shape != numbers[0].shape for x in tensors):
             self._outer[numbers[0]] = tuple(tensors)
         if name == "log_softmax" and softmax_axis(args, kwargs, numbers[0].ndim) == numbers[0].ndim - 1:
@@ -174,48 +183,49 @@ class FunctionListener(TorchFunctionMode):
             return
         logits = self._logits.softmax_written_out(name, tensors, numbers[0])
         if logits is not None:
-            self._softmax(numbers[0], logits, -1)
+            self._on_softmax(numbers[0], logits, -1)
             return
+        part = part_name(name, args, kwargs, tensors[0].ndim) if tensors else name
         for x in numbers:
-            before = self._logits.follow(name, tensors, x)
-            if before is not None and name in JOINS and self._origins.of(x) is None:
-                self._origins.same_rows(before, x)
+            before = self._logits.follow(name, tensors, x, part)
+            if before is not None and name in JOINS and self._trace.of(x) is None:
+                self._trace.record_same_rows(before, x)
 
-    def _softmax(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+    def _on_softmax(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         known, axis = self._logits.of(input), softmax_axis((input, dim), {}, input.ndim)
         if known is None or axis is None:
             return
         if axis != input.ndim - 1:
             moved = input.movedim(axis, -1)
-            self._origins.note("movedim", torch.movedim, (input, axis, -1), {}, moved)
+            self._trace.record("movedim", torch.movedim, (input, axis, -1), {}, moved)
             if known is PLAIN and not self._rows_are_queries(moved):
                 return
-            input, known = moved, self._logits.moved(known)
-        step, saved = self._origins.of(input), Saved(input, *(() if known.taken is None else (known.taken,)))
+            input, known = moved, self._logits.after_move(known)
+        step, saved = self._trace.of(input), SavedTensors(input, *(() if known.taken is None else (known.taken,)))
 
         def describe(caller: CallingModule) -> Call:
             logits, axes = known.as_before(*saved.tensors), caller.axes(step, input.shape[:-1])
             return call_of_softmax(logits, axes, known.keys)
 
-        self.report(DirectCall(describe, step, None if step is None else right_of(step)))
+        self.report(DirectCall(describe, step, None if step is None else key_step(step)))
 
-    def _softmin(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+    def _on_softmin(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         logits = -input
-        self._origins.note("neg", torch.neg, (input,), {}, logits)
+        self._trace.record("neg", torch.neg, (input,), {}, logits)
         self._logits.follow("neg", [input], logits)
-        self._softmax(weights, logits, dim)
+        self._on_softmax(weights, logits, dim)
 
     def _rows_are_queries(self, logits: Tensor) -> bool:
         """Whether the last axis of logits is that of keys: along it, the token that a row comes from stays."""
-        step = self._origins.of(logits)
+        step = self._trace.of(logits)
         labels = None if step is None else _labels(step, logits.shape[:-1], (False,))
         return labels is not None and bool((labels == labels[..., :1]).all())
 
-    def _fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
+    def _on_fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = fused_arguments(args, kwargs)
         query, mask = given["query"], given.get("attn_mask")
-        step = self._origins.of(query) if query.shape[:-1] == out.shape[:-1] else None
-        saved, masks = Saved(out, query, given["key"]), Saved(*(() if mask is None else (mask,)))
+        step = self._trace.of(query) if query.shape[:-1] == out.shape[:-1] else None
+        saved, masks = SavedTensors(out, query, given["key"]), SavedTensors(*(() if mask is None else (mask,)))
         terms = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if name in given}
 
         def describe(caller: CallingModule) -> Call:
@@ -223,28 +233,27 @@ class FunctionListener(TorchFunctionMode):
             output, query, key = saved.tensors
             return call_of_fused(output, query, key, axes, attn_mask=next(iter(masks.tensors), None), **terms)
 
-        self.report(DirectCall(describe, self._origins.of(query), self._origins.of(given["key"])))
+        self.report(DirectCall(describe, self._trace.of(query), self._trace.of(given["key"])))
 
-    def _multi_head(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _on_multi_head(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
         query, key = given.arguments["query"], given.arguments["key"]
-        saved = Saved(out, query, key)
+        saved = SavedTensors(out, query, key)
         weights = [given.arguments[name] for name in PROJECTIONS if given.arguments[name] is not None]
         self.report(
             DirectCall(
                 lambda caller: _projected_again(given.arguments, *saved.tensors),
-                self._origins.mapped(query, query, weights),
-                self._origins.mapped(key, key, weights),
+                self._trace.map_step(query, query, weights),
+                self._trace.map_step(key, key, weights),
             )
         )
 
-    def steps(self, call: Call) -> tuple[Step | None, Step | None]:
+    def steps(self, call: Call) -> tuple[TensorStep | None, TensorStep | None]:
         """The steps that made the queries and keys of a call."""
-        return self._origins.of(call.query), self._origins.of(call.key)
+        return self._trace.of(call.query), self._trace.of(call.key)
 
 
-FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight")
 MULTI_HEAD_SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 
@@ -265,7 +274,7 @@ def _projected_again(given: Mapping[str, Any], out: Tensor, query: Tensor, key: 
     return call_of_multi_head(out.detach(), query, key, given["num_heads"], weights, biases, *masks)
 
 
-class Saved:
+class SavedTensors:
     """Tensors that are read later, as they were: refused where the model has written to them meanwhile."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -281,7 +290,7 @@ class Saved:
         return self._tensors
 
 
-def _labels(step: Step, shape: torch.Size, ways: tuple[bool, ...] = (True, False)) -> Tensor | None:
+def _labels(step: TensorStep, shape: torch.Size, ways: tuple[bool, ...] = (True, False)) -> Tensor | None:
     """Labels of rows of this shape; None where they cannot be told."""
     for thin in ways:
         try:

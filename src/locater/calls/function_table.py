@@ -43,6 +43,8 @@ GETTERS = ("T", "H", "mT", "mH", "real", "imag", "data")  # attributes of a tens
 
 SOFTMAXES = frozenset({"softmax", "log_softmax"})
 FUSED = "scaled_dot_product_attention"
+# the arguments of that function, in its order
+FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 MULTI_HEAD = "multi_head_attention_forward"
 
 PRODUCTS = frozenset("matmul rmatmul multi_dot baddbmm addbmm einsum tensordot inner vecdot bilinear".split())
@@ -122,3 +124,8 @@ ASSIGNING = frozenset(f"__{name}__" for name in "setitem iadd imul isub itruediv
 def axis_of(args: Sequence[Any], kwargs: Mapping[str, Any], at: int = 1) -> Any:
     """The axis that a call is given: `dim` by name or place."""
     return kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else None))
+
+
+def fused_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of fused attention by name, those that were given."""
+    return {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}

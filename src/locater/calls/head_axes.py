@@ -4,7 +4,7 @@ A call has rows (..., T): batch, windows and heads in any order before the queri
 of the channels of one map. So each row is labelled by the token and the channel that its first number comes from:
 along an axis of heads the channel changes and the token stays.
 
-While a model runs, each call that only moves numbers is remembered as a `Step`: the function, its arguments and the
+While a model runs, each call that only moves numbers is recorded as a `TensorStep`: the function, its arguments and the
 shapes that it began with. No tensor is kept. The steps are repeated on labels, which say where in the result of a map
 each number was.
 """
@@ -131,7 +131,7 @@ LARGEST = 1 << 24  # labels that are written out
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryRegion:
     """The numbers of a tensor, by where they are: equal for equal places in the same storage, never for another one."""
 
     storage: StorageWeakRef  # is not taken for a later storage at the same address
@@ -139,14 +139,14 @@ class Memory:
     version: int | None = None  # how often they were written to; of a parameter that does not count
 
     @classmethod
-    def of(cls, x: Tensor) -> Memory:
+    def of(cls, x: Tensor) -> MemoryRegion:
         learned = isinstance(x, nn.Parameter) or isinstance(base_of_view(x), nn.Parameter) or x.is_inference()
         place = x.storage_offset(), x.shape, x.stride(), x.dtype
         return cls(StorageWeakRef(x.untyped_storage()), place, None if learned else write_count(x))
 
 
 @dataclass(frozen=True)
-class Step:
+class TensorStep:
     """How a tensor was made by moving numbers of others; without `func`, the result of a map.
 
     `args` and `kwargs` have steps in place of tensors. `part` is which of several results it is.
@@ -159,68 +159,70 @@ class Step:
     kwargs: Mapping[str, Any] | None = None
     part: int | None = None
     channel: int = -1  # the axis of channels of a map's result
-    right: Step | None = None  # of a product: the steps of its right factor
-    made: tuple[Memory, ...] = ()  # of a map: its weights
-    read: tuple[Memory, ...] = ()  # its input
-    fed: tuple[Memory, ...] = ()  # the weights of the map that made its input, where that is known
+    right: TensorStep | None = None  # of a product: the steps of its right factor
+    made: tuple[MemoryRegion, ...] = ()  # of a map: its weights
+    read: tuple[MemoryRegion, ...] = ()  # its input
+    fed: tuple[MemoryRegion, ...] = ()  # the weights of the map that made its input, where that is known
 
 
-class Origins:
+class TensorTrace:
     """The steps by which the tensors of a pass were made, as long as these tensors live."""
 
     def __init__(self) -> None:
         self._steps = WeakTensorKeyDictionary()
 
-    def of(self, x: Tensor) -> Step | None:
+    def of(self, x: Tensor) -> TensorStep | None:
         """The steps that made a tensor; None where they are not known."""
         return self._steps.get(x)
 
-    def note(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Remember a call of the function called `name`, if it is a map, moves numbers, or leaves them in place."""
         if name in MOVES:
-            self._move(name, func, args, kwargs, out)
+            self._record_move(name, func, args, kwargs, out)
         elif isinstance(out, Tensor) and (out.is_floating_point() or out.is_complex()):
             if name in MAPS or (name in PRODUCTS and _is_map(args)):
-                self._map(name, args, kwargs, out)
+                self._record_map(name, args, kwargs, out)
             elif name not in PRODUCTS:
-                self._keep(args, kwargs, out)
+                self._record_elementwise(args, kwargs, out)
 
-    def product(self, left: Tensor, right: Tensor, out: Tensor, equation: str | None = None) -> None:
+    def record_product(self, left: Tensor, right: Tensor, out: Tensor, equation: str | None = None) -> None:
         """Remember a product of two activations: its rows are those of the left factor."""
         step = self.of(left)
         if step is not None:
             how = _matmul_of_labels if equation is None else _einsum_of_labels
             arguments = (step, right.shape, *(() if equation is None else (equation,)))
-            self._steps[out] = Step(out.shape, step.width, how, arguments, right=self.of(right))
+            self._steps[out] = TensorStep(out.shape, step.width, how, arguments, right=self.of(right))
 
-    def mapped(self, out: Tensor, x: Tensor, weights: Sequence[Tensor], channel: int = -1) -> Step:
+    def map_step(self, out: Tensor, x: Tensor, weights: Sequence[Tensor], channel: int = -1) -> TensorStep:
         """The step of a map with these weights, of x."""
         before = self.of(x)
-        fed = () if before is None else tuple(memory for base in bases(before) for memory in base.made)
-        made = tuple(Memory.of(weight) for weight in weights)
-        return Step(out.shape, out.shape[channel], channel=channel, made=made, read=(Memory.of(x),), fed=fed)
+        fed = () if before is None else tuple(memory for base in source_maps(before) for memory in base.made)
+        made = tuple(MemoryRegion.of(weight) for weight in weights)
+        return TensorStep(
+            out.shape, out.shape[channel], channel=channel, made=made, read=(MemoryRegion.of(x),), fed=fed
+        )
 
-    def same_rows(self, before: Tensor, out: Tensor) -> None:
+    def record_same_rows(self, before: Tensor, out: Tensor) -> None:
         """Remember that the rows of a tensor are those of another one, with other numbers behind them."""
         step = self.of(before)
         if step is not None and before.shape[:-1] == out.shape[:-1]:
             self._steps[out] = step
 
-    def _map(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
+    def _record_map(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
         channel = 1 if name in CHANNELS_SECOND else -1
         before = self.of(args[0]) if args and isinstance(args[0], Tensor) else None
         if before is None or name != "linear" or args[0].shape[-1] >= before.width:  # else a map of each head
-            tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+            tensors = [x for x in flat_arguments((*args, *kwargs.values())) if isinstance(x, Tensor)]
             x = tensors.pop(1 if name == "addmm" else 0)
-            self._steps[out] = self.mapped(out, x, tensors, channel)
+            self._steps[out] = self.map_step(out, x, tensors, channel)
 
-    def _move(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+    def _record_move(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        tensors = [x for x in flat_arguments((*args, *kwargs.values())) if isinstance(x, Tensor)]
         steps = [self.of(x) for x in tensors if x.is_floating_point() or x.is_complex()]
         if not steps or any(step is None for step in steps):
             return
         if len(steps) == 1 and isinstance(out, Tensor) and swaps_rows_and_columns(name, args, kwargs, out.ndim):
-            turned = None if steps[0] is None else _swapped(steps[0])
+            turned = None if steps[0] is None else _transposed_product(steps[0])
             if turned is not None:
                 self._steps[out] = turned
                 return
@@ -228,13 +230,13 @@ class Origins:
         moved, named = tree_map(
             lambda x: self.of(x) if isinstance(x, Tensor) and self.of(x) else x, (args, dict(kwargs))
         )
-        how = INSTEAD.get(name, func)
+        how = LABEL_FUNCTIONS.get(name, func)
         many = isinstance(out, tuple | list)
         for part, x in enumerate(out if many else [out]):
             if isinstance(x, Tensor):
-                self._steps[x] = Step(x.shape, width, how, moved, named, part if many else None)
+                self._steps[x] = TensorStep(x.shape, width, how, moved, named, part if many else None)
 
-    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
+    def _record_elementwise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
         """A function of each number by itself, as far as the shapes tell."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if any(x is out for x in tensors):
@@ -258,29 +260,31 @@ def swaps_rows_and_columns(name: str, args: tuple[Any, ...], kwargs: Mapping[str
     return name in ("transpose", "movedim") and sorted(axes) == [ndim - 2, ndim - 1]
 
 
-def _swapped(step: Step) -> Step | None:
+def _transposed_product(step: TensorStep) -> TensorStep | None:
     """The step of a product whose rows and columns were swapped: of its factors the other way round."""
     if step.func is not _matmul_of_labels or step.right is None:
         return None
     left, right = step.args[0], step.right
-    one, two = (Step(_mT(x.shape), x.width, torch.transpose, (x, -1, -2)) for x in (right, left))
-    return Step(_mT(step.shape), one.width, _matmul_of_labels, (one, two.shape), right=two)
+    one, two = (TensorStep(_mT(x.shape), x.width, torch.transpose, (x, -1, -2)) for x in (right, left))
+    return TensorStep(_mT(step.shape), one.width, _matmul_of_labels, (one, two.shape), right=two)
 
 
 def _mT(shape: torch.Size) -> torch.Size:
     return torch.Size([*shape[:-2], shape[-1], shape[-2]])
 
 
-def bases(step: Step) -> list[Step]:
+def source_maps(step: TensorStep) -> list[TensorStep]:
     """The results of maps that a tensor was made of; of a product, those of its left factor."""
-    inside = [x for x in tree_leaves((step.args, dict(step.kwargs or {})), is_leaf=_is_step) if isinstance(x, Step)]
-    return [step] if step.func is None else [base for x in inside for base in bases(x)]
+    inside = [
+        x for x in tree_leaves((step.args, dict(step.kwargs or {})), is_leaf=_is_step) if isinstance(x, TensorStep)
+    ]
+    return [step] if step.func is None else [base for x in inside for base in source_maps(x)]
 
 
-def right_of(step: Step) -> Step | None:
+def key_step(step: TensorStep) -> TensorStep | None:
     """The steps of the keys of logits: of the right factor of the product that they were made of."""
     while step.func is not None and step.func not in (_matmul_of_labels, _einsum_of_labels):
-        before = next((x for x in tree_leaves(step.args, is_leaf=_is_step) if isinstance(x, Step)), None)
+        before = next((x for x in tree_leaves(step.args, is_leaf=_is_step) if isinstance(x, TensorStep)), None)
         if before is None:
             return None
         step = before
@@ -288,26 +292,26 @@ def right_of(step: Step) -> Step | None:
 
 
 def _is_step(x: Any) -> bool:
-    return isinstance(x, Step)
+    return isinstance(x, TensorStep)
 
 
-def signature(step: Step | None) -> Any:
-    """What tells the steps of one call from those of another, whatever the sizes are."""
+def step_signature(step: TensorStep | None) -> Any:
+    """Equal for calls that were made by the same steps, whatever the sizes are."""
     if step is None:
         return None
-    inside = tuple(signature(x) for x in step.args if isinstance(x, Step))
+    inside = tuple(step_signature(x) for x in step.args if isinstance(x, TensorStep))
     words = tuple(x for x in step.args if isinstance(x, str))
     return (step.func, step.part, tuple(size == 1 for size in step.shape), inside, words)
 
 
-def labels_of(step: Step, thin: bool = True) -> Tensor:
+def labels_of(step: TensorStep, thin: bool = True) -> Tensor:
     """token * BASE + channel of each number; in a product, that of the left factor's row. `thin`: for one key only."""
     if step.func is None:
         if prod(step.shape) > LARGEST:
             raise LocaterError(f"a tensor of shape {list(step.shape)} is too large to be followed")
         return _of_map(step.shape, step.channel)
     args, kwargs = tree_map(
-        lambda x: labels_of(x, thin) if isinstance(x, Step) else x,
+        lambda x: labels_of(x, thin) if isinstance(x, TensorStep) else x,
         (step.args, dict(step.kwargs or {})),
         is_leaf=_is_step,
     )
@@ -319,7 +323,7 @@ def labels_of(step: Step, thin: bool = True) -> Tensor:
     return out if step.part is None else out[step.part]
 
 
-def flat(args: tuple[Any, ...]) -> list[Any]:
+def flat_arguments(args: tuple[Any, ...]) -> list[Any]:
     """Arguments, those in lists too: einsum and cat take either."""
     return [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,))]
 
@@ -345,7 +349,7 @@ def _as_real(x: Tensor) -> Tensor:
 
 
 # labels take other functions: they are whole numbers, and may lie in another order in memory
-INSTEAD: dict[str, Callable[..., Any]] = {
+LABEL_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "__iter__": torch.unbind,
     "view": Tensor.reshape,
     "view_as_complex": _as_complex,

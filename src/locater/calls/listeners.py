@@ -1,4 +1,4 @@
-"""Listeners of an attention module: each call is announced to those that are switched on."""
+"""Listeners of an attention module: each call is handed to those that are switched on."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def describe_call(sites: Sequence[Listener], how: Callable[..., Call], *args: An
     """The call that `how` makes of intercepted arguments; None where that fails and all listeners are lenient."""
     try:
         return how(*args)
-    except Exception as error:
+    except Exception as error:  # arguments are the model's: anything can be wrong with them, and all of it is reported
         if not all(site.switch.lenient for site in sites):
             raise
         for site in sites:

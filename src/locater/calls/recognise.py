@@ -2,7 +2,7 @@
 
 Attention is a call of fused attention, or a softmax over numbers that come from a product of two activations and were
 only moved, scaled, capped or masked since. The product may be written as a matrix product, as einsum, or as a sum of
-broadcast products (`contraction`, `outer_sum`); the softmax may be written out (`softmax_written_out`).
+broadcast products (`contraction`, `broadcast_contraction`); the softmax may be written out (`softmax_written_out`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from locater.errors import LocaterError
 NO_SOFTMAX = "no softmax of products of queries and keys was met in it"
 
 K = TypeVar("K")  # a tensor, or what stands for one
+SAME_NUMBERS = CASTS | COPIES | {"widen"}  # by `part_name`
 
 
 # ---- products
@@ -80,17 +81,17 @@ def contraction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
             return None
         equation = _of_axes(one.ndim, two.ndim, *axes)
     elif name == "vecdot":
-        return outer_sum(one, two, axis_of(args, kwargs, 2) or -1)
+        return broadcast_contraction(one, two, axis_of(args, kwargs, 2) or -1)
     else:
         return None
-    return None if equation is None else _checked(Product(equation, one, two))
+    return None if equation is None else _valid_product(Product(equation, one, two))
 
 
-def outer_sum(one: Tensor, two: Tensor, axis: int) -> Product | None:
+def broadcast_contraction(one: Tensor, two: Tensor, axis: int) -> Product | None:
     """`(one * two).sum(axis)`, where each of the two is repeated along axes of the other; None where that is not so.
 
     >>> q, k = torch.zeros(2, 7, 1, 5), torch.zeros(2, 1, 9, 5)
-    >>> outer_sum(q, k, -1).equation, outer_sum(q, q, -1)
+    >>> broadcast_contraction(q, k, -1).equation, broadcast_contraction(q, q, -1)
     ('abd,acd->abc', None)
     """
     ndim = max(one.ndim, two.ndim)
@@ -106,7 +107,7 @@ def outer_sum(one: Tensor, two: Tensor, axis: int) -> Product | None:
         words.append("".join(letter for at, letter in enumerate(letters) if at not in missing))
         shapes.append(torch.Size(size for at, size in enumerate(mine) if at not in missing))
     out = letters.replace(letters[axis % ndim], "")
-    return _checked(Product(f"{words[0]},{words[1]}->{out}", one, two, (shapes[0], shapes[1])))
+    return _valid_product(Product(f"{words[0]},{words[1]}->{out}", one, two, (shapes[0], shapes[1])))
 
 
 def in_order(product: Product) -> Product:
@@ -120,7 +121,7 @@ def in_order(product: Product) -> Product:
     return Product(f"{two},{one}->{out}", product.two, product.one, shapes)
 
 
-def _checked(product: Product) -> Product | None:
+def _valid_product(product: Product) -> Product | None:
     """The same where each letter is one size, stands once in each tensor, and one at least is summed over."""
     terms, _, out = product.equation.partition("->")
     one, _, two = terms.partition(",")
@@ -176,7 +177,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 # ---- what follows a product
 
 
-def continues(name: str, x: Tensor, out: Tensor) -> bool:
+def makes_logits(name: str, x: Tensor, out: Tensor) -> bool:
     """Whether the function called `name` makes logits of logits x: in another place or form, or with others joined."""
     if name in ENDS or name in PRODUCTS or fills(name) or not out.is_floating_point():
         return False
@@ -189,15 +190,37 @@ def softmax_axis(args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> i
     return axis % ndim if isinstance(axis, int) and not isinstance(axis, bool) and -ndim <= axis < ndim else None
 
 
-class Made(NamedTuple, Generic[K]):
-    """How a tensor was made: by which function, of which tensors."""
+class Operation(NamedTuple, Generic[K]):
+    """How a tensor was made: by which function (`part_name`), of which tensors."""
 
     name: str
     inputs: Sequence[K]
 
 
+def part_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> str:
+    """The name of a function as a part of a softmax that is written out: `row_sum` and `row_logsumexp` where it reduces
+    the last of `ndim` axes alone, `widen` where it puts an axis of size 1 behind them; else its own.
+
+    >>> part_name("sum", ("e", [-1]), {"keepdim": True}, 4), part_name("sum", ("e", 1), {}, 4)
+    ('row_sum', 'sum')
+    >>> part_name("__getitem__", ("s", (..., None)), {}, 3), part_name("__getitem__", ("s", ([1, 0], None)), {}, 3)
+    ('widen', '__getitem__')
+    """
+    if name in ("sum", "logsumexp"):
+        axis = axis_of(args, kwargs)
+        axis = axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
+        return f"row_{name}" if isinstance(axis, int) and axis in (-1, ndim - 1) else name
+    if name == "unsqueeze":
+        return "widen" if axis_of(args, kwargs) in (-1, ndim) else name
+    if name == "__getitem__" and len(args) == 2:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        plain = all(x is None or x is ... or (isinstance(x, slice) and x == slice(None)) for x in index)
+        return "widen" if plain and index[-1:] == (None,) and index.count(None) == 1 else name
+    return name
+
+
 def softmax_written_out(
-    name: str, inputs: Sequence[K], made: Callable[[K], Made[K] | None], shape: Callable[[K], torch.Size]
+    name: str, inputs: Sequence[K], made: Callable[[K], Operation[K] | None], shape: Callable[[K], torch.Size]
 ) -> K | None:
     """The logits of a softmax over the last axis that ends with the function called `name`; None where none does.
 
@@ -210,24 +233,24 @@ def softmax_written_out(
             return how.inputs[0]
         if how is not None and how.name == "sub" and len(how.inputs) == 2:
             total = _made_of(how.inputs[1], made)
-            if _is_of_row(total, "logsumexp", how.inputs, shape):
+            if _is_of_row(total, "row_logsumexp", how.inputs, shape):
                 return how.inputs[0]
     if name == "div" and len(inputs) == 2:
         how, total = _made_of(inputs[0], made), _made_of(inputs[1], made)
-        if how is not None and how.name == "exp" and _is_of_row(total, "sum", inputs, shape):
+        if how is not None and how.name == "exp" and _is_of_row(total, "row_sum", inputs, shape):
             return how.inputs[0]
     return None
 
 
-def _made_of(x: K, made: Callable[[K], Made[K] | None]) -> Made[K] | None:
-    """How a tensor was made, before it was cast or copied."""
+def _made_of(x: K, made: Callable[[K], Operation[K] | None]) -> Operation[K] | None:
+    """How a tensor was made, before it was cast, copied or given one more axis."""
     how = made(x)
-    while how is not None and how.name in CASTS | COPIES and how.inputs:
+    while how is not None and how.name in SAME_NUMBERS and how.inputs:
         how = made(how.inputs[0])
     return how
 
 
-def _is_of_row(how: Made[K] | None, name: str, both: Sequence[K], shape: Callable[[K], torch.Size]) -> bool:
+def _is_of_row(how: Operation[K] | None, name: str, both: Sequence[K], shape: Callable[[K], torch.Size]) -> bool:
     """Whether the second of `both` is one number for each row of the first, which the function called `name` made."""
     return (
         how is not None
@@ -243,7 +266,7 @@ IN_FRONT = "numbers that belong to no key stand in front of its logits"
 
 
 @dataclass(frozen=True)
-class Logits:
+class KnownLogits:
     """What is known of logits of a model that runs."""
 
     keys: int | None = None  # logits of keys, where others stand behind them
@@ -257,12 +280,12 @@ class Logits:
         return x if not taken else x + taken[0]
 
 
-PLAIN = Logits()
+PLAIN = KnownLogits()
 # what a softmax is written out of
-PARTS = frozenset({"exp", "sub", "sum", "logsumexp"})
+PARTS = frozenset({"exp", "sub", "row_sum", "row_logsumexp"})
 
 
-class LogitsOfPass:
+class LogitsTracker:
     """The logits of a pass, as long as these tensors live."""
 
     def __init__(self) -> None:
@@ -270,7 +293,7 @@ class LogitsOfPass:
         self._largest = WeakTensorKeyDictionary()  # largest numbers of rows of logits
         self._made = WeakTensorKeyDictionary()  # parts of a softmax that is written out
 
-    def of(self, x: Tensor) -> Logits | None:
+    def of(self, x: Tensor) -> KnownLogits | None:
         """What is known of a tensor as logits; None where it is something else."""
         return self._known.get(x)
 
@@ -278,30 +301,30 @@ class LogitsOfPass:
         """Remember a product of two activations."""
         self._known[out] = PLAIN
 
-    def follow(self, name: str, tensors: list[Tensor], out: Tensor) -> Tensor | None:
+    def follow(self, name: str, tensors: list[Tensor], out: Tensor, part: str = "") -> Tensor | None:
         """Remember what the function called `name` made: logits in another place or form are logits. Returns them as
-        they were before.
+        they were before. `part` is its `part_name`.
         """
         if name in LARGEST and tensors and tensors[0] in self._known and out.shape == (*tensors[0].shape[:-1], 1):
             self._largest[out] = True
             return None
-        if name in PARTS or name in CASTS or name in COPIES:
-            self._note_part(name, tensors, out)
-        before = next((x for x in tensors if x in self._known and continues(name, x, out)), None)
+        if part in PARTS or part in SAME_NUMBERS:
+            self._note_part(part, tensors, out)
+        before = next((x for x in tensors if x in self._known and makes_logits(name, x, out)), None)
         if before is not None:
             self._known[out] = self._of_step(name, tensors, before, out)
         elif out.ndim and out.shape[-1] == 1 and any(x in self._largest for x in tensors):
             self._largest[out] = True
         return before
 
-    def moved(self, known: Logits) -> Logits:
+    def after_move(self, known: KnownLogits) -> KnownLogits:
         """What is known of logits whose axes were moved."""
-        return known if known is PLAIN or known.unclear is not None else Logits(unclear=MOVED)
+        return known if known is PLAIN or known.unclear is not None else KnownLogits(unclear=MOVED)
 
     def note_log_softmax(self, x: Tensor, out: Tensor) -> None:
         """Remember a log-softmax over the last axis."""
         if x in self._known:
-            self._made[out] = Made("log_softmax", (x,))
+            self._made[out] = Operation("log_softmax", (x,))
 
     def softmax_written_out(self, name: str, tensors: list[Tensor], out: Tensor) -> Tensor | None:
         """The logits of a softmax that ends here."""
@@ -314,26 +337,24 @@ class LogitsOfPass:
         first = tensors[0] if tensors else None
         if first is None or first is out or not (first in self._made or (first in self._known and name in PARTS)):
             return
-        if name in ("sum", "logsumexp") and out.shape != (*first.shape[:-1], 1):
-            return
         if name != "sub" or (len(tensors) == 2 and tensors[1] in self._made):
-            self._made[out] = Made(name, tuple(tensors))
+            self._made[out] = Operation(name, tuple(tensors))
 
-    def _of_step(self, name: str, tensors: list[Tensor], before: Tensor, out: Tensor) -> Logits:
-        known: Logits = self._known[before]
+    def _of_step(self, name: str, tensors: list[Tensor], before: Tensor, out: Tensor) -> KnownLogits:
+        known: KnownLogits = self._known[before]
         if name == "sub" and before is tensors[0] and tensors[-1] in self._largest:
             return known if known.taken is not None else replace(known, taken=tensors[-1].detach())
         if name in JOINS and out.shape[:-1] == before.shape[:-1] and not all(x in self._known for x in tensors):
-            return replace(known, keys=before.shape[-1]) if before is tensors[0] else Logits(unclear=IN_FRONT)
+            return replace(known, keys=before.shape[-1]) if before is tensors[0] else KnownLogits(unclear=IN_FRONT)
         if known is PLAIN or (name in HIDING and out.shape == before.shape):
             return known
         if known.unclear is not None:
             return known
         if known.taken is not None:
-            return Logits(unclear=CHANGED)
+            return KnownLogits(unclear=CHANGED)
         if known.keys is None or (name in PARTING and out.shape == (*before.shape[:-1], known.keys)):
             return PLAIN
-        return known if out.shape[-1:] == before.shape[-1:] else Logits(unclear=MOVED)
+        return known if out.shape[-1:] == before.shape[-1:] else KnownLogits(unclear=MOVED)
 
 
 def _shape(x: Tensor) -> torch.Size:

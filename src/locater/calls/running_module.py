@@ -28,15 +28,15 @@ class RunningModule:
     arguments: dict[str, Any]
     calls: list[tuple[DirectCall, CodePlace | None]] = field(default_factory=list)  # and where; None: by the interface
     at_interface: list[DirectCall] = field(default_factory=list)  # what the interface said of the latter
-    errors: list[Exception] = field(default_factory=list)  # for which calls of it were not heard
+    errors: list[Exception] = field(default_factory=list)  # for which calls of it were missed
 
     @property
     def tokens(self) -> int | None:
         """How many tokens it was given first."""
-        return next((prod(x.shape[:-1]) for x in self.given), None)
+        return next((prod(x.shape[:-1]) for x in self.given_tokens), None)
 
     @property
-    def given(self) -> list[Tensor]:
+    def given_tokens(self) -> list[Tensor]:
         """Tensors among its arguments that may be tokens."""
         return [x for x in self.arguments.values() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1]
 
@@ -76,8 +76,8 @@ def has_local_keys(call: Call, running: RunningModule) -> bool:
     if _says_cross(running.name, running.module, running.arguments):
         return False
     (B, _, T, _), S = call.query.shape, call.key.shape[2]
-    given = [prod(x.shape[:-1]) for x in running.given if x.ndim > 2]
-    return bool(given) and B * S not in given and S > T
+    given_tokens = [prod(x.shape[:-1]) for x in running.given_tokens if x.ndim > 2]
+    return bool(given_tokens) and B * S not in given_tokens and S > T
 
 
 def hide_padding_rows(call: Call, running: RunningModule) -> Call:

@@ -1,20 +1,16 @@
 """Attention calls made beside the interface of transformers, as `Call`s: fused attention of PyTorch, its multi-head
-function, FlexAttention, and a softmax written by hand.
+function, and a softmax written by hand. FlexAttention has a file of its own.
 
 Axes: B batch, H query heads, K key heads, T queries, S keys, D size of a query, V size of a value, E width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.calls.call import DENSE, Call, with_mask
+from locater.calls.call import Call, with_mask
 from locater.calls.head_axes import HeadAxes
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms
@@ -41,7 +37,7 @@ def call_of_fused(
     to i, also where there are more keys than queries.
 
     >>> q = torch.zeros(2, 3, 4, 8)
-    >>> call = from_fused(q, q, q, HeadAxes((1,)), is_causal=True)
+    >>> call = call_of_fused(q, q, q, HeadAxes((1,)), is_causal=True)
     >>> call.query.shape, call.terms.causal
     (torch.Size([2, 3, 4, 8]), True)
     """
@@ -92,44 +88,6 @@ def call_of_multi_head(
         return call.masked(sum(added[1:], added[0])) if added else call
 
 
-def from_flex(
-    output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    score_mod: Callable[..., Tensor] | None = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-) -> Call:
-    """A call of FlexAttention on (B, H, T, D) and its output, without gradients. The mask of blocks is written out, and
-    with a `score_mod` the logits are.
-    """
-    B, H, T, S = *query.shape[:3], key.shape[2]
-    if prod((B, H if score_mod is not None else 1, T, S)) > DENSE:
-        raise LocaterError(f"FlexAttention over {T} x {S} tokens is too large to be written out")
-    q, k = query.detach(), key.detach()
-    terms = Terms(None if scale is None else float(scale))
-    if score_mod is not None:
-        keys = k.repeat_interleave(H // k.shape[1], 1)
-        logits = (q.float() @ keys.float().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        with torch.no_grad():
-            terms = Terms(1.0, bias=at_each_position(score_mod, B, H, T, S, q.device, logits).detach())
-        q, k = q.new_zeros(B, H, T, 1), k.new_zeros(B, H, S, 1)
-    if block_mask is not None:
-        terms = with_mask(terms, at_each_position(block_mask.mask_mod, B, H, T, S, q.device), S)
-    return Call(q, k, terms, output.detach().transpose(1, 2))
-
-
-def at_each_position(
-    function: Callable[..., Tensor], B: int, H: int, T: int, S: int, device: torch.device, *scores: Tensor
-) -> Tensor:
-    """A function of (score,) batch, head, query and key, at each of them: (B, H, T, S)."""
-    places = [torch.arange(size, device=device) for size in (B, H, T, S)]
-    score = (0,) * len(scores)
-    for at in (3, 2, 1, 0):
-        function = torch.vmap(function, in_dims=(*score, *(0 if axis == at else None for axis in range(4))))
-    return function(*scores, *places)
-
-
 def call_of_softmax(logits: Tensor, axes: HeadAxes, keys: int | None = None) -> Call:
     """A softmax over the last axis of logits (..., T, S), without gradients. The first `keys` of them are those of
     keys, others take weight and give no value: a sink.
@@ -139,7 +97,7 @@ def call_of_softmax(logits: Tensor, axes: HeadAxes, keys: int | None = None) -> 
     no key.
 
     >>> logits = torch.randn(1, 2, 3, 4)
-    >>> bool((from_softmax(logits, HeadAxes((1,))).terms.bias == logits).all())
+    >>> bool((call_of_softmax(logits, HeadAxes((1,))).terms.bias == logits).all())
     True
     """
     x, sinks = axes.rows(logits.detach()), None

@@ -1,6 +1,6 @@
-"""The command line: one file per command. Exit status 0: done; 1: findings crossed --fail-on; 2: bad usage or input.
+"""The command line: one file per command. Exit status 0: done; 1: a head met --fail-on; 2: bad usage or input.
 
-Modules that need torch are imported inside the commands, so that `locater --help` answers at once.
+Modules that need torch are imported inside the commands, so that `locater --help` is instant.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 
 from locater.cli import compare, demo, explain, fleet, probe, scan, watch
-from locater.cli.shell import Command, Group, command_in, examples, failure, outlives_its_reader, without_debug
+from locater.cli.shell import Command, Group, command_name, error_line, examples_text, pipe_safe_output, split_debug
 from locater.errors import without_secrets
 from locater.escapes import escaped_output
-from locater.registry import offered
+from locater.registry import offered_entries
 from locater.version import __version__
 
 app = typer.Typer(
     help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.",
     cls=Group,
-    epilog=examples("locater demo", "locater scan path/to/model", "locater COMMAND --help"),
+    epilog=examples_text("locater demo", "locater scan path/to/model", "locater COMMAND --help"),
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -30,19 +30,19 @@ BUILT_IN = {
 
 
 def _add(name: str, module: Any) -> None:
-    app.command(name, cls=Command, help=module.HELP, epilog=examples(*module.EXAMPLES))(module.command)
+    app.command(name, cls=Command, help=module.HELP, epilog=examples_text(*module.EXAMPLES))(module.command)
 
 
 for name, module in BUILT_IN.items():
     _add(name, module)
 
 
-def with_offered() -> typer.Typer:
-    """All commands, with those that other packages offer: `locater_lab` has `train` and `reproduce`.
+def load_offered_commands() -> typer.Typer:
+    """All commands, including those of other packages: `locater_lab` has `train` and `reproduce`.
 
-    Their options may come from modules that import torch: they are built when the command is called.
+    Their options may come from modules that import torch, so they are built when the command is called.
     """
-    for name, point in offered("commands").items():
+    for name, point in offered_entries("commands").items():
         if name not in Group.late:
             module = point.load()
             _add(name, module)
@@ -68,10 +68,10 @@ def root(
 
 def main() -> None:
     """Entry point. An error is one line and exit status 2; --debug adds the traceback."""
-    sys.stdout, sys.stderr = outlives_its_reader(sys.stdout), outlives_its_reader(sys.stderr)
-    debug, args = without_debug(sys.argv[1:])
+    sys.stdout, sys.stderr = pipe_safe_output(sys.stdout), pipe_safe_output(sys.stderr)
+    debug, args = split_debug(sys.argv[1:])
     try:
-        known = app if command_in(args) in BUILT_IN else with_offered()
+        known = app if command_name(args) in BUILT_IN else load_offered_commands()
         status = typer.main.get_command(known).main(args, prog_name="locater", standalone_mode=False)
         sys.stdout.flush()  # a full disk is an error too
         if isinstance(status, int):  # of typer.Exit
@@ -80,12 +80,12 @@ def main() -> None:
         raise
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BaseException as error:  # libraries outside Python may raise what is not an Exception
+    except BaseException as error:  # native libraries may raise what is not an Exception
         with escaped_output():
             if debug:
                 import traceback
 
                 traceback.print_exc()
-            line = without_secrets(failure(error, command_in(args)))
+            line = without_secrets(error_line(error, command_name(args)))
             print("locater: " + " ".join(line.split()), file=sys.stderr)
         sys.exit(2)

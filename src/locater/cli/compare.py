@@ -24,10 +24,12 @@ EXAMPLES = (
 
 def command(
     a: Annotated[str, typer.Argument(metavar="A", help="A model, a checkpoint, or the JSON of a scan.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one; differences are B minus A.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The one to compare it with; differences are B minus A.")],
     more: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[C ...]", help="More of the same shape: what changed, and between which of them."),
+        typer.Argument(
+            metavar="[C ...]", help="More models of the same shape, to see what changed between which of them."
+        ),
     ] = None,
     json: JsonPath = None,
     report: ReportPath = None,
@@ -37,9 +39,9 @@ def command(
         str | None,
         typer.Option(
             metavar="CONDITIONS",
-            help="Exit with status 1 if a head of B has a flag (sharp,nonfinite) that it has not in A, has a new fault "
-            "of any kind (fault), or if a column changed so much ('change_F>10', B minus A). Of more than two, each is "
-            "tested against the one before, and the last against the first.",
+            help="Exit with status 1 if a head has a flag in B that it does not have in A (sharp,nonfinite), has a new "
+            "fault of any kind (fault), or if a column changed by more than a bound ('change_F>10', B minus A). With "
+            "more than two models, each is compared with the one before, and the last with the first.",
         ),
     ] = None,
     download: Download = False,

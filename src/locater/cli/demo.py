@@ -16,7 +16,7 @@ from locater.cli.shell import check_writable, stdout_console
 if TYPE_CHECKING:
     from locater.results.comparison import Comparison
 
-HELP = "Scan the small trained model inside the package, and compare it with a twin that was trained with LocAteR."
+HELP = "Scan the small model that comes with Locater, and compare it with a twin trained with LocAteR."
 EXAMPLES = ("locater demo", "locater demo --report demo.html --twin twin.html")
 
 
@@ -58,4 +58,4 @@ def _print_twin(comparison: Comparison, folders: list[Path], page: str | None) -
     comparison.show(console)
     if page is not None:
         console.print(f"Both side by side: {page}", markup=False, highlight=False)
-    console.print("These were the models inside the package. Now one of yours: [bold]locater scan PATH[/bold]")
+    console.print("These models come with the package. Now try one of yours: [bold]locater scan PATH[/bold]")

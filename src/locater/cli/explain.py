@@ -14,7 +14,7 @@ from locater.cli.output import deliver
 from locater.cli.shell import check_writable, show_progress, standard_input
 from locater.errors import LocaterError
 
-HELP = "Explain one output of a model: how much each token counts for it, through which heads."
+HELP = "Explain one output of a model: how much each input token contributes, and through which heads."
 EXAMPLES = (
     'locater explain path/to/model --prompt "Once upon a" --report page.html',
     'locater explain path/to/model --prompt "Paris is in" --target " France" --method relevance,rollout',
@@ -23,44 +23,53 @@ EXAMPLES = (
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder as save_pretrained writes it, or a hub id.")],
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder written by save_pretrained, or a hub id.")],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")] = None,
     text: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Text that the model reads, in place of --prompt; - for standard input."),
+        typer.Option(metavar="FILE", help="Text that the model reads, instead of --prompt; - for standard input."),
     ] = None,
     decoder_text: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What the decoder of an encoder-decoder has written so far."),
+        typer.Option(metavar="TEXT", help="What the decoder of an encoder-decoder model has written so far."),
     ] = None,
     image: Annotated[str | None, typer.Option(metavar="PATH", help="A picture, for vision models.")] = None,
     target: Annotated[
         str | None,
         typer.Option(
             metavar="TOKEN",
-            help="Token of the vocabulary or class to explain: its text, or its number (digits alone are a number). "
-            "Default: the model's first choice.",
+            help="Token or class to explain, by its text or its number (digits alone are a number). "
+            "Default: the most likely one.",
         ),
     ] = None,
     position: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Output token to explain, from 0. Default: the first [MASK], or the last one."),
+        typer.Option(
+            metavar="N",
+            help="Position of the output token to explain, from 0. Default: the first [MASK], or the last token.",
+        ),
     ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Method, or several with commas; may be repeated. Default: a few that apply."
+            metavar="NAME", help="Method, or several separated by commas; may be repeated. Default: a few that apply."
         ),
     ] = None,
     patterns: Annotated[
         str | None,
-        typer.Option(metavar="L.H,...", help="Heads whose patterns the page shows, where there is no room for all."),
+        typer.Option(
+            metavar="L.H,...", help="Heads whose attention patterns the page shows, if there is no room for all."
+        ),
     ] = None,
     deletion: Annotated[
-        bool, typer.Option("--deletion/--no-deletion", help="Run the model again without tokens, to test the scores.")
+        bool,
+        typer.Option(
+            "--deletion/--no-deletion", help="Test the scores by running the model again with tokens removed."
+        ),
     ] = True,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer, if the model's folder has none.")
+        str | None,
+        typer.Option(metavar="PATH", help="Folder of the tokenizer, if it is not in the folder of the model."),
     ] = None,
     json: JsonPath = None,
     matrices: Annotated[

@@ -18,7 +18,7 @@ from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
 if TYPE_CHECKING:
     from locater.commands.fleet.result import Fleet
 
-HELP = "Scan many checkpoints into one folder of Parquet files: the steps of a run, or a list of models."
+HELP = "Scan many checkpoints, such as all steps of a run, into one folder of Parquet files."
 EXAMPLES = (
     "locater fleet 'run/step-*' --out heads",
     "locater fleet @checkpoints.csv --out heads --shard $SLURM_ARRAY_TASK_ID/16",
@@ -33,16 +33,19 @@ def command(
         typer.Argument(
             metavar="SOURCES",
             help="Folders, files, patterns ('run/step-*', 'hf://org/model@step*', 's3://bucket/run/*'), lists "
-            "(@list.csv); or the folder of a fleet, to show it.",
+            "(@list.csv); or a folder of results, to show it.",
         ),
     ],
-    out: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder of the results.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder of results.")] = None,
     step_pattern: Annotated[
         str | None,
-        typer.Option(metavar="REGEX", help="Reads the step from a name; its group is the digits, as in 'ckpt_(\\d+)'."),
+        typer.Option(
+            metavar="REGEX", help="How names contain the step; its group matches the digits, as in 'ckpt_(\\d+)'."
+        ),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run; without it, what is before the step.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the run. Default: the part of each name before the step."),
     ] = None,
     length: Length = LENGTH,
     raw: Raw = False,
@@ -51,29 +54,27 @@ def command(
     ] = False,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Processes (on Ray: tasks) at the same time; 0: in this process."),
+        typer.Option(metavar="N", min=0, help="Worker processes (with --ray: tasks); 0 to work in this process."),
     ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Only part I of N of the checkpoints, for job arrays.")
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, or auto.")
+        str | None, typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: its address, or auto.")
     ] = None,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Try checkpoints again that failed before.")
-    ] = False,
-    status: Annotated[bool, typer.Option("--status", help="Only say what is done, failed and to do.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Retry checkpoints that failed before.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only print what is done, failed and to do.")] = False,
     fail_on: FailOn = None,
     json: JsonPath = None,
     report: ReportPath = None,
 ) -> None:
-    from locater.commands.fleet.request import Request, answered
-    from locater.report.fleet import print_fleet, state
+    from locater.commands.fleet.request import Request, answer
+    from locater.report.fleet import print_fleet, state_sentence
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)
     request = Request(tuple(sources), out, run, step_pattern, length, raw, eigenvalues, workers, shard, ray)
-    fleet, asked, notes = answered(request, status, retry_failed, _progress)
+    fleet, asked, notes = answer(request, status, retry_failed, _progress)
     for note in notes:
         print(one_line(f"note: {note}"), file=sys.stderr)
     if status:
@@ -82,18 +83,18 @@ def command(
     if report is not None:
         fleet.report(report)
     document = fleet.to_dict()
-    title = f"{fleet.folder}: {state(document)}"
+    title = f"{fleet.folder}: {state_sentence(document)}"
     deliver(fleet.to_json, title, lambda console: print_fleet(document, console), json, report)
-    _end(fleet, asked, conditions, whole=shard is None)
+    _exit_by_status(fleet, asked, conditions, whole=shard is None)
 
 
 def _progress(parts: Iterable[Any], total: int) -> Iterable[Any]:
     return show_progress(parts, total, "scanning checkpoints")
 
 
-def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition], whole: bool) -> None:
-    """Status 2 where a checkpoint that was asked for failed, or where --fail-on could not be tried on it because it is
-    not scanned (but for jobs that do a part); 1 where a head meets a condition of --fail-on.
+def _exit_by_status(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition], whole: bool) -> None:
+    """Status 2 if a requested checkpoint failed, or if --fail-on could not be tested because one is not scanned yet
+    (except in jobs that scan only a part); status 1 if a head meets a condition of --fail-on.
     """
     crossed = fleet.crossings(conditions, asked)
     if crossed:

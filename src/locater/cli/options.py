@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-# One name means one thing: what an option that several commands have takes, and how its help begins.
+# One name means one thing: what an option shared by several commands takes, and how its help begins.
 MEANINGS = {
-    "--download": ("", "Download a checkpoint that is elsewhere as a whole"),
+    "--download": ("", "Download a remote checkpoint as a whole"),
     "--eigenvalues": ("", "Include the eigenvalues of every head"),
     "--fail-on": ("CONDITIONS", "Exit with status 1 if a head "),
     "--heads": ("N", "Query heads in a layer"),
@@ -40,5 +40,5 @@ FailOn = Annotated[
 ]
 Download = Annotated[
     bool,
-    typer.Option("--download", help="Download a checkpoint that is elsewhere as a whole, in place of reading ranges."),
+    typer.Option("--download", help="Download a remote checkpoint as a whole instead of reading byte ranges."),
 ]

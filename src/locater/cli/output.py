@@ -24,13 +24,13 @@ def deliver(
     report: str | None,
     statistics: str | None = None,
 ) -> None:
-    """Print the JSON alone for `--json -`; else write it, print a title (one line, or several) and the tables, and name
-    the written files.
+    """Print only the JSON for `--json -`. Otherwise write it, print a title (one line, or several) and the tables, and
+    name the files that were written.
     """
     if json == "-":
         print(to_json())
         return
-    if json is not None:  # first: standard output may be full
+    if json is not None:  # before printing: standard output may be full
         write_whole(Path(json), to_json() + "\n")
     console = stdout_console()
     for line in [title] if isinstance(title, str) else title:
@@ -43,7 +43,7 @@ def deliver(
 
 
 def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]], length: int) -> None:
-    """End with status 1 if a head meets a condition of --fail-on, and say of each condition how many heads meet it and
+    """Exit with status 1 if a head meets a condition of --fail-on. Say for each condition how many heads meet it and
     which is the worst: a CI log should not hide `nonfinite` behind `sharp`.
     """
     if line := crossings(conditions, rows, length):

@@ -15,7 +15,7 @@ from locater.errors import LocaterError
 from locater.findings import parse_conditions
 from locater.results.scan import LENGTH, TOKENS
 
-HELP = "Run a model on text or images, measure every head, and compare with what theory predicts."
+HELP = "Run a model on text or images, measure every head, and compare with predictions."
 EXAMPLES = (
     "locater probe path/to/model --text my.txt --report probe.html",
     "locater probe path/to/vit --images pictures/",
@@ -24,37 +24,40 @@ EXAMPLES = (
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder as save_pretrained writes it, or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder written by save_pretrained, or a hub id.")],
     text: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Text that the model reads (.xz and .gz too); - for standard input. Default: the documentation inside "
-            "Python.",
+            help="Text that the model reads (.xz and .gz too); - for standard input. Default: the documentation that "
+            "comes with Python.",
         ),
     ] = None,
     images: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Pictures for vision models: a folder, one picture, .npy or .npz."),
+        typer.Option(metavar="PATH", help="Pictures for vision models: a folder, an image file, .npy or .npz."),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer, if the model's folder has none.")
+        str | None,
+        typer.Option(metavar="PATH", help="Folder of the tokenizer, if it is not in the folder of the model."),
     ] = None,
     length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a sequence.")] = LENGTH,
     tokens: Annotated[
         int,
         typer.Option(
-            metavar="N", min=2, help="About how many tokens to measure; half as many more are for the statistics."
+            metavar="N", min=2, help="About how many tokens to measure; half as many more are read for the statistics."
         ),
     ] = TOKENS,
     rows: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Measure only this many rows of attention in each batch: faster."),
+        typer.Option(
+            metavar="N", min=1, help="Measure only this many rows of attention in each batch, which is faster."
+        ),
     ] = None,
     json: JsonPath = None,
     report: ReportPath = None,
     save_statistics: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Write the statistics, for scan --statistics.")
+        str | None, typer.Option(metavar="PATH", help="Write the input statistics, for scan --statistics.")
     ] = None,
     fail_on: FailOn = None,
 ) -> None:

@@ -41,15 +41,21 @@ def command(
     fail_on: FailOn = None,
     query: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Names of the query tensors of an unknown architecture; * is the layer."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Names of the query tensors of an unknown architecture; * stands for the layer number.",
+        ),
     ] = None,
     key: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Names of the key tensors of an unknown architecture; * is the layer."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Names of the key tensors of an unknown architecture; * stands for the layer number.",
+        ),
     ] = None,
     heads: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Query heads in a layer, for a model without a configuration."),
+        typer.Option(metavar="N", min=1, help="Query heads in a layer, for a model without config.json."),
     ] = None,
     report: ReportPath = None,
     shard: Annotated[
@@ -57,15 +63,15 @@ def command(
     ] = None,
     statistics: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Predict with the statistics that probe --save-statistics wrote."),
+        typer.Option(metavar="PATH", help="Predict with input statistics written by probe --save-statistics."),
     ] = None,
     download: Download = False,
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Read an adapter on this base model, in place of the one that it names."),
+        typer.Option(metavar="MODEL", help="Read an adapter on this base model instead of the one that it names."),
     ] = None,
 ) -> None:
-    from locater.commands.scanning import parsed_shard, scan
+    from locater.commands.scanning import parse_shard, scan
     from locater.predict import Statistics
     from locater.sources.remote import Traffic
 
@@ -78,7 +84,7 @@ def command(
         raw=raw,
         eigenvalues=eigenvalues,
         details=report is not None,
-        shard=parsed_shard(shard),
+        shard=parse_shard(shard),
         query=query,
         key=key,
         heads=heads,

@@ -1,4 +1,4 @@
-"""How commands meet the shell: help with examples, files to write, progress, consoles, and how errors end."""
+"""Between commands and the shell: help with examples, files to write, progress, consoles, and errors."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from locater.errors import LocaterError, first_line
-from locater.escapes import escaped, escaped_output, one_line
+from locater.escapes import escape_controls, escaped_output, one_line
 
 if TYPE_CHECKING:
     from locater.sources.remote import Traffic
 
 
-def examples(*lines: str) -> str:
+def examples_text(*lines: str) -> str:
     """The last part of a command's help: an example on each line."""
     return "\n\n".join(("Examples:", *lines))
 
 
-# Options of version 0.2 that bear another name now, or had another meaning than in the other commands: what to give.
+# Options of version 0.2 that were renamed, because the same name means something else in other commands.
 MOVED = {
     ("explain", "--text-file"): "give --text FILE",
     ("explain", "--heads"): "give --patterns LAYER.HEAD,...; --heads is a number of heads",
-    ("probe", "--corpus"): "leave it out, the documentation inside Python is the default; --text FILE for yours",
+    (
+        "probe",
+        "--corpus",
+    ): "leave it out: the documentation that comes with Python is the default; --text FILE for yours",
     ("train", "--report"): "give --report-text PATH for text to publish numbers of; a page of a run is made by "
     "locater watch RUN --report PATH",
     ("reproduce", "--images"): "give --figures FOLDER",
@@ -44,11 +47,11 @@ class Command(TyperCommand):
         for word in args[: args.index("--") if "--" in args else len(args)]:
             option = word.partition("=")[0]
             if (ctx.info_name, option) in MOVED:
-                raise LocaterError(f"{ctx.info_name} has no {option} any more: {MOVED[ctx.info_name, option]}")
+                raise LocaterError(f"{ctx.info_name} no longer has {option}: {MOVED[ctx.info_name, option]}")
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> Any:
-        return without_types(super().get_params(ctx))
+        return hide_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         with escaped_output():
@@ -56,16 +59,16 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands. Those in `late` are built when they are called, because their options need modules with torch.
+    """The commands. Those in `late` are built when they are called, because their options need torch.
 
-    Status 1 means that --fail-on was crossed. Typer would also use it for a broken pipe and for a file that ends too
-    soon, which are handed on here as errors.
+    Status 1 means that a head met --fail-on. Typer would also use it for a broken pipe and for a file that ends too
+    soon, which are passed on here as errors.
     """
 
     late: dict[str, Callable[[], Any]] = {}  # name of a command: the function that builds it  # noqa: RUF012
 
     def get_params(self, ctx: Any) -> Any:
-        return without_types(super().get_params(ctx))
+        return hide_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
@@ -79,12 +82,12 @@ class Group(TyperGroup):
 
 
 class UnexpectedEndError(Exception):
-    """An EOFError or BrokenPipeError, which typer would take for the end of a dialogue or of its reader."""
+    """An EOFError or BrokenPipeError, which typer would take for the end of a dialogue or a closed pipe."""
 
 
 class Output(io.FileIO):
-    """Standard output or standard error. Where the reader, such as `head -1`, has seen enough and gone, the rest goes
-    nowhere: the command still ends its work, writes its files, and says with its status what it found.
+    """Standard output or standard error. If the reader has closed the pipe, as `head -1` does, the rest is discarded:
+    the command still finishes its work, writes its files, and reports with its exit status.
     """
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
@@ -96,12 +99,12 @@ class Output(io.FileIO):
             os.close(nowhere)
             if isinstance(error, BrokenPipeError):
                 return super().write(data)
-            raise  # once, such as of a full disk: Python writes what is left again at its end
+            raise  # once, such as for a full disk: at exit Python writes what is left again
 
 
-def outlives_its_reader(stream: Any) -> Any:
-    """This stream in a form that a closed pipe does not end, and in which any letter can be written. None is a stream
-    that was closed before the start: `print` would take the other one in its place.
+def pipe_safe_output(stream: Any) -> Any:
+    """This stream in a form that survives a closed pipe and can write any character. None is a stream that was closed
+    before the start: `print` would use the other one instead.
     """
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
@@ -122,8 +125,8 @@ def outlives_its_reader(stream: Any) -> Any:
     )
 
 
-def without_types(params: Any) -> Any:
-    """Parameters without `<bool>` beside switches and `<str>` beside arguments in the help."""
+def hide_types(params: Any) -> Any:
+    """Parameters without `<bool>` next to switches and `<str>` next to arguments in the help."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -137,11 +140,11 @@ def check_writable(
 ) -> None:
     """Refuse a file that cannot be written, before any work is done.
 
-    `refusal` is the message for an `other` file that is the same as one of the first two.
+    `refusal` is the message if `other` is the same file as one of the first two.
     """
-    if report is not None and (report == "-" or _is_same(report, json)):
+    if report is not None and (report == "-" or _is_same_file(report, json)):
         raise LocaterError(f"--report {report}: give the page a file of its own")
-    if other is not None and (other == "-" or _is_same(other, json) or _is_same(other, report)):
+    if other is not None and (other == "-" or _is_same_file(other, json) or _is_same_file(other, report)):
         raise LocaterError(refusal.format(other))
     for path in (json, report, other):
         if path is None or path == "-":
@@ -157,15 +160,15 @@ def check_writable(
             raise LocaterError(f"{path}: no permission to write there")
 
 
-def _is_same(path: str, other: str | None) -> bool:
-    """Whether two names are of one file: `out.html` and `./out.html`, or a link to it."""
+def _is_same_file(path: str, other: str | None) -> bool:
+    """Whether two names are of the same file: `out.html` and `./out.html`, or a link to it."""
     return bool(path and other) and other != "-" and os.path.realpath(path) == os.path.realpath(str(other))
 
 
 def show_progress(
     parts: Iterable[Any], total: int, label: str = "reading heads", traffic: Traffic | None = None
 ) -> Iterable[Any]:
-    """A progress bar on standard error; none on a pipe. `traffic` adds the bytes that come from elsewhere."""
+    """A progress bar on standard error; none on a pipe. `traffic` adds the bytes that were downloaded."""
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
     class Bytes(ProgressColumn):
@@ -185,7 +188,7 @@ def show_progress(
 
 
 class _Console(Console):
-    """A console whose text cannot command the terminal. A string that is printed or in a table is one line."""
+    """A console whose text cannot control the terminal. Every printed string or table cell is one line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(emoji=False, **settings)  # the name of a tensor may hold `:cat:`
@@ -195,11 +198,11 @@ class _Console(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else escaped(text), style, control)
+            yield Segment(text if control else escape_controls(text), style, control)
 
 
 def stdout_console() -> Console:
-    """A console for tables: as wide as the terminal; on a pipe as wide as COLUMNS, or 140."""
+    """A console for tables: as wide as the terminal, or on a pipe as wide as COLUMNS or 140."""
     console = _Console()
     if console.is_terminal:
         return console
@@ -219,19 +222,19 @@ def standard_input() -> str:
     return text
 
 
-def without_debug(args: list[str]) -> tuple[bool, list[str]]:
+def split_debug(args: list[str]) -> tuple[bool, list[str]]:
     """Whether --debug is among the arguments, before or after the command, and the arguments without it."""
     end = args.index("--") if "--" in args else len(args)
     others = [word for word in args[:end] if word != "--debug"]
     return len(others) < end, [*others, *args[end:]]
 
 
-def command_in(args: Sequence[str]) -> str:
+def command_name(args: Sequence[str]) -> str:
     """The name of the command, for messages."""
     return next((word for word in args if not word.startswith("-")), "start")
 
 
-def failure(error: BaseException, command: str) -> str:
+def error_line(error: BaseException, command: str) -> str:
     """One line about an error: of the user's input, of a file, or of this program."""
     if isinstance(error, LocaterError):
         return str(error)

@@ -26,18 +26,18 @@ def command(
     ],
     other: Annotated[
         str | None,
-        typer.Argument(metavar="OTHER", help="Another run; its curves are drawn dashed over those of RUN."),
+        typer.Argument(metavar="OTHER", help="A second run, drawn dashed over RUN."),
     ] = None,
     json: JsonPath = None,
     report: ReportPath = None,
     port: Annotated[
         int,
-        typer.Option(metavar="N", min=0, max=65535, help="Port of the live page on this machine; 0 for any free one."),
+        typer.Option(metavar="N", min=0, max=65535, help="Port of the live page on this machine; 0 for any free port."),
     ] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
 ) -> None:
     from locater.runs.run_log import TwoRuns, read_run
-    from locater.runs.watch_page import names_of_two, serve, watch_page
+    from locater.runs.watch_page import names_apart, serve, watch_page
 
     check_writable(json, report)
     if json is None and report is None:
@@ -46,7 +46,7 @@ def command(
     log = read_run(run, stored=True)
     second = None if other is None else read_run(other, stored=True)
     if report is not None:
-        write_whole(Path(report), watch_page(log, other=second, names=names_of_two(run, other or "")))
+        write_whole(Path(report), watch_page(log, other=second, names=names_apart(run, other or "")))
     title = f"{run}: {log.summary()}"
     if second is None:
         deliver(log.to_json, title, None, json, report)

@@ -15,7 +15,7 @@ from locater.commands.scanning import Progress, scan
 from locater.errors import LocaterError
 from locater.results.comparison import ComparedTensors, Comparison, compare_scans
 from locater.results.scan import LENGTH, Scan
-from locater.results.series import ComparisonSeries, series
+from locater.results.series import ComparisonSeries, compare_series
 from locater.sources.sources import Source, open_source
 from locater.sources.weights import Weights
 
@@ -64,13 +64,13 @@ def compare(
     """
     if more:
         _check_distinct((a, b, *more))
-        return series([_scan(x, length, raw, progress, download) for x in (a, b, *more)])
-    result = compare_scans(*(_scan(x, length, raw, progress, download) for x in (a, b)))
+        return compare_series([_scan_of(x, length, raw, progress, download) for x in (a, b, *more)])
+    result = compare_scans(*(_scan_of(x, length, raw, progress, download) for x in (a, b)))
     return replace(result, tensors=_tensors(a, b)) if result.equal else result
 
 
 def _check_distinct(sources: Sequence[Source | Scan]) -> None:
-    """A series names each source once: a repeated one is a slip, and would look like a change back."""
+    """A series names each source once: a repetition is a mistake, and would look like a change back."""
     seen: set[Any] = set()
     for source in sources:
         key = os.path.realpath(source) if isinstance(source, str | os.PathLike) else id(source)
@@ -81,30 +81,30 @@ def _check_distinct(sources: Sequence[Source | Scan]) -> None:
 
 
 def _tensors(a: Source | Scan, b: Source | Scan) -> ComparedTensors | None:
-    """Every tensor of two sources whose heads are equal: what a scan does not read may differ. None for scans, and for
-    checkpoints that are elsewhere, of which a scan reads a small part.
+    """Every tensor of two sources with equal heads, since what a scan does not read may differ. None for scans, and for
+    remote checkpoints, of which a scan reads a small part.
     """
-    sources = [x for x in (a, b) if _is_here(x)]
+    sources = [x for x in (a, b) if _is_local(x)]
     if len(sources) < 2:
         return None
     first, second = (open_source(x)[0] for x in sources)  # type: ignore[arg-type]
     names, others = set(first.names()), set(second.names())
     both = sorted(names & others)
     try:
-        different = [name for name in both if not _same(first, second, name)]
-    except LocaterError:  # a tensor that is stored in a way that cannot be read, and that no head needs
+        different = [name for name in both if not _equal_bytes(first, second, name)]
+    except LocaterError:  # a tensor that cannot be read, and that no head needs
         return None
     return ComparedTensors(len(both), different, sorted(names - others), sorted(others - names))
 
 
-def _is_here(source: Source | Scan) -> bool:
+def _is_local(source: Source | Scan) -> bool:
     if isinstance(source, Scan):
         return False
     path = not isinstance(source, nn.Module)
     return not path or (os.path.exists(source) and Path(source).suffix != ".json")  # type: ignore[arg-type]
 
 
-def _same(first: Weights, second: Weights, name: str) -> bool:
+def _equal_bytes(first: Weights, second: Weights, name: str) -> bool:
     """Whether a tensor has the same shape, type and bytes in both."""
     if first.shape(name) != second.shape(name):
         return False
@@ -112,7 +112,7 @@ def _same(first: Weights, second: Weights, name: str) -> bool:
     return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _scan(source: Source | Scan, length: int, raw: bool, progress: Progress | None, download: bool) -> Scan:
+def _scan_of(source: Source | Scan, length: int, raw: bool, progress: Progress | None, download: bool) -> Scan:
     if isinstance(source, Scan):
         return source
     if isinstance(source, str | os.PathLike) and Path(source).suffix == ".json" and Path(source).is_file():

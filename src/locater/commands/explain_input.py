@@ -1,4 +1,4 @@
-"""What an explanation runs a model on: one prompt or one picture as the model takes it, and its tokens as text."""
+"""What an explanation runs a model on: the batch of one prompt or one picture, and its tokens as text."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def read_input(
     if decoder_text is not None and not pair:
         raise LocaterError(f"--decoder-text: {type(model).__name__} has no decoder beside an encoder: use --prompt")
     if image is not None:
-        return _with_picture(model, image, text, tokenizer)
+        return _read_picture(model, image, text, tokenizer)
     assert text is not None
     tok = tokenizer_for(model, tokenizer)
-    ids, tokens = tokenized(model, tok, text)
+    ids, tokens = tokenize_prompt(model, tok, text)
     batch: Batch = {"input_ids": torch.tensor([ids])}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     if not pair:
-        return ExplainInput(batch, [TokenStream("input", tokens, ids, specials(tok, ids))], tok)
+        return ExplainInput(batch, [TokenStream("input", tokens, ids, special_places(tok, ids))], tok)
     decoder_ids, decoder_tokens = _decoder(model, tok, decoder_text)
     batch["decoder_input_ids"] = torch.tensor([decoder_ids])
     streams = [
-        TokenStream("encoder", tokens, ids, specials(tok, ids)),
+        TokenStream("encoder", tokens, ids, special_places(tok, ids)),
         TokenStream("decoder", decoder_tokens, decoder_ids, [0]),
     ]
     return ExplainInput(batch, streams, tok)
 
 
-def tokenized(model: nn.Module, tok: Any, text: str) -> tuple[list[int], list[str]]:
+def tokenize_prompt(model: nn.Module, tok: Any, text: str) -> tuple[list[int], list[str]]:
     """Token ids of a prompt with the special tokens that the tokenizer adds, and the part of the text of each."""
     if not isinstance(text, str):
         raise LocaterError(f"the prompt is a {type(text).__name__}: give one text")
@@ -93,7 +93,7 @@ def tokenized(model: nn.Module, tok: Any, text: str) -> tuple[list[int], list[st
 def token_texts(tok: Any, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]] | None) -> list[str]:
     """The part of the text that each token stands for, with the space in front of it; special tokens by name.
 
-    Joined they are the text again, wherever the tokenizer changes no character. A character of several tokens is shown
+    Joined, they are the text again, unless the tokenizer changes characters. A character of several tokens is shown
     with the first of them.
     """
     names = [str(name) for name in tok.convert_ids_to_tokens(list(ids))]
@@ -110,14 +110,14 @@ def token_texts(tok: Any, text: str, ids: Sequence[int], offsets: Sequence[tuple
     return pieces
 
 
-def specials(tok: Any, ids: Sequence[int]) -> list[int]:
-    """Places of special tokens."""
+def special_places(tok: Any, ids: Sequence[int]) -> list[int]:
+    """Positions of special tokens."""
     special = set(tok.all_special_ids)
     return [place for place, number in enumerate(ids) if number in special]
 
 
 def _decoder(model: Any, tok: Any, text: str | None) -> tuple[list[int], list[str]]:
-    """The start token of the decoder, then the text that it has written so far."""
+    """The start token of the decoder, then the text that it has generated so far."""
     start = getattr(model.config, "decoder_start_token_id", None)
     if start is None:
         start = getattr(getattr(model, "generation_config", None), "decoder_start_token_id", None)
@@ -131,7 +131,7 @@ def _decoder(model: Any, tok: Any, text: str | None) -> tuple[list[int], list[st
     return [int(start), *ids], [str(tok.convert_ids_to_tokens([int(start)])[0]), *tokens]
 
 
-def _with_picture(model: Any, image: str | Path, text: str | None, tokenizer: Any) -> ExplainInput:
+def _read_picture(model: Any, image: str | Path, text: str | None, tokenizer: Any) -> ExplainInput:
     if not str(image):
         raise LocaterError("the name of the picture is empty: give one with --image")
     if Path(image).is_dir():
@@ -152,8 +152,8 @@ def _with_picture(model: Any, image: str | Path, text: str | None, tokenizer: An
     if text is None:
         return ExplainInput(batch, [TokenStream("input", patches)], None, picture)
     tok = tokenizer_for(model, tokenizer)
-    ids, tokens = tokenized(model, tok, text)
+    ids, tokens = tokenize_prompt(model, tok, text)
     batch["input_ids"] = torch.tensor([ids])
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    streams = [TokenStream("image", patches), TokenStream("text", tokens, ids, specials(tok, ids))]
+    streams = [TokenStream("image", patches), TokenStream("text", tokens, ids, special_places(tok, ids))]
     return ExplainInput(batch, streams, tok, picture)

@@ -1,4 +1,4 @@
-"""The number of an output that is explained, as a user names it: a token or a class by text or id, and a position."""
+"""The number of an output that is explained, as a user gives it: a token or a class by text or id, and a position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_PREDICTIONS = 8
 
 @dataclass(frozen=True)
 class Entries:
-    """What the entries of an output are called: tokens of a vocabulary, classes, or numbers."""
+    """Names of the entries of an output: tokens of a vocabulary, classes, or numbers."""
 
     tokenizer: Any = None
     labels: dict[int, str] | None = None
@@ -46,7 +46,7 @@ class Entries:
         if self.labels is not None:
             return self._class(target)
         if self.tokenizer is None:
-            raise LocaterError(f"target {target!r}: the model has no tokenizer here: give the number of the entry")
+            raise LocaterError(f"target {target!r}: no tokenizer is available: give the number of the entry")
         return self._token(target)
 
     def _class(self, target: str) -> int:
@@ -55,7 +55,7 @@ class Entries:
             if name.casefold() == target.casefold():
                 return index
         some = ", ".join([*list(self.labels.values())[:5], *(["..."] if len(self.labels) > 5 else [])])
-        raise LocaterError(f"target {target!r} is no class of the model: give a number, or one of {some}")
+        raise LocaterError(f"target {target!r} is not a class of the model: give a number, or one of {some}")
 
     def _token(self, target: str) -> int:
         vocabulary: dict[str, int] = self.tokenizer.get_vocab()
@@ -71,13 +71,13 @@ class Entries:
             return pieces[0]
         names = ", ".join(repr(self.name(i)) for i in pieces) or "no token"
         raise LocaterError(
-            f"target {target!r} is no token of the vocabulary: it splits into {names}; give one of them, or an id"
+            f"target {target!r} is not one token of the vocabulary: it splits into {names}; give one of them, or an id"
         )
 
 
 def entries_of(model: Any, tokenizer: Any, output: Tensor, caption: str | None = None) -> Entries:
-    """What the entries of a model's output (1, T, C) or (1, C) are called. `caption` is the text that a model scores
-    for a picture: its only entry. An output without tokens is of classes, also where these have no names.
+    """Names of the entries of a model's output (1, T, C) or (1, C). `caption` is the text that a model scores for a
+    picture: its only entry. An output without tokens has classes, even if they have no names.
     """
     count = output.shape[-1]
     if count == 1 and caption is not None:
@@ -95,12 +95,12 @@ def entries_of(model: Any, tokenizer: Any, output: Tensor, caption: str | None =
 def find_target(
     output: Any, entries: Entries, target: str | int | None, position: int | None, ids: list[int] | None
 ) -> Target:
-    """The target that a user named; by default the model's first choice, at the mask or at the last token."""
+    """The target that a user gave; by default the most likely entry, at the mask or at the last token."""
     values, logits = vectors(output)
     if not logits:
         if target is not None or position is not None:
             raise LocaterError(
-                "the model returns no logits, so there is no token to explain: leave --target and --position out; "
+                "the model returns no logits, so there is no token to explain: leave out --target and --position, and "
                 "its output is explained along itself"
             )
         return choose_target(output)
@@ -111,7 +111,7 @@ def find_target(
         return choose_target(output, index)
     tokens = values.shape[1]
     if position is None:
-        position = _masked(entries.tokenizer, ids)
+        position = _mask_position(entries.tokenizer, ids)
     if not isinstance(position, int) or isinstance(position, bool):
         raise LocaterError(f"position {position!r}: give a whole number, an output token from 0")
     if not -tokens <= position < tokens:
@@ -131,16 +131,14 @@ def choice_of(target: Target) -> TargetChoice:
     return target.position, target.index
 
 
-def _masked(tokenizer: Any, ids: list[int] | None) -> int:
+def _mask_position(tokenizer: Any, ids: list[int] | None) -> int:
     """The first [MASK] of the prompt, else the last token."""
     mask = getattr(tokenizer, "mask_token_id", None)
     return ids.index(mask) if ids is not None and mask is not None and mask in ids else -1
 
 
 def predictions(output: Any, target: Target, entries: Entries) -> list[Prediction]:
-    """The likeliest entries of the output where the target is, and the target itself; none where there is a single
-    entry.
-    """
+    """The most likely entries of the output at the target, and the target itself; none if there is a single entry."""
     values: Tensor = vectors(output)[0][0].detach().double()
     if target.index is None or values.shape[-1] == 1:
         return []

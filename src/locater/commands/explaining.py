@@ -22,7 +22,7 @@ from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
 from locater.observing.collect_statistics import Progress
 from locater.observing.forward_pass import run_model
-from locater.report.sentences import counted
+from locater.report.sentences import amount
 from locater.results.explanations import (
     DeletionCurve,
     Explanations,
@@ -33,8 +33,7 @@ from locater.results.explanations import (
     TokenStream,
 )
 
-# What stands beside the scores of an explanation: shares of heads and path lengths, patterns of heads, deletion.
-
+# What accompanies the scores of an explanation: shares of heads and path lengths, patterns of heads, deletion.
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # of tokens removed
 PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
@@ -42,7 +41,7 @@ PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Beside the scores; `reasons` says in words what each part is or why it is missing."""
+    """What accompanies the scores; `reasons` says what each part is, or why it is missing."""
 
     layers: list[dict[str, Any]]
     heads: list[HeadShare]
@@ -61,7 +60,7 @@ def parts_of(
     delete: bool = True,
     progress: Progress | None = None,
 ) -> Parts:
-    """All of them. `delete` runs the model again without some tokens, sixteen times for each method."""
+    """All parts. `delete` runs the model again without some tokens, sixteen times for each method."""
     layers = [
         {"layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads}
         for number, layer in enumerate(run.layers)
@@ -75,7 +74,7 @@ def parts_of(
 
 
 def _split(run: Run, results: Sequence[Explanation], target: Target) -> tuple[Mapping[str, Tensor], str]:
-    """The target by head and by path length, and why there is none."""
+    """The target by head and by path length, or why it cannot be split."""
     if target.value == 0:
         return {}, "The target is 0, so nothing has a share of it."
     for result in results:
@@ -109,13 +108,13 @@ def head_patterns(
     shares: Sequence[HeadShare],
     heads: Sequence[tuple[int, int]] | None,
 ) -> tuple[list[Pattern], str]:
-    """Patterns of all heads, or of those with the largest shares where there is no room; and which they are."""
+    """Patterns of all heads, or of those with the largest shares if there is no room for all; and which they are."""
     every = [(entry["layer"], head) for entry in layers for head in range(entry["heads"])]
     ends = {entry["layer"]: streams_of(entry, streams) for entry in layers}
     chosen, which = every, "all of them."
     if heads is not None:
         chosen, which = list(heads), "those chosen with --patterns."
-    elif (most := _with_room(every, ends, shares)) != every:
+    elif (most := _heads_that_fit(every, ends, shares)) != every:
         largest = "those with the largest shares" if shares else "those of the last layers"
         chosen = most
         which = (
@@ -131,11 +130,11 @@ def head_patterns(
         if weights.shape == (len(queries.tokens), len(keys.tokens)):
             patterns.append(Pattern(layer, head, weights, queries.name, keys.name))
     if missing := len(maps) - len(patterns):
-        which += f" Those of {counted(missing, 'head')} are left out: their maps are not token by token."
+        which += f" Those of {amount(missing, 'head')} are left out: their maps are not token by token."
     return patterns, which
 
 
-def _with_room(
+def _heads_that_fit(
     every: list[tuple[int, int]], ends: Mapping[int, tuple[TokenStream, TokenStream]], shares: Sequence[HeadShare]
 ) -> list[tuple[int, int]]:
     """Heads whose patterns have at most PATTERN_CELLS numbers together, the largest shares first; at least one."""
@@ -160,8 +159,8 @@ def _maps(run: Run, chosen: Sequence[tuple[int, int]]) -> dict[tuple[int, int], 
     return maps
 
 
-def checked_heads(heads: Any, layers: Sequence[AttentionLayer]) -> list[tuple[int, int]]:
-    """(layer, head) that a user chose; refused where there is no such head."""
+def check_heads(heads: Any, layers: Sequence[AttentionLayer]) -> list[tuple[int, int]]:
+    """The (layer, head) pairs that a user chose; an error if there is no such head."""
     try:
         pairs = [(index(layer), index(head)) for layer, head in heads]
     except (TypeError, ValueError):
@@ -169,7 +168,7 @@ def checked_heads(heads: Any, layers: Sequence[AttentionLayer]) -> list[tuple[in
     for layer, head in pairs:
         if not 0 <= layer < len(layers) or not 0 <= head < layers[layer].heads:
             last = len(layers) - 1
-            raise LocaterError(f"head {layer}.{head}: there are layers 0 to {last}, and no such head in them")
+            raise LocaterError(f"head {layer}.{head}: there is no such head in layers 0 to {last}")
     return pairs
 
 
@@ -190,7 +189,7 @@ def deletion_curves(
     results: Sequence[Explanation],
     progress: Progress | None = None,
 ) -> tuple[dict[str, DeletionCurve], str]:
-    """By method, and what was removed or why nothing was. Special tokens and the explained one stay."""
+    """Deletion curves by method, and what was removed or why nothing was. Special tokens and the explained one stay."""
     by_name = {stream.name: stream for stream in streams}
     curves: dict[str, DeletionCurve] = {}
     for result in progress(results, len(results)) if progress else results:
@@ -222,8 +221,8 @@ def _curve(
 
 
 DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # those of them that apply
-OPERATOR_TOKENS = 256  # up to which the operator's matrix is made: it takes a pass for every token
-LARGEST_GAP = 0.05  # of the target, between it and the sum of scores that should add up to it
+OPERATOR_TOKENS = 256  # up to which the matrix of the operator is computed, which takes a pass for every token
+LARGEST_GAP = 0.05  # of the target: largest difference between it and scores that should sum to it
 MATRIX_CELLS = 16_000_000  # numbers in the matrices of all methods on one page
 
 
@@ -241,7 +240,7 @@ def explanations(
     deletion: bool = True,
     progress: Progress | None = None,
 ) -> Explanations:
-    """Explain what `model` makes of a prompt: how much each token counts, by which heads, along which paths.
+    """Explain the output of `model` for a prompt: how much each token contributes, through which heads and paths.
 
     `model` is a module or the folder of a checkpoint. `text` is the prompt itself. `image` is a picture, for vision
     models. An encoder-decoder reads `text` in its encoder; `decoder_text` is what the decoder has written so far.
@@ -252,7 +251,7 @@ def explanations(
     (layer, head) whose patterns the page shows, where there is no room for all. `deletion` also runs the model without
     the tokens of largest and smallest score, to see how far the scores can be trusted.
     """
-    names = _known(methods)
+    names = _check_methods(methods)
     if not isinstance(model, nn.Module | str | os.PathLike):
         raise LocaterError(f"{model!r:.60} is no model: give a module, the folder of a checkpoint, or a hub id")
     source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
@@ -261,11 +260,11 @@ def explanations(
     output, run = _output(module, read), Run(module, read.batch)
     entries = entries_of(module, read.tokenizer, vectors(output)[0], None if image is None else text)
     if heads is not None:
-        heads = checked_heads(heads, run.layers)  # before the long part
+        heads = check_heads(heads, run.layers)  # before the slow part
     chosen = find_target(output, entries, target, position, read.streams[-1].ids)
-    results, skipped = _explained(run, read, chosen, names, methods is not None, progress)
-    streams, picture = _fitted(read, results)
-    results = [_in_streams(result, streams, picture) for result in results]
+    results, skipped = _explain(run, read, chosen, names, methods is not None, progress)
+    streams, picture = _fit_streams(read, results)
+    results = [_name_streams(result, streams, picture) for result in results]
     parts = parts_of(run, streams, results, chosen, heads, deletion, progress)
     assumptions = {
         "text": text,
@@ -274,7 +273,7 @@ def explanations(
         "output_stream": streams[-1].name if streams[-1].name == "decoder" else streams[0].name,
         "without_matrix": _without_matrix(results),
         **parts.reasons,
-        "notes": _left_out(skipped),
+        "notes": _skipped_notes(skipped),
     }
     return Explanations(
         source,
@@ -293,11 +292,11 @@ def explanations(
     )
 
 
-def _known(methods: Sequence[str] | None) -> list[str]:
+def _check_methods(methods: Sequence[str] | None) -> list[str]:
     methods = methods.split(",") if isinstance(methods, str) else methods
     names = list(dict.fromkeys(methods)) if methods is not None else [name for name in DEFAULT if name in METHODS]
     if not names:
-        raise LocaterError(f"no method was named: use some of {', '.join(METHODS)}")
+        raise LocaterError(f"no method was given: use some of {', '.join(METHODS)}")
     for name in names:
         if name not in METHODS:
             raise LocaterError(f"method {name!r} is not known: use {', '.join(METHODS)}")
@@ -313,7 +312,7 @@ def _output(model: nn.Module, read: ExplainInput) -> Any:
         raise LocaterError(f"{type(model).__name__}: does not run on this input ({first_line(error)})") from error
 
 
-def _explained(
+def _explain(
     run: Run, read: ExplainInput, target: Target, names: list[str], named: bool, progress: Progress | None
 ) -> tuple[list[Explanation], dict[str, str]]:
     """One explanation per method. Methods that the user did not name and that do not apply are left out, with the
@@ -359,7 +358,7 @@ def _check_sum(result: Explanation) -> None:
         )
 
 
-def _left_out(skipped: dict[str, str]) -> list[str]:
+def _skipped_notes(skipped: dict[str, str]) -> list[str]:
     """One note for each reason."""
     reasons: dict[str, list[str]] = {}
     for name, why in skipped.items():
@@ -383,7 +382,7 @@ def _options(name: str, read: ExplainInput, target: Target) -> dict[str, Any]:
     return {"baseline": empty[0]} if name == "integrated_gradients" and empty else {}
 
 
-def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenStream], Picture | None]:
+def _fit_streams(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenStream], Picture | None]:
     """Streams with as many tokens as the model has: those of a picture also have tokens that are no patch."""
     if read.picture is None:
         return read.streams, None
@@ -399,7 +398,7 @@ def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenS
     return [fitted, *read.streams[1:]], replace(picture, before=before)
 
 
-def _in_streams(result: Explanation, streams: list[TokenStream], picture: Picture | None) -> Explanation:
+def _name_streams(result: Explanation, streams: list[TokenStream], picture: Picture | None) -> Explanation:
     """The explanation with the names of these streams, checked. Tokens without a score get NaN: a method that scores
     patches has none for the class token.
     """
@@ -421,7 +420,7 @@ def _in_streams(result: Explanation, streams: list[TokenStream], picture: Pictur
 
 
 def _without_matrix(results: list[Explanation]) -> list[str]:
-    """Methods whose matrix the page has no room for."""
+    """Methods whose matrix does not fit on the page."""
     left, without = MATRIX_CELLS, []
     for result in results:
         if result.matrix is not None:

@@ -53,8 +53,8 @@ class ScanOptions:
 
 
 def rows_of(parts: Iterable[LayerMoments], options: ScanOptions, workers: int = 1) -> Iterator[HeadRow]:
-    """One row per head of all layers, in their order. So many records are worked on at a time, or one on a GPU, whose
-    decompositions have all workers.
+    """One row per head of all layers, in their order. `workers` records are processed at a time, or one on a GPU, where
+    decompositions use all workers.
     """
     if workers < 2 or options.inputs is not None:  # heads that are run on tokens have all threads
         for part in parts:
@@ -68,20 +68,20 @@ def rows_of(parts: Iterable[LayerMoments], options: ScanOptions, workers: int = 
                     yield from waiting.popleft().result()
                 yield from head_rows(part, options)
                 continue
-            waiting.append(pool.submit(_listed, part, options))
+            waiting.append(pool.submit(_list_rows, part, options))
             if len(waiting) > workers:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
 
 
-def _listed(part: LayerMoments, options: ScanOptions) -> list[HeadRow]:
+def _list_rows(part: LayerMoments, options: ScanOptions) -> list[HeadRow]:
     return list(head_rows(part, options))
 
 
 @torch.no_grad()
 def head_rows(part: LayerMoments, options: ScanOptions) -> Iterator[HeadRow]:
-    """One row per head of layers alike. A head whose weights are not finite gets a row without numbers."""
+    """One row per head of layers of one kind. A head whose weights are not finite gets a row without numbers."""
     with one_thread(), torch.autocast(part.key_bias.device.type, enabled=False):
         finite = _finite_heads(part.moments, part.key_bias).cpu()
         columns = _columns(part, finite, options)
@@ -125,8 +125,8 @@ def row_keys(layer: AttentionLayer, length: int, keys: int | None = None) -> tup
     return tuple(min(i, reach - 1) + 1 + (0 if layer.causal else min(length - 1 - i, reach - 1)) for i in places)
 
 
-def _norm_turned(layer: AttentionLayer) -> bool:
-    """Whether gains of query or key norms act on channels that have turned: then drives have no closed form."""
+def _norm_after_rotation(layer: AttentionLayer) -> bool:
+    """Whether gains of query or key norms act on rotated channels: then drives have no closed form."""
     norms = (layer.query_norm, layer.key_norm)
     return layer.norm_last and any(norm is not None and norm.gain is not None for norm in norms)
 
@@ -140,11 +140,11 @@ def _finite_heads(moments: Moments, key_bias: Tensor) -> Tensor:
 
 
 def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[str, list[Any]]:
-    """The computed columns of the finite heads of layers alike."""
-    whole = bool(finite.all())  # as good as always: then nothing is copied
+    """The computed columns of the finite heads of layers of one kind."""
+    whole = bool(finite.all())  # nearly always: then nothing is copied
     m, key_bias = part.moments, part.key_bias
     if not whole:
-        m, key_bias = _selected(m, finite), key_bias[finite.to(key_bias.device)]
+        m, key_bias = _select_heads(m, finite), key_bias[finite.to(key_bias.device)]
     one = part.layers[0][1]
     scale = 1.0 if one.unknown_scale is not None else one.scale
     columns = _moment_columns(m, scale, key_bias, options.length)
@@ -168,7 +168,7 @@ def _moment_columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> 
     rows = dict(zip(table, values, strict=True))
     few = rows["skew"].abs() > SKEW_LIMIT  # a few directions dominate: the closed form does not apply
     if bool(few.any()):
-        rows["localization"][few] = mixture_localization(_selected(m, few), scale).cpu()
+        rows["localization"][few] = mixture_localization(_select_heads(m, few), scale).cpu()
     columns: dict[str, list[Any]] = dict(zip(table, _finite_lists(values), strict=True))
     columns["approximation"] = ["mixture" if x else "gaussian" for x in few.tolist()]
     return columns
@@ -190,8 +190,8 @@ def _moment_table(m: Moments, scale: float, key_bias: Tensor, length: int) -> di
     return table
 
 
-def _selected(m: Moments, heads: Tensor) -> Moments:
-    """The moments of heads that a mask on the CPU names. A mask on a GPU would be waited for, once for each matrix."""
+def _select_heads(m: Moments, heads: Tensor) -> Moments:
+    """The moments of heads chosen by a mask on the CPU. A mask on a GPU would be waited for, once for each matrix."""
     return m.select(heads.nonzero()[:, 0].to(m.query_gram.device))
 
 
@@ -202,8 +202,8 @@ def _predicted_columns(
     inputs: Mapping[int, Input],
     length: int,
 ) -> dict[str, list[Any]]:
-    """Entropy, and what attention keeps of differences, from heads run on tokens with the measured moments; as they are
-    where heads cannot be run.
+    """Entropy, and what attention keeps of differences, from heads run on tokens with the measured moments; unchanged
+    for heads that cannot be run.
     """
     predicted: dict[str, list[Any]] = {"residual_kept": [], "expected_entropy": []}
     for (number, layer), known, place in _by_layer(part, finite):
@@ -237,15 +237,15 @@ def _profiles(m: Moments, scale: float, approximation: list[str]) -> dict[str, l
     """Propagation profiles that have no closed form."""
     few = torch.tensor([how == "mixture" for how in approximation], dtype=torch.bool, device="cpu")
     u = torch.linspace(-0.5, 0.5, PROFILE_POINTS, dtype=torch.float64, device="cpu")
-    profiles = iter(mixture_continuum(_selected(m, few), scale, u).tolist())
+    profiles = iter(mixture_continuum(_select_heads(m, few), scale, u).tolist())
     return {"profile": [tuple(next(profiles)) if how == "mixture" else None for how in approximation]}
 
 
 def _drives(part: LayerMoments, finite: Tensor, gram: Tensor, scale: float) -> dict[str, list[Any]]:
-    """What rotary positions add, by layer: each may have frequencies of its own."""
+    """What rotary positions add, by layer, since each may have frequencies of its own."""
     drives: list[dict[str, Any] | None] = []
     for (_, layer), _, place in _by_layer(part, finite):
-        if layer.rotary is None or _norm_turned(layer):
+        if layer.rotary is None or _norm_after_rotation(layer):
             drives += [None] * (place.stop - place.start)
             continue
         terms = [(scale * x).tolist() for x in layer.rotary.drive_terms(gram[place])]

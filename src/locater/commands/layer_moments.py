@@ -1,9 +1,9 @@
 """The small matrices of the layers of a scan, several layers at a time.
 
 On the CPU each layer is folded and multiplied by a worker with one thread of its own: several threads inside one
-product wait for each other, on a busy machine most of the time. On a GPU all layers are queued before the first result
-is waited for, and their matrices stay there. Layers alike are then joined, so that what follows is computed once for
-hundreds of heads.
+product wait for each other, on a busy machine most of the time. On a GPU all layers are queued before waiting for the
+first result, and their matrices stay there. Layers of one kind are then joined, so that what follows is computed once
+for hundreds of heads.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from locater.layers import AttentionLayer, Tokens, effective
 from locater.layers.head_blocks import head_blocks
 from locater.numerics import lone_workers, one_thread
 from locater.predict.input_statistics import Input
-from locater.spectrum import Moments, joined_moments, lost_in_float32
+from locater.spectrum import Moments, join_moments, lost_in_float32
 
 NumberedLayer = tuple[int, AttentionLayer]
 # numbers of query and key maps that are folded at a time, 160 MiB in float32: room for a key head of Llama-405B and its
 # 16 query heads, so that their products are those of the whole layer
 BLOCK = 40 * 2**20
-CACHED = 2**21  # the same where it is up to us: small enough to stay in a cache, and not to be paged in anew each time
+CACHED = 2**21  # the same where it is up to us: small enough to stay in a cache, and not to be paged in again each time
 FEW = 2**20  # numbers of all maps: below it workers cost more than they save
 TOGETHER = 2**18  # numbers of one of the small matrices of the heads that are joined: 64 heads of 64, 16 of 128
 ON_GPU = 8  # times as many on a GPU, which takes hundreds of heads in the time of one, and is waited for once a record
@@ -37,7 +37,7 @@ ON_GPU = 8  # times as many on a GPU, which takes hundreds of heads in the time 
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Consecutive layers alike, and the small matrices and key biases of all their heads, on the CPU or by CUDA."""
+    """Consecutive layers of one kind, and the small matrices and key biases of their heads, on the CPU or on CUDA."""
 
     layers: list[NumberedLayer]
     moments: Moments
@@ -51,7 +51,7 @@ class LayerMoments:
 
 
 @dataclass(frozen=True)
-class _One:
+class _LayerPart:
     number: int
     layer: AttentionLayer
     moments: Moments
@@ -67,7 +67,7 @@ class _One:
 
 @dataclass(frozen=True)
 class Work:
-    """How layers are worked on."""
+    """How layers are processed."""
 
     raw: bool = False
     inputs: Mapping[int, Input] | None = None  # measured statistics by layer number
@@ -92,15 +92,15 @@ def layer_moments(
     if workers > 1:
         measured = _by_workers(numbered, work, workers)
     else:  # one that fills the room has all threads
-        measured = _in_turn(numbered, work, alone=room > 1 and work.inputs is None)
-    group: list[_One] = []
+        measured = _one_by_one(numbered, work, alone=room > 1 and work.inputs is None)
+    group: list[_LayerPart] = []
     for one in measured:
         if group and (one.kind != group[0].kind or _size(*group, one) > _limit(one.key_bias.device)):
-            yield from _joined(group, work)
+            yield from _join_group(group, work)
             group = []
         group.append(one)
     if group:
-        yield from _joined(group, work)
+        yield from _join_group(group, work)
 
 
 def _held_by_worker(layer: AttentionLayer, work: Work) -> int:
@@ -108,30 +108,30 @@ def _held_by_worker(layer: AttentionLayer, work: Work) -> int:
     return min(_numbers(layer), _block(layer)) if work.by_threads or work.held else _numbers(layer)
 
 
-def _in_turn(numbered: Iterable[NumberedLayer], work: Work, alone: bool) -> Iterator[_One]:
-    """One layer after the other."""
+def _one_by_one(numbered: Iterable[NumberedLayer], work: Work, alone: bool) -> Iterator[_LayerPart]:
+    """Process one layer after the other."""
     for number, layer in numbered:
         with one_thread() if alone else nullcontext():
-            read = layer if work.by_threads or _numbers(layer) > BLOCK else _in_memory(layer)
-            one = _One(number, layer, *_moments(read, work.raw, work.input_of(number)))
+            read = layer if work.by_threads or _numbers(layer) > BLOCK else _load_maps(layer)
+            one = _LayerPart(number, layer, *_moments(read, work.raw, work.input_of(number)))
         yield one
 
 
-def _by_workers(numbered: Iterable[NumberedLayer], work: Work, workers: int) -> Iterator[_One]:
-    """In the order of the layers. Maps on a GPU are multiplied there, without waiting for it."""
+def _by_workers(numbered: Iterable[NumberedLayer], work: Work, workers: int) -> Iterator[_LayerPart]:
+    """Process layers in workers, yielding them in order. Maps on a GPU are multiplied there, without waiting for it."""
     waiting: deque[tuple[int, AttentionLayer, Future[tuple[Moments, Tensor]]]] = deque()
 
-    def first() -> _One:
+    def first() -> _LayerPart:
         number, layer, future = waiting.popleft()
-        return _One(number, layer, *future.result())
+        return _LayerPart(number, layer, *future.result())
 
     with lone_workers(workers) as pool:
         for number, layer in numbered:
-            read = layer if work.by_threads else _in_memory(layer)
+            read = layer if work.by_threads else _load_maps(layer)
             if not work.by_threads and read.query.weight().device.type != "cpu":
                 while waiting:
                     yield first()
-                yield _One(number, layer, *_moments(read, work.raw, None))
+                yield _LayerPart(number, layer, *_moments(read, work.raw, None))
                 continue
             waiting.append((number, layer, pool.submit(_moments, read, work.raw, None)))
             if len(waiting) > workers:
@@ -141,7 +141,7 @@ def _by_workers(numbered: Iterable[NumberedLayer], work: Work, workers: int) -> 
 
 
 @dataclass(frozen=True)
-class _Read:
+class _LoadedWeight:
     """The weight of a projection that was read before."""
 
     tensor: Tensor
@@ -150,9 +150,9 @@ class _Read:
         return self.tensor
 
 
-def _in_memory(layer: AttentionLayer) -> AttentionLayer:
-    """The layer with its maps read: by this thread, since not every source can be read by several."""
-    query, key = (replace(part, weight=_Read(part.weight())) for part in (layer.query, layer.key))
+def _load_maps(layer: AttentionLayer) -> AttentionLayer:
+    """The layer with its maps read by this thread, since not every source can be read by several threads."""
+    query, key = (replace(part, weight=_LoadedWeight(part.weight())) for part in (layer.query, layer.key))
     return replace(layer, query=query, key=key)
 
 
@@ -173,16 +173,16 @@ def _moments(
     tokens = None if statistics is None else statistics.as_tokens()
     block_moments = partial(_block_moments, raw=raw, tokens=tokens)
     parts = [block_moments(block, double=double) for block in _blocks(layer, tokens)]
-    if len({moments.query_gram.dtype for moments, _ in parts}) > 1:  # one block needs float64: as one, all have it
+    if len({moments.query_gram.dtype for moments, _ in parts}) > 1:  # if one block needs float64, all get it
         parts = [block_moments(block, double=True) for block in _blocks(layer, tokens)]
-    return joined_moments([moments for moments, _ in parts]), torch.cat([bias for _, bias in parts])
+    return join_moments([moments for moments, _ in parts]), torch.cat([bias for _, bias in parts])
 
 
 def _blocks(layer: AttentionLayer, tokens: Tokens | None) -> Iterable[AttentionLayer]:
     """Parts of a layer; whole groups of heads where they fit, so that the products are those of the whole layer."""
     if tokens is not None:
         return [layer]
-    if isinstance(layer.query.weight, _Read) and layer.query.weight.tensor.device.type != "cpu":
+    if isinstance(layer.query.weight, _LoadedWeight) and layer.query.weight.tensor.device.type != "cpu":
         return head_blocks(layer, BLOCK)
     return head_blocks(layer, _block(layer))
 
@@ -200,30 +200,30 @@ def _block_moments(layer: AttentionLayer, raw: bool, tokens: Tokens | None, doub
     return folded.moments(), folded.key_bias
 
 
-def _joined(group: list[_One], work: Work) -> Iterator[LayerMoments]:
-    """The records of a group. On the CPU heads that need float64 have it already; those of a GPU are known once their
+def _join_group(group: list[_LayerPart], work: Work) -> Iterator[LayerMoments]:
+    """The records of a group. On the CPU, heads that need float64 already have it. On a GPU they are known once their
     numbers have arrived, and layers with such heads are multiplied again.
     """
     numbered, counts = [(one.number, one.layer) for one in group], [len(one.key_bias) for one in group]
     with one_thread():
-        moments = joined_moments([one.moments for one in group])
+        moments = join_moments([one.moments for one in group])
         bias = torch.cat([one.key_bias for one in group])
         group.clear()  # and with it the matrices of each layer
         single = moments.query_gram.dtype == torch.float32
         heads = lost_in_float32(moments).cpu() if single else torch.zeros(sum(counts), dtype=torch.bool)
         lost = [bool(part.any()) for part in heads.split(counts)]
-        whole = LayerMoments(numbered, *_kept(moments, bias))
+        whole = LayerMoments(numbered, *_move_to_cpu(moments, bias))
     for again, layers in _runs(counts, lost, moments.head_dim**2, _limit(whole.key_bias.device)):
         if not again:
             yield whole.part(layers)
             continue
         for number, layer in numbered[layers]:
             double = _moments(layer, work.raw, work.input_of(number), double=True)
-            yield LayerMoments([(number, layer)], *_kept(*double))
+            yield LayerMoments([(number, layer)], *_move_to_cpu(*double))
 
 
-def _kept(moments: Moments, key_bias: Tensor) -> tuple[Moments, Tensor]:
-    """The same on a CUDA device; from others, which may have no float64, on the CPU."""
+def _move_to_cpu(moments: Moments, key_bias: Tensor) -> tuple[Moments, Tensor]:
+    """Unchanged on CUDA; from other devices, which may have no float64, moved to the CPU."""
     return (moments, key_bias) if key_bias.device.type == "cuda" else (moments.cpu(), key_bias.cpu())
 
 
@@ -246,5 +246,5 @@ def _limit(device: torch.device) -> int:
     return TOGETHER if device.type == "cpu" else ON_GPU * TOGETHER
 
 
-def _size(*group: _One) -> int:
+def _size(*group: _LayerPart) -> int:
     return sum(one.moments.query_gram.numel() for one in group)

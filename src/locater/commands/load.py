@@ -35,7 +35,7 @@ def load_model(source: str) -> Any:
             f"{source}: no config.json in it, so its architecture is not known: give a folder that has one"
         )
     if not path.exists():
-        # fails at once without a network, where transformers would try for minutes
+        # fails immediately without a network, where transformers would retry for minutes
         _check_adapter(hub_folder(source, ("config.json", ADAPTER)), source, elsewhere=True)
     elif path.is_dir():
         _check_adapter(path, source, elsewhere=False)
@@ -56,7 +56,7 @@ def load_model(source: str) -> Any:
 
 
 def _check_adapter(folder: Path, source: str, elsewhere: bool) -> None:
-    """transformers loads the base that an adapter names: what `scan` would not open is refused before."""
+    """transformers loads the base that an adapter names; refuse first what `scan` would not open."""
     if not is_there(folder / ADAPTER):
         return
     settings = checked_settings(read_json(folder / ADAPTER, most=CONFIG_LIMIT), source)

@@ -1,4 +1,4 @@
-"""What a probe runs a model on: text or images as batches, and which of them serve statistics or measurement."""
+"""What a probe runs a model on: batches of text or images, some for statistics and some for measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from locater.inputs.images import image_batches
 from locater.inputs.text import Batch, Text, batches, files_named
 from locater.observing.residual_stream import time_first
 
-DEFAULT_TEXT = "the documentation inside Python"
+DEFAULT_TEXT = "the documentation that comes with Python"
 
 
 def probe_batches(
@@ -30,7 +30,7 @@ def probe_batches(
 
 
 def data_label(text: Text | None, images: str | Path | None) -> str | None:
-    """What the result calls its data: the default text and files by name; None for other text."""
+    """The name of the data in the result: the default text and files by name; None for other text."""
     if images is not None:
         return str(images)
     if text is None:
@@ -47,8 +47,8 @@ def data_label(text: Text | None, images: str | Path | None) -> str | None:
 def split_batches(module: nn.Module, batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Batches for the statistics (the first third of the sequences) and for measurement (the rest).
 
-    A single sequence serves both. Batches of tokens or images are cut where the third ends. Batches of another kind
-    are cut only if there is a single one and its first axis is that of the sequences.
+    A single sequence is used for both. Batches of tokens or images are cut where the third ends. Batches of another
+    kind are cut only if there is a single one and its first axis is that of the sequences.
     """
     known = all({"input_ids", "pixel_values"} & batch.keys() for batch in batches)
     if len(batches) > 1 and not known:
@@ -84,7 +84,7 @@ def _check_reads_text(module: nn.Module, text: Any) -> None:
 
 
 def _cut(batch: Batch, size: int, rows: slice) -> Batch:
-    """Some sequences of a batch. Values that do not come once per sequence (positions, switches) stay as they are."""
+    """Some sequences of a batch. Values that are not per sequence (positions, switches) stay as they are."""
     return {k: v[rows] if isinstance(v, Tensor) and v.ndim and len(v) == size else v for k, v in batch.items()}
 
 

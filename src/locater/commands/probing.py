@@ -65,10 +65,10 @@ def probe(
     """Run `model` over about `tokens` tokens of `text` in sequences of `length`; measure and predict every head.
 
     `model` is a module or the folder of a checkpoint. `text` is a string, a path, several of either, token ids, or
-    batches as the model takes them; the default is the documentation inside Python. `images` replaces the text: a
-    folder of pictures or an array. The first third of the data gives the statistics behind the predictions, the rest
-    is measured. A single batch serves both, and the result says so. `rows` samples that many rows of each attention
-    call. `label` is what the result calls the data.
+    batches as the model takes them; the default is the documentation that comes with Python. `images` replaces the
+    text: a folder of pictures or an array. The first third of the data gives the statistics behind the predictions, the
+    rest is measured. A single batch serves both, and the result says so. `rows` samples that many rows of each
+    attention call. `label` is what the result calls the data.
     """
     if text is not None and images is not None:
         raise LocaterError("text and images exclude each other: give one of them to run the model on")
@@ -131,7 +131,7 @@ def _rows(
     circuits: Mapping[HeadKey, Circuit],
     written: Mapping[int, Sequence[float | None]],
 ) -> list[ProbeRow]:
-    """One row per head that was observed."""
+    """One row for each observed head."""
     layers = list(attention_layers(module))
     inputs = {entry.layer: entry for entry in statistics.inputs}
     length = max(2, min(statistics.length, LONGEST))
@@ -198,7 +198,7 @@ def _layer_predictions(layer: AttentionLayer, entry: Input | None, length: int) 
 
 
 def _origin(rows: Sequence[ProbeRow], prior: Scan, written: Mapping[int, Sequence[float | None]]) -> list[str]:
-    """Where NaN or infinite numbers come from: the weights of some heads, or something else in front of a layer."""
+    """Where NaN or infinite numbers come from: the weights of some heads, or something else before a layer."""
     lost = [(row.layer, row.head) for row in rows if "nonfinite" in row.flags]
     if not lost:
         return []
@@ -266,7 +266,7 @@ def _circuits(module: nn.Module, batches: list[Batch]) -> dict[HeadKey, Circuit]
 
 
 def _kinds(sampled: bool) -> dict[str, str]:
-    """What kind of number each column is."""
+    """The kind of number in each column."""
     kinds = dict.fromkeys(MEASURED, "sampled" if sampled else "exact")
     kinds |= dict.fromkeys(CIRCUIT_COLUMNS, "exact")
     return kinds | dict.fromkeys(PREDICTED, "predicted") | dict.fromkeys(PRIOR, "prior") | dict.fromkeys(BOUND, "bound")
@@ -285,7 +285,7 @@ def _notes(predicted: Scan, same_batches: bool, silent: Sequence[str], period: i
 
 
 def agreement(rows: Sequence[ProbeRow]) -> dict[str, dict[str, float | None]]:
-    """How well each prediction does over heads: Spearman's rank correlation and the mean absolute error."""
+    """How good each prediction is over heads: Spearman's rank correlation and the mean absolute error."""
     scores: dict[str, dict[str, float | None]] = {}
     for prediction, column in COMPARED.items():
         pairs = [(row[prediction], row[column]) for row in rows if None not in (row[prediction], row[column])]

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from locater.calls.attention_like import folded_paths, unread
 from locater.commands.head_rows import ScanOptions, rows_of
-from locater.commands.layer_moments import NumberedLayer, Work, layer_moments
+from locater.commands.layer_moments import Work, layer_moments
 from locater.discovery import read_source
-from locater.discovery.from_config_json import search_once
-from locater.discovery.planning import planned_reads
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.bias import PairBias
@@ -32,11 +30,12 @@ from locater.results.scan import LENGTH, Scan
 from locater.sources.adapter_folder import base_name_of
 from locater.sources.remote import Traffic, session
 from locater.sources.remote.address import remote_address
+from locater.sources.remote.prefetch import planned_reads
 from locater.sources.sources import Source, open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights
 from locater.torch_private import unsaved_buffers
 
-# What a scan's document says beside the rows: the conditions of the numbers, what they leave out, and its layers.
+# What the document of a scan says besides the rows: the conditions of the numbers, what they leave out, and its layers.
 
 
 def assumptions(
@@ -48,7 +47,7 @@ def assumptions(
     gaps: Sequence[str] = (),
     left: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The conditions of the numbers. `gaps` say what is not read, `left` are modules that look like attention and were
+    """The conditions of the numbers. `gaps` say what is not read; `left` are modules that look like attention and were
     not read.
     """
     weights = "effective: norm gains and biases folded into queries and keys"
@@ -86,14 +85,14 @@ def _statistics_notes(layers: list[AttentionLayer], statistics: Statistics | Non
 
 
 def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
-    """What the numbers leave out, for the kinds of layers that the model has."""
+    """What the numbers leave out, by the kinds of layers in the model."""
     notes = []
     if any(x.provenance == "discovered" for x in layers):
         notes.append("discovered: found in a forward pass, and verified in another with all parameters redrawn")
     formats = sorted({x.quantised for x in layers if x.quantised is not None})
     if formats:
         notes.append(f"quantised weights ({', '.join(formats)}): the numbers describe the quantised model")
-    notes += [] if raw else _unnormed(layers)
+    notes += [] if raw else _layers_without_norm(layers)
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
         notes.append("query and key norms in mean field: each token's own norm is replaced by its root mean square")
     if any(norm_inside(part) for x in layers for part in (x.query, x.key)):
@@ -122,8 +121,8 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     return notes
 
 
-def _unnormed(layers: list[AttentionLayer]) -> list[str]:
-    """Which layers have no known norm in front of their queries, or of their keys where these read another stream."""
+def _layers_without_norm(layers: list[AttentionLayer]) -> list[str]:
+    """Notes on layers without a known norm in front of their queries, or of keys that read another stream."""
     queries = [x.name for x in layers if x.norm.kind == "none" and x.unknown_norm is None]
     keys = [x.name for x in layers if x.kind == "cross" and (x.memory_norm is None or x.memory_norm.kind == "none")]
     sides = ((queries, "in front"), (keys, "in front of the keys"))
@@ -164,7 +163,7 @@ def layer_entry(layer: AttentionLayer, number: int, details: bool) -> dict[str, 
 
 
 def _query_key_norm(layer: AttentionLayer) -> bool:
-    """Whether queries are normalized last. A norm on a latent does not count: a map follows it."""
+    """Whether queries are normalized last. A norm on a latent does not count, since a map follows it."""
     return layer.query_norm is not None or (isinstance(layer.query, NormedProjection) and layer.query.up is None)
 
 
@@ -178,11 +177,11 @@ def _positions(layer: AttentionLayer) -> str | None:
     return type(layer.bias).__name__.lower() if layer.bias else None
 
 
-# What a scan reads of a model: how many of its numbers, so that nobody takes a scan for a check of the whole file.
+# How much of a model a scan reads, so that nobody takes a scan for a check of the whole file.
 
 
 class ReadingRecord:
-    """Remembers which rows of which tensors are read from `weights`, from now until `end`.
+    """Records which rows of which tensors are read from `weights`, from now until `end`.
 
     >>> import torch
     >>> from locater.sources.weights import DictWeights
@@ -207,8 +206,10 @@ class ReadingRecord:
         object.__setattr__(weights, "read", recorded)
 
     def end(self) -> dict[str, int] | None:
-        """Numbers of maps and of vectors (gains, biases) that were read, and of all tensors; None if none was read."""
-        object.__delattr__(self._weights, "read")  # else weights would hold themselves, and a live model, in memory
+        """How many numbers of maps and of vectors (gains, biases) were read, and how many all tensors have; None if
+        none was read.
+        """
+        object.__delattr__(self._weights, "read")  # or weights would keep themselves, and a live model, in memory
         counts = {"maps": 0, "vectors": 0}
         for name, rows in self._rows.items():
             shape = self._weights.shape(name)
@@ -217,7 +218,7 @@ class ReadingRecord:
 
 
 def _count(shape: tuple[int, ...], ranges: list[tuple[int, int]]) -> int:
-    """Numbers in these rows, each row once; (0, -1) is all of them."""
+    """How many numbers these rows have, each row counted once; (0, -1) is all rows."""
     if not shape or (0, -1) in ranges:
         return prod(shape)
     rows, reached = 0, 0
@@ -228,8 +229,8 @@ def _count(shape: tuple[int, ...], ranges: list[tuple[int, int]]) -> int:
 
 
 def _all_numbers(weights: Weights) -> int:
-    """Of a live model a parameter with two names counts once, and what is computed and never saved does not. 0 where
-    a map that was not needed is of a format that is not read, so that its numbers are not known.
+    """How many numbers a source has. In a live model a parameter with two names counts once, and computed buffers that
+    are never saved do not count. 0 if a map that was not needed has a format that is not read.
     """
     counted = getattr(weights, "all_numbers", None)
     if counted is not None:
@@ -249,7 +250,7 @@ def _all_numbers(weights: Weights) -> int:
         return 0
 
 
-LONGEST = 8192  # tokens that heads are run on where statistics are given
+LONGEST = 8192  # tokens that heads are run on if statistics are given
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # (items, their number) -> the same items, shown as a bar
 
 
@@ -278,10 +279,11 @@ def scan(
     `length` is the number of tokens in view for entropy and sharpness. `raw` takes stored parameters without folding
     norms. `statistics` (from `locater.statistics(model, text)`) replaces unit tokens by the tokens that the layers
     read. `shard=(i, n)` reads the i-th of n parts of the layers; `Scan.join` puts them together. `query`, `key` and
-    `heads` name the tensors of an unknown architecture. A live model of one is run as a copy, and its attention is
-    discovered and verified; `example` holds inputs for that where they cannot be guessed. `details` adds what a page
-    draws. Of a checkpoint elsewhere only the rows that are needed are read, and `traffic` counts them; `download` takes
-    the whole checkpoint first (docs/remote.md). An adapter is read on `base`, or on the base model that it names.
+    `heads` name the tensors of an unknown architecture. A live model of an unknown architecture is run as a copy, and
+    its attention is discovered and verified; `example` has inputs for that, if they cannot be guessed. `details` adds
+    what a page draws. Of a remote checkpoint only the rows that are needed are read, and `traffic` counts them;
+    `download` downloads the whole checkpoint first (docs/remote.md). An adapter is read on `base`, or on the base model
+    that it names.
 
     >>> from torch import nn
     >>> result = scan(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -292,16 +294,20 @@ def scan(
         raise LocaterError(f"length {length} is out of range: give 2 to 1,000,000,000 tokens")
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
     names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
-    with session(traffic) as remote, search_once():
+    with session(traffic) as remote:
         weights, config = open_source(source, download, base)
         record = ReadingRecord(weights)
-        read = partial(read_source, weights, config, **names, example=example)
-        choose = partial(_chosen, statistics, shard, where=weights.where, length=length, raw=raw)
+        reading = read_source(weights, config, **names, example=example)
+        if not reading.found:
+            raise LocaterError(f"{weights.where}: no attention layer found")
+        measured = None if statistics is None else {entry.layer for entry in statistics.inputs}
+        chosen = [number for number in range(len(reading.found)) if measured is None or number in measured]
+        chosen = chosen if shard is None else _part(chosen, *shard)
         if remote.files:
-            remote.prefetch(planned_reads(read, lambda layers: choose(layers)[1], raw))
-        reading = read()  # maps are still where they are stored
-        layers = reading.layers
-        inputs, numbered = choose(layers)
+            remote.prefetch(planned_reads(reading.steps(reading.found[number] for number in chosen)))
+        layers = reading.layers  # maps are still where they are stored
+        inputs = None if statistics is None else _inputs_by_layer(statistics, layers, weights.where, length, raw)
+        numbered = [(number, layers[number]) for number in chosen]
         options = ScanOptions(length, raw, eigenvalues, details, inputs)
         shown = progress(numbered, len(numbered)) if progress else numbered
         threads = torch.get_num_threads()
@@ -317,7 +323,7 @@ def scan(
         gaps = [f"an adapter, read on its base model {opened_base}", *gaps]
     read_numbers = record.end()
     return Scan(
-        _shown(source),
+        _source_name(source),
         {
             **({"read": read_numbers} if read_numbers else {}),
             **assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
@@ -332,27 +338,11 @@ def scan(
     )
 
 
-def _shown(source: Source) -> str:
+def _source_name(source: Source) -> str:
     """The name of a source; what a URL has after `?` may be a secret."""
     if isinstance(source, nn.Module):
         return type(source).__name__
     return str(remote_address(str(source)) or source)
-
-
-def _chosen(
-    statistics: Statistics | None,
-    shard: tuple[int, int] | None,
-    layers: list[AttentionLayer],
-    where: str,
-    length: int,
-    raw: bool,
-) -> tuple[dict[int, Input] | None, list[NumberedLayer]]:
-    """What was measured by layer number, and the layers to read."""
-    if not layers:
-        raise LocaterError(f"{where}: no attention layer found")
-    inputs = None if statistics is None else _inputs_by_layer(statistics, layers, where, length, raw)
-    numbered = [(n, layer) for n, layer in enumerate(layers) if inputs is None or n in inputs]
-    return inputs, numbered if shard is None else _part(numbered, *shard)
 
 
 def column_of(rows: Iterable[Any], number: int, column: str) -> list[float | None]:
@@ -382,10 +372,10 @@ def _scan_with_details(reference: Callable[[], Source | None], **settings: Any) 
     return scan(source, details=True, **settings)
 
 
-def parsed_shard(text: str | None) -> tuple[int, int] | None:
+def parse_shard(text: str | None) -> tuple[int, int] | None:
     """`2/8` as (2, 8).
 
-    >>> parsed_shard("2/8")
+    >>> parse_shard("2/8")
     (2, 8)
     """
     if text is None:
@@ -396,7 +386,7 @@ def parsed_shard(text: str | None) -> tuple[int, int] | None:
     return int(number), int(count)
 
 
-def _part(layers: list[NumberedLayer], number: int, count: int) -> list[NumberedLayer]:
+def _part(layers: list[int], number: int, count: int) -> list[int]:
     if not 1 <= number <= count:
         raise LocaterError(f"shard {number}/{count}: the first number counts from 1 to the second")
     size = len(layers)

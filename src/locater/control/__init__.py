@@ -1,9 +1,9 @@
-"""Interventions: each can be attached to a model, adds to the loss or acts after a step, and can be taken off again."""
+"""Interventions: each can be attached to a model, adds to the loss or acts after a step, and can be detached again."""
 
 from locater.control.base import Control, Controls
-from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
-from locater.control.forward import Carried, carried
+from locater.control.forward import CarriedChange, carried_changes
+from locater.control.locater import LocAteR
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm
@@ -15,7 +15,7 @@ from locater.control.temperature import Temperature
 
 __all__ = [
     "CONTROLS",
-    "Carried",
+    "CarriedChange",
     "Control",
     "Controls",
     "EntropyPenalty",
@@ -27,6 +27,6 @@ __all__ = [
     "SigmaReparam",
     "Surgery",
     "Temperature",
-    "carried",
+    "carried_changes",
     "register_control",
 ]

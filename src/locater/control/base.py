@@ -1,4 +1,4 @@
-"""What every control offers. Controls compose: attach several, add their losses, step them all.
+"""What all controls have in common. Controls compose: attach several, add their losses, step them all.
 
     control = locater.LocAteR().attach(model)
     (loss + control.loss()).backward(); optimizer.step(); control.after_step()
@@ -24,19 +24,19 @@ Layers = Sequence[int] | None
 
 
 class Control:
-    """A change to a model, or to its training, that can be taken off again.
+    """A change to a model, or to its training, that can be undone.
 
     A subclass refuses models in `_check`, does its work in `_attach` and `_detach`, adds to the loss in `loss`, and
     acts after an optimizer step in `after_step`. Each of these does nothing by default.
 
-    What a control needs, learns and saves is stated on its class, for the trainers that run it:
+    A class states what its controls need, learn and save, for the trainers that run them:
 
     - `needs_softmax`: it reads or changes attention logits as those of a softmax, so other mechanisms are refused.
     - `precedes_mechanism`: it acts before `SwapMechanism` does, so the model's own attention has to be a softmax.
-    - `softmax_remedy`: the way out in the message where `needs_softmax` is not met, such as "give it init=1.0".
+    - `softmax_remedy`: what to do when `needs_softmax` is not met, for the message, such as "give it init=1.0".
     - `loss_needs_forward_graph`: `loss` uses the graph of the last forward pass, so it must come before `backward`.
-    - `state_attributes`: names of attributes, such as counters and running means, that belong into a checkpoint.
-    - `parameters()`: what it learns beside the model's parameters.
+    - `state_attributes`: names of attributes, such as counters and running means, that belong in a checkpoint.
+    - `parameters()`: what it learns in addition to the parameters of the model.
     """
 
     model: nn.Module | None = None
@@ -48,15 +48,15 @@ class Control:
     state_attributes: tuple[str, ...] = ()
 
     def attach(self, model: nn.Module) -> Self:
-        """Begin; the model must have attention that Locater can read."""
+        """Start controlling a model, whose attention Locater must be able to read."""
         if self.model is not None:
-            raise LocaterError(f"{type(self).__name__} is attached already: detach it first, or make another")
+            raise LocaterError(f"{type(self).__name__} is already attached: detach it first, or create another")
         self._attach(model)
         self.model = model
         return self
 
     def can_attach(self, model: nn.Module) -> bool:
-        """Whether `attach` would take the model as it is. Nothing is changed."""
+        """Whether `attach` would accept the model as it is. Nothing is changed."""
         try:
             self._check(model)
         except Exception:  # a foreign model may raise anything while its weights are read: then the answer is no
@@ -64,20 +64,20 @@ class Control:
         return self.model is None
 
     def detach(self) -> None:
-        """End, and take everything off. May be called twice."""
+        """Stop, and undo `attach`. May be called twice."""
         if self.model is not None:
             self._detach(self.model)
             self.model = None
 
     def loss(self) -> Tensor:
-        """What to add to the loss of this step; a zero on the model's device where there is nothing."""
+        """What to add to the loss of this step; a zero on the model's device if there is nothing to add."""
         return torch.zeros((), device=device_of(self.attached))
 
     def after_step(self) -> None:
         """Call after each optimizer step."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the control learns, for the optimizer; these are not among `model.parameters()`."""
+        """What the control learns, for the optimizer. These are not among `model.parameters()`."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Control:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of a control of the same class and options."""
+        """Restore the state of a control of the same class and options."""
         if state.keys() != set(self.state_attributes):
             expected = ", ".join(self.state_attributes) or "nothing"
             raise LocaterError(
@@ -100,28 +100,28 @@ class Control:
                 setattr(self, name, _copy(value))
 
     def acts_on(self, layer: int) -> bool:
-        """Whether the layer of this number, as in a scan, is among those that were chosen."""
+        """Whether the layer with this number, as in a scan, was chosen."""
         return self.layers is None or layer in self.layers
 
     def mechanism_of(self, layer: int, before: str) -> str:
-        """The name of the mechanism by which a layer attends under this control; `before` is the name without it."""
+        """The name of a layer's attention mechanism under this control; `before` is its name without the control."""
         return before
 
     @property
     def attached(self) -> nn.Module:
-        """The model; refused where there is none."""
+        """The model; an error if there is none."""
         if self.model is None:
-            raise LocaterError(f"{type(self).__name__} is not attached: control.attach(model) comes first")
+            raise LocaterError(f"{type(self).__name__} is not attached: call control.attach(model) first")
         return self.model
 
     def _check(self, model: nn.Module) -> Any:
-        """Raise where the control is not for this model, and change nothing; what is returned is for `_attach`."""
+        """Raise if the control does not fit this model, without changing it. What it returns is for `_attach`."""
 
     def _attach(self, model: nn.Module) -> None:
-        """Subclasses begin here, by `_check`; raise before anything is changed."""
+        """Attach. Subclasses call `_check` first, which raises before anything is changed."""
 
     def _detach(self, model: nn.Module) -> None:
-        """Subclasses take off what they put on."""
+        """Undo `_attach`."""
 
     def __repr__(self) -> str:
         options = [name for name in known_options(type(self)) if hasattr(self, name)]
@@ -129,13 +129,13 @@ class Control:
 
 
 class Controls(Control):
-    """Several controls as one: attached in this order, detached in reverse."""
+    """Several controls as one: attached in this order, detached in reverse order."""
 
     def __init__(self, controls: Iterable[Control]) -> None:
         self.controls = list(controls)
 
     def _check(self, model: nn.Module) -> None:
-        """Each on the model as it is: not on one that those before it have changed."""
+        """Check each control on the model as it is, not as changed by the controls before it."""
         for control in self.controls:
             control._check(model)
 
@@ -172,7 +172,7 @@ class Controls(Control):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state) != len(self.controls):
-            raise LocaterError(f"this state is of {len(state)} controls, and there are {len(self.controls)}")
+            raise LocaterError(f"this state has {len(state)} controls, and there are {len(self.controls)}")
         for place, control in enumerate(self.controls):
             control.load_state_dict(state[str(place)])
 
@@ -189,13 +189,13 @@ def _copy(value: Any) -> Any:
 def self_layers(model: nn.Module, chosen: Layers) -> list[AttentionLayer]:
     """Self-attention layers of a live model: those numbered in `chosen`, as in a scan, or all.
 
-    Read anew at each call: what is folded into a layer, such as 1 + gain, belongs to the weights of that moment.
+    Re-read at each call: what is folded into a layer, such as 1 + gain, depends on the current weights.
     """
     return chosen_layers(attention_layers(model), chosen, type(model).__name__)
 
 
 def chosen_layers(layers: Iterable[AttentionLayer], chosen: Layers, where: str) -> list[AttentionLayer]:
-    """The layers numbered in `chosen`, without cross-attention; refused where none is left."""
+    """The layers numbered in `chosen`, without cross-attention; an error if none is left."""
     self_attention = [layer for layer in layers_numbered(layers, chosen) if layer.kind == "self"]
     if not self_attention:
         raise LocaterError(f"{where}: no self-attention among the chosen layers, so there is nothing to control")
@@ -203,7 +203,7 @@ def chosen_layers(layers: Iterable[AttentionLayer], chosen: Layers, where: str) 
 
 
 def layers_numbered(layers: Iterable[AttentionLayer], chosen: Layers) -> list[AttentionLayer]:
-    """The layers numbered in `chosen`, or all where it is None. A number out of range is refused, and an empty list."""
+    """The layers numbered in `chosen`, or all if it is None. Numbers out of range and an empty list are refused."""
     every = list(layers)
     if chosen is None:
         return every

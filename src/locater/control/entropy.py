@@ -5,7 +5,7 @@
 
 Jha and Reagen (2025) compare the entropy of every row with the log of the context length. Row i of a causal map has at
 most log(i + 1), so there early rows are always too low; here each row is compared with the keys it can see. Theirs also
-jumps at the margin and is a sum over batch and tokens, so its weight must be tuned anew for every size; this one is
+jumps at the margin and is a sum over batch and tokens, so its weight must be tuned again for every size; this one is
 smooth and a mean.
 """
 
@@ -24,12 +24,12 @@ from locater.errors import LocaterError
 from locater.torch_private import in_backward_pass
 
 
-class EntropyPenalty(ForwardControl["_Collected"]):
+class EntropyPenalty(ForwardControl["_PenaltySum"]):
     """A squared hinge on the entropy ratio of every row outside [floor, ceiling], as part of the loss.
 
     With `margin` the pull begins that far inside the band. Rows of padding and rows that see one key do not count. With
     sinks, entropy is that of the weights in use. Rows are collected while the model trains with gradients. `loss()`
-    gives their mean over rows, heads and calls, and begins anew, so its size depends neither on batch nor length nor
+    returns their mean over rows, heads and calls and starts again, so its size depends neither on batch nor length nor
     number of passes. Gradients go to queries and keys, and through them to other controls; a position bias gets none.
 
     With accumulated gradients, add it in every micro-batch and divide it like the loss:
@@ -39,7 +39,7 @@ class EntropyPenalty(ForwardControl["_Collected"]):
     With activation checkpointing (use_reentrant=False) the second forward pass is not counted. Reentrant checkpointing,
     which cuts the graph, is refused when its backward pass comes. A compiled model stays one graph. Compiled and
     checkpointed, the numbers are right and the graph breaks at every layer, since the penalty leaves the region that is
-    run again.
+    recomputed.
 
     >>> EntropyPenalty(floor=0.2)
     EntropyPenalty(floor=0.2, ceiling=None, weight=0.1, margin=0.0, layers=None)
@@ -63,23 +63,23 @@ class EntropyPenalty(ForwardControl["_Collected"]):
         low, high = 0.0 if floor is None else floor, 1.0 if ceiling is None else ceiling
         if not 0 <= low <= high <= 1:
             raise LocaterError(
-                f"floor={floor}, ceiling={ceiling}: both between 0 and 1, the floor not above the ceiling"
+                f"floor={floor}, ceiling={ceiling}: both must be between 0 and 1, the floor not above the ceiling"
             )
         if not (weight >= 0 and math.isfinite(weight)):
-            raise LocaterError(f"weight={weight}: a number from 0")
+            raise LocaterError(f"weight={weight}: must be a number from 0 on")
         if margin < 0 or (floor is not None and ceiling is not None and 2 * margin > high - low):
-            raise LocaterError(f"margin={margin}: from 0 to half of the band")
+            raise LocaterError(f"margin={margin}: must be from 0 to half of the band")
         self.floor, self.ceiling, self.weight, self.margin, self.layers = floor, ceiling, weight, margin, layers
 
-    def _change(self, controlled: ControlledLayer) -> _Collected:
+    def _change(self, controlled: ControlledLayer) -> _PenaltySum:
         if controlled.split.parts > 1:
             raise LocaterError(
                 f"{controlled.layer.name}: its heads are split over ranks, and EntropyPenalty is a mean over all of "
-                "them: it is not for tensor parallelism; LocAteR is"
+                "them: it does not support tensor parallelism; LocAteR does"
             )
         low = None if self.floor is None else self.floor + self.margin
         high = None if self.ceiling is None else self.ceiling - self.margin
-        return _Collected(controlled.heads, controlled.device, low, high)
+        return _PenaltySum(controlled.heads, controlled.device, low, high)
 
     def loss(self) -> Tensor:
         """The penalty of the forward passes since the last call of `loss` or `after_step`; float32 at least."""
@@ -94,7 +94,7 @@ class EntropyPenalty(ForwardControl["_Collected"]):
             change.calls = 0
 
 
-class _Collected(ForwardChange):
+class _PenaltySum(ForwardChange):
     """Adds up the penalty of its module as (sum of means, number of calls).
 
     That is one tensor, so that a compiled graph does not depend on the number of calls.
@@ -106,14 +106,14 @@ class _Collected(ForwardChange):
         self.heads, self.low, self.high = heads, low, high
         self.zero = torch.zeros(2, device=device)
         self.total = self.zero
-        self.calls = 0  # since the last step; only counted where nothing is compiled
+        self.calls = 0  # since the last step; counted only when not compiled
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Not carried by a copy of a model: it changes no output, and a copy has no control to read the penalty."""
+        """A copy of a model goes without it: it changes no output, and a copy has no control to read the penalty."""
         return type(None), ()
 
     def take_total(self) -> Tensor:
-        """The total so far, which begins anew."""
+        """The total so far, which then starts again from zero."""
         total, self.total = self.total, self.zero
         return total
 

@@ -1,16 +1,17 @@
-"""What controls of the forward pass share. They act at the attention interface of transformers, under any backend.
+"""What controls of the forward pass share. They act at the attention interface of transformers, with any backend.
 
 Changes to one call come in a fixed order, whichever control was attached first: QKNorm, Temperature, LogitSoftcap or
 SwapMechanism, EntropyPenalty. Then `observe` and `Monitor` see the result. So a temperature is not normalised away, and
 entropy is that of the attention map in use. A scan reads weights alone and sees none of these changes.
 
-Parameters of a control are its own: give `control.parameters()` to the optimizer and save `control.state_dict()` beside
-the model's. In a distributed run every rank has all of them. DDP and FSDP2 do not know of them, so their gradients are
-averaged here, in each backward pass; where heads are split over ranks each rank uses the entries of its heads.
+Parameters of a control are its own: give `control.parameters()` to the optimizer and save `control.state_dict()` with
+that of the model. In a distributed run every rank has all of them. DDP and FSDP2 do not know of them, so their
+gradients are averaged here, in each backward pass; where heads are split over ranks each rank uses the entries of its
+heads.
 
 A copy of the model (`copy.deepcopy`, pickling, `torch.save(model)`, a running average) computes what the model
 computes. It carries the changes, with parameters of its own, and keeps them when the control is detached from the
-original. `carried(copy)` lists them. `state_dict` holds nothing of them.
+original. `carried_changes(copy)` lists them. They are not part of `state_dict`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SUPPORTED = (
 
 @dataclass(frozen=True)
 class Heads:
-    """What a change knows of its layer: plain numbers, so that a copy of the model can carry them."""
+    """What a change knows about its layer: plain numbers, so that a copy of the model can carry them."""
 
     name: str
     kind: Kind
@@ -85,18 +86,18 @@ class ControlledLayer:
         """A new parameter in float32, on the device of the module. Its gradient is that of all ranks."""
         parameter = nn.Parameter(values.to(self.device, torch.float32), requires_grad=learn)
         if learn:
-            parameter.register_hook(partial(_over_ranks, self.split.parts))
+            parameter.register_hook(partial(_average_over_ranks, self.split.parts))
         return parameter
 
 
-def _over_ranks(parts: int, gradient: Tensor) -> Tensor:
-    """The mean of a gradient over the batches of all ranks. Where heads are split, each rank has that of its part."""
+def _average_over_ranks(parts: int, gradient: Tensor) -> Tensor:
+    """The mean of a gradient over the batches of all ranks. If heads are split, each rank has that of its part."""
     total = gradient.contiguous().clone()  # autograd may use the same memory elsewhere
     return total * (parts / add_over_ranks(total))
 
 
 def add_over_ranks(x: Tensor) -> int:
-    """Add a tensor up over all ranks of a distributed run, in place; returns how many there are."""
+    """Sum a tensor over all ranks of a distributed run, in place. Returns the number of ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     dist.all_reduce(x)
@@ -104,10 +105,10 @@ def add_over_ranks(x: Tensor) -> int:
 
 
 class ForwardChange(Interceptor):
-    """A change that a control has put on one attention module.
+    """A change that a control has made to one attention module.
 
-    `control` is the control in words. `mechanism` is the name of the mechanism that the module attends by under this
-    change, and `cap` the soft-cap on its logits; None where the change leaves them alone.
+    `control` is the repr of the control. `mechanism` is the name of the attention mechanism of the module under this
+    change, and `cap` the soft-cap on its logits; None if the change does not affect them.
     """
 
     heads: Heads
@@ -115,18 +116,18 @@ class ForwardChange(Interceptor):
     mechanism: str | None = None
     cap: float | None = None
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Its parameters by name."""
         return {}
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A copy of the model, or a saved one, has a copy of the change: without it that would be another model."""
-        if any(p.requires_grad for p in self.named().values()):
-            _warn_of_parameters(self.control)
-        return _in_a_copy, (type(self), {name: value for name, value in vars(self).items() if name != "number"})
+        if any(p.requires_grad for p in self.parameters_by_name().values()):
+            _warn_about_parameters(self.control)
+        return _rebuild_change, (type(self), {name: value for name, value in vars(self).items() if name != "number"})
 
 
-def _in_a_copy(kind: type[ForwardChange], attributes: dict[str, Any]) -> ForwardChange:
+def _rebuild_change(kind: type[ForwardChange], attributes: dict[str, Any]) -> ForwardChange:
     change = kind.__new__(kind)
     vars(change).update(attributes)
     attention_interface.keep_installed(renumber(change))
@@ -134,22 +135,22 @@ def _in_a_copy(kind: type[ForwardChange], attributes: dict[str, Any]) -> Forward
 
 
 @cache  # once for each kind of control
-def _warn_of_parameters(control: str) -> None:
+def _warn_about_parameters(control: str) -> None:
     logger.warning(
-        "%s: a copy of its model has parameters of it that are not among model.parameters(), so a running average "
-        "does not move them: average those of locater.control.carried(copy) too",
+        "%s: a copy of its model has parameters that are not among model.parameters(), so a running average "
+        "does not update them: average those of locater.control.carried_changes(copy) too",
         control,
     )
 
 
 def forward_changes(module: nn.Module) -> list[ForwardChange]:
-    """What controls have put on an attention module, in the order in which it acts."""
+    """The changes that controls have made to an attention module, in the order in which they act."""
     return [change for change in interceptors(module) if isinstance(change, ForwardChange)]
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What a control has changed in one module of a model, or of the model that this one is a copy of."""
+class CarriedChange:
+    """What a control has changed in one module of a model, or of the model that it was copied from."""
 
     module: str
     control: str
@@ -158,22 +159,24 @@ class Carried:
     __repr__ = brief
 
 
-def carried(model: nn.Module) -> list[Carried]:
-    """Changes of controls that act in the forward pass of a model: attached to it, or to the model it is a copy of.
+def carried_changes(model: nn.Module) -> list[CarriedChange]:
+    """Changes of controls that act in the forward pass of a model: attached to it, or to the model it was copied from.
 
     >>> import copy
     >>> from locater.control import Temperature
     >>> from locater_lab.train import Shape, Transformer
     >>> model = Transformer(Shape(width=16, heads=2, kv_heads=2, layers=1, hidden=24))
     >>> _ = Temperature(learn=False).attach(model)
-    >>> [(change.module, change.control) for change in carried(copy.deepcopy(model))]
+    >>> [(change.module, change.control) for change in carried_changes(copy.deepcopy(model))]
     [('model.layers.0.self_attn', 'Temperature(init=1.0, learn=False, layers=None)')]
     """
-    rows: list[Carried] = []
+    rows: list[CarriedChange] = []
     for name, module in model.named_modules():
-        rows += [Carried(name, change.control, change.named()) for change in forward_changes(module)]
+        rows += [CarriedChange(name, change.control, change.parameters_by_name()) for change in forward_changes(module)]
         parts = (module, *vars(module).values())  # a parametrization, and what stands for a method
-        rows += [Carried(name, vars(part)[CONTROL], {}) for part in parts if CONTROL in getattr(part, "__dict__", ())]
+        rows += [
+            CarriedChange(name, vars(part)[CONTROL], {}) for part in parts if CONTROL in getattr(part, "__dict__", ())
+        ]
     return rows
 
 
@@ -181,14 +184,12 @@ Change = TypeVar("Change", bound=ForwardChange)
 
 
 class ForwardControl(Control, Generic[Change]):
-    """A control that puts a change on each chosen attention module; `layers` are numbers as in a scan, all where
-    None.
-    """
+    """A control that changes each chosen attention module. `layers` are numbers as in a scan; None chooses all."""
 
     _changes: list[tuple[nn.Module, Change]]
 
     def _change(self, controlled: ControlledLayer) -> Change:
-        """The change for one layer; raises where the layer cannot have it."""
+        """The change for one layer; raises if the layer cannot have it."""
         raise NotImplementedError
 
     def _check(self, model: nn.Module) -> list[tuple[nn.Module, Change]]:
@@ -223,39 +224,43 @@ class ForwardControl(Control, Generic[Change]):
                 self.model = None
 
     def parameters(self) -> list[nn.Parameter]:
-        """What there is to learn, for the optimizer."""
-        return [p for p in self._named().values() if p.requires_grad]
+        """The trainable parameters, for the optimizer."""
+        return [p for p in self._parameters_by_name().values() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Its parameters by layer, to be saved beside those of the model."""
-        return {name: p.detach() for name, p in self._named().items()}
+        """Its parameters by layer, to be saved with those of the model."""
+        return {name: p.detach() for name, p in self._parameters_by_name().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Into an attached control of the same kind."""
-        parameters = self._named()
+        """Restore the parameters of an attached control of the same kind."""
+        parameters = self._parameters_by_name()
         if parameters.keys() != state.keys() or any(parameters[name].shape != x.shape for name, x in state.items()):
             raise LocaterError(
-                f"{type(self).__name__}: this state is of other layers or heads than those it is attached to"
+                f"{type(self).__name__}: this state has other layers or heads than those it is attached to"
             )
         for name, value in state.items():
             parameters[name].copy_(value)
 
-    def _named(self) -> dict[str, nn.Parameter]:
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         _ = self.attached
-        return {f"{change.heads.name}.{name}": p for _, change in self._changes for name, p in change.named().items()}
+        return {
+            f"{change.heads.name}.{name}": p
+            for _, change in self._changes
+            for name, p in change.parameters_by_name().items()
+        }
 
     def after_step(self) -> None:
         if not any(change.called for _, change in self._changes):
             model = type(self.attached).__name__
             raise LocaterError(
-                f"{type(self).__name__}: a step has passed and attention of {model} was not reached: "
-                "run the model that was handed to attach(), under attn_implementation='sdpa' or 'eager'"
+                f"{type(self).__name__}: a step has passed without reaching the attention of {model}: "
+                "run the model that was passed to attach(), with attn_implementation='sdpa' or 'eager'"
             )
 
 
 def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[ControlledLayer]:
-    """Every chosen attention module once; raises where one is out of reach. `control` is its name for the message."""
+    """Every chosen attention module once; raises if one cannot be controlled. `control` is a name for the message."""
     weights, family, split = ModuleWeights(model), family_of(model), SplitHeads(model)
     by_module: dict[int, ControlledLayer] = {}
     for layer in layers_numbered(attention_layers(model), chosen):
@@ -264,8 +269,8 @@ def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[Co
         if not _uses_interface(module):
             kind = type(module).__name__
             raise LocaterError(
-                f"{layer.name or kind}: {kind} does not pass the attention interface of transformers, where {control} "
-                f"acts; {SUPPORTED}. Where only some layers do: layers=[...]"
+                f"{layer.name or kind}: {kind} does not use the attention interface of transformers, where {control} "
+                f"acts; {SUPPORTED}. If only some layers do: layers=[...]"
             )
         own = split.of(layer.name, layer.kv_heads)
         by_module.setdefault(id(module), ControlledLayer(layer, module, device_of(module), own))
@@ -288,7 +293,7 @@ def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
 
 
 def per_head(values: Tensor, count: int, side: str, layer: Heads) -> Tensor:
-    """Those of `values` (heads,) that are of this rank's heads, of which the call has `count`; `side` is "query" or
+    """The entries of `values` (heads,) for the heads of this rank, of which the call has `count`; `side` is "query" or
     "key".
     """
     first, end = layer.split.run(len(values))

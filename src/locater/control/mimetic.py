@@ -1,4 +1,4 @@
-"""Mimetic initialisation: start each head with a mean self-logit such as training gives it. docs/theory.md section 8.
+"""Mimetic initialisation: start each head with a mean self-logit like that of trained models. docs/theory.md section 8.
 
     W_K <- W_K + c W_Q    with c such that    M = s tr(W_Q^T W_K) = target
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, self_layers
-from locater.control.eigenspectrum import traces
+from locater.control.locater import traces
 from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection, effective
@@ -29,7 +29,7 @@ STEPS = 100  # of Newton's method at most; without a norm on the keys the first 
 class Mimetic(Control):
     """Give every head the mean self-logit M = target when attached.
 
-    This is an initialisation: `loss()` is zero, and `detach` leaves the weights as training has made them since. M is
+    This is an initialisation: `loss()` is zero, and `detach` leaves the weights as they are. M is
     that of the effective map at offset 0, norms folded in. Heads that share a key share c, and their mean M is the
     target. After Trockman and Kolter (2023), who copy a share of the spectrum; here c is what the target needs.
 
@@ -43,7 +43,7 @@ class Mimetic(Control):
 
     def __init__(self, target: float = 2.0, layers: Layers = None) -> None:
         if not (isinstance(target, int | float) and math.isfinite(target)):
-            raise LocaterError(f"target={target!r}: a number")
+            raise LocaterError(f"target={target!r}: must be a number")
         self.target, self.layers = target, layers
 
     def _check(self, model: nn.Module) -> list[tuple[AttentionLayer, Tensor]]:
@@ -51,16 +51,16 @@ class Mimetic(Control):
         layers = self_layers(model, self.layers)
         with torch.no_grad():
             for layer in layers:
-                check_writable(model, layer.name, _stored(layer.key, layer.name))
+                check_writable(model, layer.name, _stored_map(layer.key, layer.name))
             return [(layer, self._key(layer)) for layer in layers]
 
     def _attach(self, model: nn.Module) -> None:
         for layer, weight in self._check(model):
-            rewrite(model, layer.name, partial(_stored, layer.key, layer.name), weight)
+            rewrite(model, layer.name, partial(_stored_map, layer.key, layer.name), weight)
 
     def _key(self, layer: AttentionLayer) -> Tensor:
         """The key map (K h, d) with which the mean self-logit of every group is the target."""
-        query, key = (_stored(part, layer.name).weight().double() for part in (layer.query, layer.key))
+        query, key = (_stored_map(part, layer.name).weight().double() for part in (layer.query, layer.key))
         query = query.unflatten(0, (layer.kv_heads, layer.group, -1)).mean(1)  # (K, h, d)
         key = key.unflatten(0, (layer.kv_heads, -1))
         share = torch.zeros(layer.kv_heads, dtype=torch.float64, device=key.device)
@@ -84,24 +84,28 @@ class Mimetic(Control):
 
 def _mean_logits(layer: AttentionLayer, key: Tensor) -> Tensor:
     """M of each group (K,) with `key` (K h, d) as the key map; float64."""
-    query = _stored(layer.query, layer.name).weight().double()
-    maps = effective(replace(layer, query=_with(layer, layer.query, query), key=_with(layer, layer.key, key)))
+    query = _stored_map(layer.query, layer.name).weight().double()
+    maps = effective(
+        replace(layer, query=_replace_weight(layer, layer.query, query), key=_replace_weight(layer, layer.key, key))
+    )
     trace, _, _ = traces(maps.query, maps.key)
     return layer.scale * trace.unflatten(0, (layer.kv_heads, -1)).mean(1)
 
 
-def _with(layer: AttentionLayer, projection: Projection, weight: Tensor) -> Projection:
+def _replace_weight(layer: AttentionLayer, projection: Projection, weight: Tensor) -> Projection:
     """A projection with another weight in place of the stored one."""
-    new = replace(_stored(projection, layer.name), weight=lambda: weight)
+    new = replace(_stored_map(projection, layer.name), weight=lambda: weight)
     if isinstance(projection, NormedProjection):
         return replace(projection, down=new).linear(partial(folded, norm=layer.norm))
     return new
 
 
-def _stored(projection: Projection, name: str) -> Projection:
+def _stored_map(projection: Projection, name: str) -> Projection:
     """The stored map: the one before the norm, where there is a norm on queries or keys."""
     if isinstance(projection, JoinedProjection):
-        raise LocaterError(f"{name}: its heads are made of rows of several maps: leave this layer out")
+        raise LocaterError(
+            f"{name}: its heads are made of rows of several maps: leave this layer out with layers=[...]"
+        )
     if not isinstance(projection, NormedProjection):
         return projection
     if projection.up is not None:

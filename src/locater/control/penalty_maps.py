@@ -63,10 +63,12 @@ def stored_maps(layer: AttentionLayer) -> Effective:
 
     Refused for latent attention: a norm stands between its two matrices, so no product of them is in use.
     """
-    return effective(replace(layer, query=_stored(layer, layer.query), key=_stored(layer, layer.key)), raw=True)
+    return effective(
+        replace(layer, query=_stored_projection(layer, layer.query), key=_stored_projection(layer, layer.key)), raw=True
+    )
 
 
-def _stored(layer: AttentionLayer, projection: Projection) -> Projection:
+def _stored_projection(layer: AttentionLayer, projection: Projection) -> Projection:
     if not norm_inside(projection):
         return projection
     if not isinstance(projection, NormedProjection) or projection.up is not None:

@@ -52,11 +52,11 @@ class QKClip(Control):
 
     def __init__(self, limit: float = 100.0, alpha: float = 0.5, every: int = 1) -> None:
         if limit <= 0:
-            raise LocaterError(f"limit={limit}: a logit above 0")
+            raise LocaterError(f"limit={limit}: must be above 0")
         if not 0 <= alpha <= 1:
-            raise LocaterError(f"alpha={alpha}: the queries' share of the scaling, from 0 to 1")
+            raise LocaterError(f"alpha={alpha}: the share of the queries in the scaling must be from 0 to 1")
         if every < 1:
-            raise LocaterError(f"every={every}: a whole number from 1, which looks at each step")
+            raise LocaterError(f"every={every}: must be a whole number from 1 (each step) on")
         self.limit, self.alpha, self.every = limit, alpha, every
         self.clipped = self.step = 0
 
@@ -81,7 +81,7 @@ class QKClip(Control):
         model = self.attached
         if self.observation.switch.on:
             for number, largest in enumerate(self._largest_logits()):
-                # a head whose largest logit is not finite cannot be mended by scaling
+                # scaling cannot repair a head whose largest logit is not finite
                 over = largest.isfinite() & (largest > self.limit)
                 if bool(over.any()):
                     gamma = torch.where(over, self.limit / largest, torch.ones_like(largest)).double()
@@ -91,7 +91,7 @@ class QKClip(Control):
         self._observe_if_due()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Into an attached control: `attach` begins to count anew."""
+        """Restore the state of an attached control: `attach` starts counting from zero."""
         _ = self.attached
         super().load_state_dict(state)
         self._observe_if_due()
@@ -105,9 +105,7 @@ class QKClip(Control):
         observation.reduce()
         largest = [site.maxima[:, 0].cpu().clone() for site in observation.sites]
         if all(bool((top == -torch.inf).all()) for top in largest):
-            raise LocaterError(
-                f"{type(model).__name__}: no training pass was seen since the last step, so no logit is known"
-            )
+            raise LocaterError(f"{type(model).__name__}: no training pass since the last step, so no logits are known")
         observation.clear()
         return largest
 
@@ -163,22 +161,24 @@ def _refuse(layer: AttentionLayer) -> None:
     if layer.query_norm is not None or layer.key_norm is not None or normed:
         raise LocaterError(
             f"{layer.name}: a norm follows its queries and keys, so scaling their maps changes nothing: "
-            "QK-Clip is not for it"
+            "QK-Clip does not apply"
         )
     if any(isinstance(part, JoinedProjection) for part in (layer.query, layer.key)):
-        raise LocaterError(f"{layer.name}: its heads are made of rows of several maps: QK-Clip is not for it")
+        raise LocaterError(f"{layer.name}: its heads are made of rows of several maps: QK-Clip does not apply")
     if isinstance(layer.key, NormedProjection):
         turning = 0 if layer.rotary is None else layer.rotary.channels
         shared = 0 if layer.key.shared is None else layer.key.shared.shape[0]
         if layer.rotary_table is not None or turning != shared:
-            raise LocaterError(f"{layer.name}: its latent keys turn otherwise than in channels that heads share")
+            raise LocaterError(
+                f"{layer.name}: its latent keys rotate in channels that heads do not share: QK-Clip does not apply"
+            )
     if layer.unknown_logits is not None:
         raise LocaterError(
-            f"{layer.name}: what makes its logits is not known ({layer.unknown_logits}): QK-Clip is not for it"
+            f"{layer.name}: how its logits are computed is not known ({layer.unknown_logits}): QK-Clip does not apply"
         )
     others = {"a position bias": layer.bias, "relative terms": layer.relative, "a soft cap": layer.softcap}
     for name, term in others.items():
         if term is not None:
             raise LocaterError(
-                f"{layer.name}: its logits have {name}, so scaling its maps does not scale them: QK-Clip is not for it"
+                f"{layer.name}: its logits have {name}, so scaling its maps does not scale them: QK-Clip does not apply"
             )

@@ -35,10 +35,10 @@ NormKind = Literal["rms", "layer"]
 def qk_norm(
     x: Float[Tensor, "B H T D"], gain: Float[Tensor, " H"], kind: NormKind = "rms", eps: float = 1e-6
 ) -> Float[Tensor, "B H T D"]:
-    """g_h x / sqrt(mean_c x_c^2 + eps) for every head vector x; `kind="layer"` takes the mean over channels off first.
+    """g_h x / sqrt(mean_c x_c^2 + eps) for every head vector x; `kind="layer"` subtracts the mean over channels first.
 
     One gain per head, not per channel: it commutes with rotation, and a rotation keeps lengths, so "rms" gives the same
-    logits after rotary embedding as before it. Taking off the mean does not commute with rotation. Lengths are at most
+    logits after rotary embedding as before it. Subtracting the mean does not commute with rotation. Lengths are at most
     |g| sqrt(D), so |scale q.k| <= scale D |g_q g_k|, which is sqrt(D) |g_q g_k| for the usual scale. Computed in
     float32 at least.
 
@@ -57,7 +57,7 @@ def unit(x: Tensor, kind: NormKind, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
-class QKNorm(ForwardControl["_Normed"]):
+class QKNorm(ForwardControl["_NormChange"]):
     """q and k become g_q q / rms(q) and g_k k / rms(k), with one learned gain per query head and per key head.
 
     So |logit| <= scale head_dim |g_q g_k|, which is sqrt(head_dim) |g_q g_k| for the usual scale: `bounds()`. It acts
@@ -89,15 +89,15 @@ class QKNorm(ForwardControl["_Normed"]):
         if kind not in ("rms", "layer"):
             raise LocaterError(f"kind={kind!r}: choose rms or layer")
         if isinstance(init, str) and init != "keep":
-            raise LocaterError(f"init={init!r}: a number above 0, or keep")
+            raise LocaterError(f"init={init!r}: must be a number above 0, or keep")
         if not isinstance(init, str) and not (init > 0 and math.isfinite(init)):
-            raise LocaterError(f"init={init}: a number above 0, or keep")
+            raise LocaterError(f"init={init}: must be a number above 0, or keep")
         if not (eps >= 0 and math.isfinite(eps)):
-            raise LocaterError(f"eps={eps}: 0 or a little above")
+            raise LocaterError(f"eps={eps}: must be 0 or a little above")
         self.kind, self.learn, self.eps, self.init, self.layers = kind, learn, eps, init, layers
         self.needs_softmax = init == "keep"
 
-    def _change(self, controlled: ControlledLayer) -> _Normed:
+    def _change(self, controlled: ControlledLayer) -> _NormChange:
         layer, kind = controlled.layer, self.kind
         if kind == "layer" and layer.rotary is not None:
             raise LocaterError(
@@ -105,7 +105,7 @@ class QKNorm(ForwardControl["_Normed"]):
             )
         start = 1.0 if isinstance(self.init, str) else self.init
         gains = [controlled.parameter(torch.full((n,), start), self.learn) for n in (layer.heads, layer.kv_heads)]
-        return _Normed(controlled.heads, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
+        return _NormChange(controlled.heads, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
@@ -113,24 +113,22 @@ class QKNorm(ForwardControl["_Normed"]):
             change.ready = True
 
     def bounds(self) -> dict[str, list[float]]:
-        """The largest |logit| that is possible, for every head by layer; with `init="keep"`, gains are 1 before the
-        first call.
-        """
+        """The largest possible |logit| of every head, by layer; with `init="keep"` gains are 1 at first."""
         _ = self.attached
         return {change.heads.name: change.bound().tolist() for _, change in self._changes}
 
 
-class _Normed(ForwardChange):
+class _NormChange(ForwardChange):
     order = NORM
 
     def __init__(
         self, heads: Heads, kind: NormKind, eps: float, query_gain: nn.Parameter, key_gain: nn.Parameter, ready: bool
     ) -> None:
         self.heads, self.kind, self.eps = heads, kind, eps
-        self.ready = ready  # whether gains are set; if not, the first call sets them
+        self.ready = ready  # whether gains are set; otherwise the first call sets them
         self.query_gain, self.key_gain = query_gain, key_gain
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
         return {"query_gain": self.query_gain, "key_gain": self.key_gain}
 
     def bound(self) -> Tensor:
@@ -139,7 +137,7 @@ class _Normed(ForwardChange):
         return abs(layer.scale) * layer.head_dim * gains.abs()
 
     def fold(self, layer: AttentionLayer, fold: Callable[[AttentionLayer], Effective]) -> Effective:
-        """In mean field, as norms that a model has itself; a factor of the rotation before it is undone."""
+        """In mean field, like the norms of a model itself; a factor of the rotation before it is undone."""
         if not self.ready:
             return fold(layer)
         gains = (gain.detach()[:, None] for gain in (self.query_gain, self.key_gain))  # (heads, 1)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from locater.control.base import Control
-from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
+from locater.control.locater import LocAteR
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm
@@ -25,11 +25,11 @@ from locater.registry import Registry
 Class = TypeVar("Class", bound=type[Control])
 
 
-def _spelling(name: str) -> str:
+def _spell(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-CONTROLS: Registry[type[Control]] = Registry("control", replaceable=True, spelling=_spelling, group="controls")
+CONTROLS: Registry[type[Control]] = Registry("control", replaceable=True, spelling=_spell, group="controls")
 
 
 def register_control(kind: Class, name: str | None = None) -> Class:

@@ -26,7 +26,7 @@ def row_entropy(call: Call, own: bool) -> tuple[Tensor, Tensor]:
     ([1.0, 2.0, 3.0], [1, 2, 3])
     """
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in call.terms.flat()]
-    entropy, visible, _, _ = _rows(call.query, call.key, own, *arguments)
+    entropy, visible, _, _ = _row_entropy_op(call.query, call.key, own, *arguments)
     return entropy, visible
 
 
@@ -61,7 +61,7 @@ def _real(q: Tensor, k: Tensor, own: bool, terms: Terms) -> tuple[Tensor, Tensor
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, bool own, {Terms.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _rows(q: Tensor, k: Tensor, own: bool, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _row_entropy_op(q: Tensor, k: Tensor, own: bool, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Entropy, visible keys, log-sum-exp and mass of every row."""
     with torch.autocast(q.device.type, enabled=False):
         terms = terms_of(Call(q, k, Terms.from_flat(arguments)))
@@ -71,7 +71,7 @@ def _rows(q: Tensor, k: Tensor, own: bool, *arguments: Any) -> tuple[Tensor, Ten
     return rows.entropy.clone(), visible, rows.log_sum_exp.clone(), rows.row_mass.clone()
 
 
-@_rows.register_fake
+@_row_entropy_op.register_fake
 def _(q: Tensor, k: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return row, torch.empty_like(row, dtype=torch.int64), torch.empty_like(row), torch.empty_like(row)
@@ -83,7 +83,7 @@ def _(q: Tensor, k: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Te
     schema="(Tensor q, Tensor k, Tensor lse, Tensor entropy, Tensor mass, Tensor grad, "
     f"{Terms.SCHEMA}) -> (Tensor, Tensor)",
 )
-def _gradient(
+def _entropy_gradient_op(
     q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
@@ -91,9 +91,9 @@ def _gradient(
         if default_backend(q, terms) == "torch":
             dq, dk = reference.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
         else:
-            from locater.kernels import triton_kernels
+            from locater.kernels import triton_statistics
 
-            dq, dk = triton_kernels.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
+            dq, dk = triton_statistics.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
     # as the compiler is told below; queries that nothing rotates are a transposed view
     return dq.contiguous(), dk.contiguous()
 
@@ -103,7 +103,7 @@ def _like_operands(q: Tensor, k: Tensor, *others: object) -> tuple[Tensor, Tenso
     return dq, dk
 
 
-_gradient.register_fake(_like_operands)
+_entropy_gradient_op.register_fake(_like_operands)
 
 
 @torch.library.custom_op(
@@ -111,7 +111,7 @@ _gradient.register_fake(_like_operands)
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor lse, Tensor weight, {Terms.SCHEMA}) -> (Tensor, Tensor)",
 )
-def _weights_gradient(q: Tensor, k: Tensor, lse: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _weights_gradient_op(q: Tensor, k: Tensor, lse: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Gradients where the slope of a row at a logit is `weight` times that key's weight, by PyTorch on any device."""
     with torch.autocast(q.device.type, enabled=False):
         terms = terms_of(Call(q, k, Terms.from_flat(arguments)))
@@ -119,7 +119,7 @@ def _weights_gradient(q: Tensor, k: Tensor, lse: Tensor, weight: Tensor, *argume
     return dq.contiguous(), dk.contiguous()
 
 
-_weights_gradient.register_fake(_like_operands)
+_weights_gradient_op.register_fake(_like_operands)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -137,13 +137,13 @@ def _backward(
     q, k, lse, entropy, mass, *tensors = ctx.saved_tensors
     parts = []
     if grad is not None:
-        parts.append(_gradient(q, k, lse, entropy, mass, grad, *ctx.numbers, *tensors))
+        parts.append(_entropy_gradient_op(q, k, lse, entropy, mass, grad, *ctx.numbers, *tensors))
     # d lse / d logit_j = p_j; with a sink, d mass / d logit_j = p_j (1 - mass)
     weights = [x for x in (of_lse, None if of_mass is None else of_mass * (1 - mass)) if x is not None]
     if weights:
-        parts.append(_weights_gradient(q, k, lse, sum(weights[1:], weights[0]), *ctx.numbers, *tensors))
+        parts.append(_weights_gradient_op(q, k, lse, sum(weights[1:], weights[0]), *ctx.numbers, *tensors))
     dq, dk = (None if not parts else sum(x[1:], x[0]) for x in ([part[i] for part in parts] for i in (0, 1)))
     return dq, dk, *(None,) * (1 + Terms.ARGUMENTS)
 
 
-_rows.register_autograd(_backward, setup_context=_save_for_backward)
+_row_entropy_op.register_autograd(_backward, setup_context=_save_for_backward)

@@ -37,8 +37,8 @@ class SigmaReparam(Control):
     gamma="spectral" starts each gamma at the map's own norm, so that attaching does not change outputs (Apple's PyTorch
     release); a number starts all of them there (the paper: 1.0). Attach before the optimizer is made, so that it gets
     the gammas, and before torch.compile. A fused map has one gamma; experts stored as one tensor are left as they are.
-    `detach` leaves the reparametrized weights: outputs stay the same, and parameters have their old names. A copy of
-    the model carries it, gammas included; pickling is refused.
+    `detach` leaves the reparametrized weights: outputs stay the same, and parameters get their old names back. A copy
+    of the model carries it, gammas included; pickling is refused.
 
     Gammas are parameters of the model while it is attached, and part of its `state_dict`: `parameters()` is empty.
 
@@ -54,23 +54,23 @@ class SigmaReparam(Control):
         self, layers: Layers = None, gamma: Literal["spectral"] | float = "spectral", only: Only = "linear"
     ) -> None:
         if isinstance(gamma, str) and gamma != "spectral":
-            raise LocaterError(f"gamma={gamma!r}: a number, or spectral")
+            raise LocaterError(f"gamma={gamma!r}: must be a number, or spectral")
         if only not in ("linear", "query-key"):
             raise LocaterError(f"only={only!r}: choose linear or query-key")
         self.layers, self.gamma, self.only = layers, gamma, only
 
     def _check(self, model: nn.Module) -> list[LiveTensor]:
-        tensors = _tensors(model, self.layers, self.only)
+        tensors = _tensors_to_scale(model, self.layers, self.only)
         for tensor in tensors:
             if parametrize.is_parametrized(tensor.module, tensor.attribute):
-                raise LocaterError(f"{tensor.name}: it is parametrized already: take that off first")
+                raise LocaterError(f"{tensor.name}: it already has a parametrization: remove that first")
             stored = stored_map(tensor.module)
             if stored is not None:
                 raise LocaterError(f"{tensor.name}: it is quantised ({stored.kind}), so there is nothing to train")
             if hasattr(getattr(tensor.module, tensor.attribute), "full_tensor"):
                 raise LocaterError(
-                    f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it is not for FSDP2 "
-                    "and tensor parallelism"
+                    f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it does not support "
+                    "FSDP2 and tensor parallelism"
                 )
         return tensors
 
@@ -111,9 +111,9 @@ class SigmaReparam(Control):
     def _detach(self, model: nn.Module) -> None:
         self._hook.remove()
         for tensor, _ in self.tensors:
-            _own_class(tensor.module)
+            _give_own_class(tensor.module)
             parametrize.remove_parametrizations(tensor.module, tensor.attribute, leave_parametrized=True)
-        for tensor, order in self.tensors:  # optimizers and checkpoints go by the order
+        for tensor, order in self.tensors:  # optimizers and checkpoints depend on the order
             parameters = dict(own_parameters(tensor.module))
             own_parameters(tensor.module).clear()
             own_parameters(tensor.module).update({name: parameters[name] for name in order})
@@ -156,8 +156,8 @@ class SpectralScale(nn.Module):
             self.u.copy_(u / u.norm())
 
 
-def _own_class(module: nn.Module) -> None:
-    """Give a module a class of its own. torch removes a parametrization from the class that it made for the module,
+def _give_own_class(module: nn.Module) -> None:
+    """Give a module a class of its own: torch removes a parametrization from the class that it created for the module,
     which copies of the module share.
     """
     kind = type(module)
@@ -165,7 +165,7 @@ def _own_class(module: nn.Module) -> None:
     module.__class__ = type(kind.__name__, kind.__bases__, members)
 
 
-def _tensors(model: nn.Module, chosen: Layers, only: Only) -> list[LiveTensor]:
+def _tensors_to_scale(model: nn.Module, chosen: Layers, only: Only) -> list[LiveTensor]:
     """The maps to reparametrize, each once."""
     weights = Recorder(model)
     layers = layers_numbered(layers_of(weights, config_of(model)), chosen)

@@ -52,8 +52,8 @@ def softcap_attention(
         raise LocaterError("softcap_attention needs Terms(softcap=...), a number above 0")
     T, S, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    met = query @ key.mT
-    logits = met.to(torch.promote_types(met.dtype, torch.float32)) * terms.scale_for(query.shape[-1])
+    products = query @ key.mT
+    logits = products.to(torch.promote_types(products.dtype, torch.float32)) * terms.scale_for(query.shape[-1])
     if terms.bias is not None:
         logits = logits + terms.bias
     logits = softcap(logits, terms.softcap)
@@ -71,12 +71,13 @@ def softcap_attention(
     return mixed @ value, weights
 
 
-class LogitSoftcap(ForwardControl["_Capped"]):
+class LogitSoftcap(ForwardControl["_SoftcapChange"]):
     """Logits become cap * tanh(logits / cap), after scale and position bias and before mask and softmax.
 
     No logit exceeds the cap, so logits have a range of 2 cap, and entropy cannot fall below what that allows. The
     gradient of a logit vanishes as it nears the cap. No fused kernel is used: attention is plain matrix products with a
-    float32 softmax, T x T, whatever implementation the model is set to. A model that caps already (Gemma 2) is refused.
+    float32 softmax, T x T, whatever implementation the model is set to. A model that already caps its logits (Gemma 2)
+    is refused.
 
     >>> LogitSoftcap(cap=30.0)
     LogitSoftcap(cap=30.0, layers=None)
@@ -86,20 +87,20 @@ class LogitSoftcap(ForwardControl["_Capped"]):
 
     def __init__(self, cap: float = 50.0, layers: Layers = None) -> None:
         if not (cap > 0 and math.isfinite(cap)):
-            raise LocaterError(f"cap={cap}: a number above 0")
+            raise LocaterError(f"cap={cap}: must be a number above 0")
         self.cap, self.layers = cap, layers
 
-    def _change(self, controlled: ControlledLayer) -> _Capped:
+    def _change(self, controlled: ControlledLayer) -> _SoftcapChange:
         caps = [controlled.layer.softcap, *(change.cap for change in forward_changes(controlled.module))]
         already = next((cap for cap in caps if cap is not None), None)
         if already is not None:
             raise LocaterError(
-                f"{controlled.layer.name}: its logits are capped at {already} already: a second cap is not supported"
+                f"{controlled.layer.name}: its logits are already capped at {already}: a second cap is not supported"
             )
-        return _Capped(controlled.heads, self.cap)
+        return _SoftcapChange(controlled.heads, self.cap)
 
 
-class _Capped(ForwardChange):
+class _SoftcapChange(ForwardChange):
     order = CAP
 
     cap: float
@@ -108,10 +109,10 @@ class _Capped(ForwardChange):
         self.heads, self.cap = heads, cap
 
     def __call__(self, request: AttentionRequest) -> AttentionRequest:
-        return replace(request, kw={**request.kw, "softcap": self.cap}, attend=partial(_attend, request.name))
+        return replace(request, kw={**request.kw, "softcap": self.cap}, attend=partial(_attend_capped, request.name))
 
 
-def _attend(
+def _attend_capped(
     name: str,
     module: nn.Module,
     query: Tensor,
@@ -122,12 +123,12 @@ def _attend(
     dropout: float = 0.0,
     **kw: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """In the place of the attention function called `name`. Like that one, it returns attention maps under eager."""
+    """Replaces the attention function called `name`. Like that function, it returns attention maps under eager."""
     added = None
     if isinstance(mask, Tensor) and mask.ndim == 4 and (mask.is_floating_point() or name in ADD):
         # numbers are added after the cap; of the call only what is hidden is asked
         added, mask = mask[..., : key.shape[2]], ~hidden_by(mask)
-    call = AttentionRequest(module, "sdpa" if added is not None else name, _attend, query, key, mask, kw).call()
+    call = AttentionRequest(module, "sdpa" if added is not None else name, _attend_capped, query, key, mask, kw).call()
     S = call.key.shape[2]
     out, weights = softcap_attention(
         query, call.key, value[:, :, :S], terms_of(call), added, dropout if module.training else 0.0

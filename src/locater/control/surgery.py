@@ -1,6 +1,7 @@
-"""Surgery: attention skips, MLPs and norms taken out of a live model and put back (Dong, Cordonnier and Loukas 2021).
+"""Surgery: remove attention skips, MLPs and norms from a live model and restore them (Dong, Cordonnier and Loukas
+2021).
 
-The parts that are left decide whether tokens stay apart. Attention alone makes them equal at a doubly exponential rate.
+The remaining parts decide whether tokens stay apart. Attention alone makes them equal at a doubly exponential rate.
 The skip keeps them apart; MLPs and norms alone do not (`locater.measures.rank_residual` over the layers).
 
     switch            pre-norm block: y = x + attn(norm(x))          post-norm block: y = norm(x + attn(x))
@@ -12,8 +13,8 @@ The skip keeps them apart; MLPs and norms alone do not (`locater.measures.rank_r
 
 A parallel block, y = x + attn(norm(x)) + mlp(norm(x)), has one skip: no_skip leaves attn(norm(x)) + mlp(norm(x)).
 
-Where the parts are is said by the `Block` of the model's family. No module is copied and no code of a model is written
-again: methods of single modules are replaced, and a term is taken out of a sum by a zero, so that the rest is exact.
+The `Block` of the model's family says where the parts are. No module is copied and no code of a model is rewritten:
+methods of single modules are replaced, and a term is removed from a sum by a zero, so that the rest is exact.
 
     no_skip   the block runs on zeros, and the norm in front of attention, or attention itself, gets the real stream.
               Where the attention module adds its skip itself (ALBERT, XLNet), the norm after it gets the output alone.
@@ -59,18 +60,18 @@ class Switch:
 
 
 class Surgery(Control):
-    """A model without attention skips, MLPs or the norms of its blocks, each by its own switch; `detach` puts them
-    back.
+    """A model without attention skips, MLPs or the norms of its blocks, each by its own switch; `detach` restores
+    them.
 
-    no_skip takes off the skip around self-attention; those around the MLP and around cross-attention stay. no_mlp takes
-    off the whole branch. A post-norm block then still has the norm that closed it: no_mlp="sublayer" takes that too, as
-    the paper did with BERT and XLNet. no_norm takes off the norms of the blocks; the norms of embeddings, of the end,
-    and of queries and keys stay. `layers` are numbers as in a scan. ALBERT runs one module at many depths: a part that
-    is taken out is missing at each of them.
+    no_skip removes the skip around self-attention; those around the MLP and around cross-attention stay. no_mlp removes
+    the whole branch. A post-norm block then still has the norm at its end: no_mlp="sublayer" removes that too, as the
+    paper did with BERT and XLNet. no_norm removes the norms of the blocks; the norms of embeddings, the final norm, and
+    those of queries and keys stay. `layers` are numbers as in a scan. ALBERT runs one module at many depths: a part
+    that is removed is missing at each of them.
 
     Parameters keep their names; unused ones get no gradient. Attach it before `observe` and `Monitor`, which then see
-    the model that is left. A scan reads weights and does not see it. A copy of the model is without the same parts,
-    even after the original was restored.
+    the remaining model. A scan reads weights and does not see it. A copy of the model lacks the same parts, even after
+    the original is restored.
 
     >>> from locater.measures import rank_residual
     >>> from locater_lab.train import Shape, Transformer
@@ -95,13 +96,15 @@ class Surgery(Control):
     ) -> None:
         for name, value in (("no_skip", no_skip), ("no_norm", no_norm)):
             if not isinstance(value, bool):
-                raise LocaterError(f"{name}={value!r}: True or False")
+                raise LocaterError(f"{name}={value!r}: must be True or False")
         if not isinstance(no_mlp, bool) and no_mlp != "sublayer":
-            raise LocaterError(f"no_mlp={no_mlp!r}: True, False, or sublayer to take the norm after it too")
+            raise LocaterError(
+                f"no_mlp={no_mlp!r}: must be True, False, or sublayer, which removes the norm after it too"
+            )
         if not (no_skip or no_mlp or no_norm):
-            raise LocaterError("Surgery takes nothing out: give no_skip=True, no_mlp=True or no_norm=True")
+            raise LocaterError("Surgery would remove nothing: give no_skip=True, no_mlp=True or no_norm=True")
         if isinstance(layers, int):
-            raise LocaterError(f"layers={layers}: a list of numbers, such as [{layers}]")
+            raise LocaterError(f"layers={layers}: must be a list of numbers, such as [{layers}]")
         self.no_skip, self.no_mlp, self.no_norm, self.layers = no_skip, no_mlp, no_norm, layers
 
     def _check(self, model: nn.Module) -> list[Cut]:
@@ -112,19 +115,19 @@ class Surgery(Control):
         self._switch, self._undo = Switch(), list[Callable[[], None]]()
         try:
             for cut in cuts:
-                stand_in = partial(_while_on, self._switch, cut.stand_in)
+                stand_in = partial(_run_while_on, self._switch, cut.stand_in)
                 self._undo.append(replace_method(cut.module, "forward", stand_in, repr(self)))
         except BaseException:
             self._detach(model)
             raise
 
     def _detach(self, model: nn.Module) -> None:
-        self._switch.on = False  # a stand-in may stay below one that somebody else has put on
+        self._switch.on = False  # a stand-in may stay below one that somebody else has added
         for undo in reversed(self._undo):
             undo()
 
     def _cuts(self, model: nn.Module) -> list[Cut]:
-        """Every replacement, each block once; raises where a part is missing or its forward is replaced already."""
+        """Every replacement, each block once; raises if a part is missing or its forward is already replaced."""
         block = self._block_of(model)
         weights, cuts = ModuleWeights(model), list[Cut]()
         for path in dict.fromkeys(block.path(layer) for layer in self_layers(model, self.layers)):
@@ -135,8 +138,8 @@ class Surgery(Control):
         for cut in cuts:
             if REPLACED in getattr(cut.module.__dict__.get("forward"), "__dict__", ()):
                 raise LocaterError(
-                    f"{type(cut.module).__name__}.forward is observed, or under another Surgery: attach Surgery before "
-                    "observe and Monitor, and give one Surgery all switches for a block"
+                    f"{type(cut.module).__name__}.forward is observed, or replaced by another Surgery: attach Surgery "
+                    "before observe and Monitor, and give one Surgery all switches for a block"
                 )
         return cuts
 
@@ -151,15 +154,15 @@ class Surgery(Control):
         return block
 
     def _cuts_of(self, block: Block, modules: BlockModules) -> Iterator[Cut]:
-        """Norms first: the other stand-ins are put on top of theirs."""
+        """Norms first, since the other stand-ins go on top of theirs."""
         if self.no_norm:
             norms = [modules.module(norm) for norm in block.norms]
             norms += [modules.module(norm) for norm in block.other_norms if modules.find(norm)]
-            yield from (Cut(norm, _unchanged) for norm in dict.fromkeys(norms))
+            yield from (Cut(norm, _return_input) for norm in dict.fromkeys(norms))
         if self.no_mlp:
             yield from _without_mlp(block, modules)
         if self.no_mlp == "sublayer" and block.after_mlp and not self.no_norm:
-            yield Cut(modules.module(block.after_mlp), _unchanged)
+            yield Cut(modules.module(block.after_mlp), _return_input)
         if self.no_skip:
             yield from _without_skip(block, modules)
 
@@ -172,48 +175,48 @@ def _refusal(model: nn.Module, reason: str) -> str:
 
 def _without_mlp(block: Block, modules: BlockModules) -> Iterator[Cut]:
     if block.mlp:
-        yield Cut(modules.module(block.mlp), _zeros)
+        yield Cut(modules.module(block.mlp), _return_zeros)
     elif block.down:
-        yield Cut(modules.module(block.up), _unchanged)
-        yield Cut(modules.module(block.down), _zeros)
+        yield Cut(modules.module(block.up), _return_input)
+        yield Cut(modules.module(block.down), _return_zeros)
     else:
-        raise LocaterError(f"Surgery: {modules.path} has no MLP that could be taken out")
+        raise LocaterError(f"Surgery: {modules.path} has no MLP to remove")
 
 
 def _without_skip(block: Block, modules: BlockModules) -> Iterator[Cut]:
     if block.added:
         output: list[Tensor] = []
         yield Cut(modules.module(block.added), partial(_keep_output, output))
-        yield Cut(modules.module(block.after_attention), partial(_on_output, output))
+        yield Cut(modules.module(block.after_attention), partial(_norm_output_alone, output))
         return
     readers = [modules.module(block.before_attention or block.attention)]
     if block.parallel and block.before_mlp:
         readers.append(modules.module(block.before_mlp))
     streams: list[list[Tensor]] = [[] for _ in readers]
-    yield Cut(modules.module(""), partial(_on_zeros, streams))
+    yield Cut(modules.module(""), partial(_run_on_zeros, streams))
     for reader, stream in zip(readers, streams, strict=True):
-        yield Cut(reader, partial(_on_stream, stream))
+        yield Cut(reader, partial(_read_stream, stream))
 
 
-# Stand-ins. Each gets the module, the forward that it stands for, and the arguments.
+# Stand-ins. Each gets the module, the forward that it replaces, and the arguments.
 
 
-def _while_on(switch: Switch, stand_in: Forward, module: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
+def _run_while_on(switch: Switch, stand_in: Forward, module: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
     return stand_in(module, forward, *args, **kw) if switch.on else forward(*args, **kw)
 
 
-def _unchanged(module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
+def _return_input(module: nn.Module, forward: Forward, x: Tensor) -> Tensor:
     return x
 
 
-def _zeros(module: nn.Module, forward: Forward, x: Tensor, *args: Any, **kw: Any) -> Tensor:
+def _return_zeros(module: nn.Module, forward: Forward, x: Tensor, *args: Any, **kw: Any) -> Tensor:
     return torch.zeros_like(x)
 
 
 # A block on zeros. Each of `streams` takes its input to one module that reads it.
 
 
-def _on_zeros(streams: list[list[Tensor]], block: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
+def _run_on_zeros(streams: list[list[Tensor]], block: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
     x, call = _first_argument(forward, args, kw)
     for stream in streams:
         stream[:] = [x]
@@ -222,7 +225,7 @@ def _on_zeros(streams: list[list[Tensor]], block: nn.Module, forward: Forward, *
         if any(streams):
             raise LocaterError(
                 f"{type(block).__name__} did not call the norm in front of its attention: "
-                "Surgery cannot take off its skip"
+                "Surgery cannot remove its skip"
             )
         return out
     finally:
@@ -230,7 +233,7 @@ def _on_zeros(streams: list[list[Tensor]], block: nn.Module, forward: Forward, *
             stream.clear()
 
 
-def _on_stream(stream: list[Tensor], reader: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
+def _read_stream(stream: list[Tensor], reader: nn.Module, forward: Forward, *args: Any, **kw: Any) -> Any:
     if not stream:
         return forward(*args, **kw)
     _, call = _first_argument(forward, args, kw)
@@ -253,5 +256,5 @@ def _keep_output(output: list[Tensor], module: nn.Module, forward: Forward, x: T
     return output[0]
 
 
-def _on_output(output: list[Tensor], norm: nn.Module, forward: Forward, x: Tensor) -> Any:
+def _norm_output_alone(output: list[Tensor], norm: nn.Module, forward: Forward, x: Tensor) -> Any:
     return forward(output.pop())

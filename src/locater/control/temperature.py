@@ -17,7 +17,7 @@ from locater.layers import AttentionLayer
 from locater.layers.effective import Effective
 
 
-class Temperature(ForwardControl["_Divided"]):
+class Temperature(ForwardControl["_TemperatureChange"]):
     """q.k becomes q.k / t_h, with log t_h learned for every head.
 
     Queries are divided by t, in float32, so it works with any backend and any cache. Position biases (T5), sinks and a
@@ -32,25 +32,27 @@ class Temperature(ForwardControl["_Divided"]):
 
     def __init__(self, init: float = 1.0, learn: bool = True, layers: Layers = None) -> None:
         if not (init > 0 and math.isfinite(init)):
-            raise LocaterError(f"init={init}: a temperature is a number above 0")
+            raise LocaterError(f"init={init}: a temperature must be a number above 0")
         self.init, self.learn, self.layers = init, learn, layers
 
-    def _change(self, controlled: ControlledLayer) -> _Divided:
+    def _change(self, controlled: ControlledLayer) -> _TemperatureChange:
         log_t = torch.full((controlled.layer.heads,), math.log(self.init))
-        return _Divided(controlled.heads, controlled.parameter(log_t, self.learn))
+        return _TemperatureChange(controlled.heads, controlled.parameter(log_t, self.learn))
 
     def temperatures(self) -> dict[str, list[float]]:
         """t of every head, by layer."""
-        return {name.removesuffix(".log_t"): p.detach().exp().tolist() for name, p in self._named().items()}
+        return {
+            name.removesuffix(".log_t"): p.detach().exp().tolist() for name, p in self._parameters_by_name().items()
+        }
 
 
-class _Divided(ForwardChange):
+class _TemperatureChange(ForwardChange):
     order = TEMPERATURE
 
     def __init__(self, heads: Heads, log_t: nn.Parameter) -> None:
         self.heads, self.log_t = heads, log_t
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
         return {"log_t": self.log_t}
 
     def fold(self, layer: AttentionLayer, fold: Callable[[AttentionLayer], Effective]) -> Effective:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.layers import Projection
 
-Read = Callable[[], Projection]  # reads a projection anew, since a bias is read when its projection is
+Read = Callable[[], Projection]  # re-reads a projection, since its bias is read together with it
 
 
 def rewrite(model: nn.Module, name: str, read: Read, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
@@ -36,12 +36,12 @@ def rewrite(model: nn.Module, name: str, read: Read, weight: Tensor | None = Non
 
 
 def check_writable(model: nn.Module, name: str, projection: Projection) -> None:
-    """Refuse a projection whose weight `rewrite` would refuse. Nothing is written: written as it is, a weight that is a
-    selection of parameter entries would change none of them.
+    """Refuse a projection whose weight `rewrite` would refuse, without writing: if a weight is a selection of parameter
+    entries, writing it unchanged would change none of them.
     """
     with _differentiable(_leaves(model)):
         current = projection.weight()
-        for leaf, new in _placed(model, name, current, current.detach()):
+        for leaf, new in _parameters_behind(model, name, current, current.detach()):
             if not torch.equal(new, leaf):
                 raise _refusal(name)
 
@@ -50,7 +50,9 @@ def _write(model: nn.Module, name: str, read: Callable[[], Tensor], new: Tensor)
     with _differentiable(_leaves(model)):
         current = read()
         new = new.detach().to(current)
-        changed = [(leaf, leaf.detach().clone(), after) for leaf, after in _placed(model, name, current, new)]
+        changed = [
+            (leaf, leaf.detach().clone(), after) for leaf, after in _parameters_behind(model, name, current, new)
+        ]
     with torch.no_grad():
         for leaf, _, after in changed:
             leaf.copy_(after)
@@ -61,11 +63,11 @@ def _write(model: nn.Module, name: str, read: Callable[[], Tensor], new: Tensor)
     raise _refusal(name)
 
 
-def _placed(model: nn.Module, name: str, current: Tensor, new: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters behind a map, each with what it would be if the map is to be `new`."""
+def _parameters_behind(model: nn.Module, name: str, current: Tensor, new: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters behind a map, each with the value that makes the map `new`."""
     if not current.requires_grad:
         raise LocaterError(
-            f"{name}: its query and key maps are made of no parameter of the model, so nothing can be written"
+            f"{name}: no parameter of the model is behind its query and key maps, so nothing can be written"
         )
     leaves = _leaves(model)
     placed = torch.autograd.grad(current, leaves, new, allow_unused=True, retain_graph=True)
@@ -84,7 +86,7 @@ def _leaves(model: nn.Module) -> list[nn.Parameter]:
 def _refusal(name: str) -> LocaterError:
     return LocaterError(
         f"{name}: its query and key maps are more than stored parameters "
-        "(an adapter or a parametrization is on them): take it off first"
+        "(they have an adapter or a parametrization): remove it first"
     )
 
 

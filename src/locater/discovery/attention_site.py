@@ -15,7 +15,7 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.norm_fit import fit_norm, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
 from locater.discovery.tape.linear_maps import LinearMap, linear_map, moved_from, upstream
-from locater.discovery.taped_calls import TapedCall, fused_arguments
+from locater.discovery.taped_calls import TapedCall, arguments_of_fused
 from locater.discovery.wiring import TapePath, as_rows, token_rows
 from locater.layers.map_layouts import NormLayout
 
@@ -54,7 +54,7 @@ class HeadGrid:
         if math.prod(lead) == math.prod(self.lead):  # one axis for batch and heads, or two
             order = self.order
         else:
-            order = _repeated_places(_padded(lead, len(self.lead)), self.lead)[self.order]
+            order = _repeated_places(_pad_lead(lead, len(self.lead)), self.lead)[self.order]
         tokens = rows[order]
         if (tokens != tokens[:, :1]).any():
             raise UnreadableError("heads of one sequence have values of different tokens")
@@ -64,8 +64,8 @@ class HeadGrid:
 def head_grid(query_rows: Tensor, key_rows: Tensor, query_lead: Sequence[int], key_lead: Sequence[int]) -> HeadGrid:
     """From the token of each row, (M, T) and (N, S), and the leading axes of queries and keys."""
     axes = max(len(query_lead), len(key_lead))
-    query_lead, key_lead = _padded(query_lead, axes), _padded(key_lead, axes)
-    lead = _common(query_lead, key_lead)
+    query_lead, key_lead = _pad_lead(query_lead, axes), _pad_lead(key_lead, axes)
+    lead = _common_lead(query_lead, key_lead)
     of_query, of_key = _repeated_places(query_lead, lead), _repeated_places(key_lead, lead)
     tokens = torch.cat([query_rows[of_query], key_rows[of_key]], -1)
     _, label, counts = tokens.unique(dim=0, return_inverse=True, return_counts=True)
@@ -77,11 +77,11 @@ def head_grid(query_rows: Tensor, key_rows: Tensor, query_lead: Sequence[int], k
     return HeadGrid(order, of_query[order], of_key[order], queries, keys, tuple(lead))
 
 
-def _padded(lead: Sequence[int], axes: int) -> list[int]:
+def _pad_lead(lead: Sequence[int], axes: int) -> list[int]:
     return [*(1 for _ in range(axes - len(lead))), *lead]
 
 
-def _common(query: list[int], key: list[int]) -> list[int]:
+def _common_lead(query: list[int], key: list[int]) -> list[int]:
     """Leading axes of the products: those of queries and keys, one of them repeated where they differ."""
     if query == key:
         return query
@@ -284,7 +284,7 @@ def with_products(call: TapedCall, factor: float) -> Tensor:
 
 
 def _fused_logits(call: TapedCall, products: Tensor) -> Tensor:
-    arguments = fused_arguments(call.event)
+    arguments = arguments_of_fused(call.event)
     scale = arguments.get("scale")
     logits = products * (call.query.value.shape[-1] ** -0.5 if scale is None else scale)
     mask = arguments.get("attn_mask")

@@ -18,7 +18,7 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.norm_fit import unwrapped_path
 from locater.discovery.tape import Node, Tape
 from locater.discovery.tape.linear_maps import linear_map
-from locater.discovery.taped_calls import fused_arguments
+from locater.discovery.taped_calls import arguments_of_fused
 from locater.layers.layout import TableLayout
 
 CLOSE = 1e-8  # of the largest number
@@ -137,7 +137,7 @@ def _added_terms(site: AttentionSite) -> Iterator[Node]:
     if site.call.logits is not None:
         yield site.call.logits
         return
-    mask = fused_arguments(site.call.event).get("attn_mask")
+    mask = arguments_of_fused(site.call.event).get("attn_mask")
     if isinstance(mask, Node):
         yield mask
 

@@ -263,7 +263,7 @@ class _Trial:
         try:
             with _quiet(self.model):
                 self.model(**guess)
-        except Exception as error:
+        except Exception as error:  # a model may raise anything on inputs that it does not take
             listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in guess.items())
             self.problem = self.problem or f"it does not run on {listed} ({first_line(error)[:160]})"
             return str(error)

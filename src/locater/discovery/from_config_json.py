@@ -2,7 +2,7 @@
 
 The class that config.json names is built twice: in full without weights (meta device), for the names and shapes of all
 tensors, and small with random weights (`small_config`), to be discovered and verified. The layouts are carried over to
-all layers (`carried_layouts`), and tensors are read from disk by their names there (`sources.renamed`).
+all layers (`carried_layouts`), and tensors are read from disk by their names there (`sources.renamed_weights`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,10 +35,10 @@ from locater.discovery.small_config import CUTS, DEPTH, PICTURE_SETTINGS, Cut, c
 from locater.discovery.verified_search import Discovered, Refusal, search
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
-from locater.layers.layout import AttentionLayout
-from locater.sources.renamed import Origin, Origins, RenamedWeights, origins_of
+from locater.layers.layout import AttentionLayout, TableLayout
+from locater.sources.renamed_weights import Origins, RenamedWeights, StoredRows, origins_of
 from locater.sources.sources import Config
-from locater.sources.weights import ModuleWeights, Weights, quantised_modules, quantised_names
+from locater.sources.weights import ModuleWeights, Weights, quantised_names
 from locater.version import __version__, code_version
 
 # A small model of the class that a config.json names, and what a search finds in it for the full one.
@@ -82,7 +81,7 @@ def class_and_settings(weights: Weights, config: Config) -> tuple[type, Any]:
     try:
         settings = transformers.CONFIG_MAPPING[model_type].from_dict(given)
         return _class_of(transformers, settings, config.get("architectures")), settings
-    except Exception as error:
+    except Exception as error:  # configurations check themselves in the code of their class
         raise _unbuildable(where, model_type, error) from None
 
 
@@ -111,7 +110,7 @@ def build_model(kind: type, settings: Any, device: str, where: str, most: int | 
                 stack.enter_context(initialization.no_init_weights())
                 stack.enter_context(initialization.meta_device_safe_creation_ops())
             model: nn.Module = kind(copy.deepcopy(settings)).eval()
-    except Exception as error:
+    except Exception as error:  # of the constructor of any class
         raise _unbuildable(where, getattr(settings, "model_type", None), error) from None
     return model
 
@@ -226,7 +225,11 @@ def _search_candidate(
 
 def _without_position_tables(searched: SearchResult) -> SearchResult:
     """Without layers whose numbers are those of the places of one picture: a small picture has others."""
-    placed = [layout for layout in searched.layouts if layout.angles or layout.logits.table or layout.logits.content]
+    placed = [
+        layout
+        for layout in searched.layouts
+        if layout.angles or layout.logits.relative or isinstance(layout.logits.bias, TableLayout)
+    ]
     layouts = [layout for layout in searched.layouts if layout not in placed]
     refused = [*searched.refused, *(Refusal(layout.name, SMALL_PICTURE) for layout in placed)]
     return SearchResult(layouts, refused, searched.unreached)
@@ -307,7 +310,7 @@ class CachedLayouts:
     """Layouts by names of the model, and where its tensors are in the checkpoint."""
 
     searched: SearchResult
-    origins: dict[str, Origin]
+    origins: dict[str, StoredRows]
 
 
 def cache_folder() -> Path | None:
@@ -350,7 +353,9 @@ def read_cached(path: Path | None) -> CachedLayouts | None:
             [Refusal(str(name), str(reason)) for name, reason in document["refused"]],
             [str(name) for name in document["unreached"]],
         )
-        origins = {name: Origin(tuple(names), from_json(rows)) for name, (names, rows) in document["origins"].items()}
+        origins = {
+            name: StoredRows(tuple(names), from_json(rows)) for name, (names, rows) in document["origins"].items()
+        }
     except (LocaterError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
     return CachedLayouts(searched, origins)
@@ -381,7 +386,6 @@ def _layout(document: Any) -> AttentionLayout:
     return layout
 
 
-_SEARCHED: ContextVar[dict[int, CachedLayouts | LocaterError] | None] = ContextVar("searched", default=None)
 MOST_TENSORS = 5_000  # of a model, beside four for each that its checkpoint holds
 NO_PLACE = "the model that config.json describes has no place for it"
 
@@ -391,40 +395,12 @@ def discovered_on_disk(weights: Weights, config: Config, example: Mapping[str, A
     path = None if example is not None else cache_file(weights, config)
     content = read_cached(path)
     if content is None:
-        content = _search_or_recall(weights, config, example)
+        with _without_warnings():
+            content = _search_checkpoint(weights, config, example)
         write_cached(path, content)
-    renamed = RenamedWeights(weights, content.origins)
     searched = content.searched
-    formats = quantised_modules(renamed)
-    built_layers = [layout.build(renamed, index) for index, layout in enumerate(searched.layouts)]
-    layers = [replace(layer, quantised=formats.get(layer.name)) for layer in built_layers]
-    return Discovered(layers, searched.refused, searched.unreached)
-
-
-@contextlib.contextmanager
-def search_once() -> Iterator[None]:
-    """Inside, a checkpoint that is read twice (once to plan its reads) is searched once."""
-    token = _SEARCHED.set({})
-    try:
-        yield
-    finally:
-        _SEARCHED.reset(token)
-
-
-def _search_or_recall(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> CachedLayouts:
-    """What a search finds, or how it failed, as it was found before inside `search_once`."""
-    known = _SEARCHED.get()
-    results: dict[int, CachedLayouts | LocaterError] = {} if known is None else known
-    if id(weights) not in results:
-        try:
-            with _without_warnings():
-                results[id(weights)] = _search_checkpoint(weights, config, example)
-        except LocaterError as error:
-            results[id(weights)] = error
-    result = results[id(weights)]
-    if isinstance(result, LocaterError):
-        raise result
-    return result
+    numbered = [replace(layout, index=index) for index, layout in enumerate(searched.layouts)]
+    return Discovered(numbered, searched.refused, searched.unreached, RenamedWeights(weights, content.origins))
 
 
 def _search_checkpoint(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> CachedLayouts:
@@ -435,7 +411,7 @@ def _search_checkpoint(weights: Weights, config: Config, example: Mapping[str, A
     origins, whole = origins_of(weights, full), ModuleWeights(full)
     _refuse_other_attention(weights, origins, whole)
     searched = search_small(weights, kind, settings, whole, example, _numbers_stored(weights, origins, full))
-    unused = RenamedWeights(weights, {name: Origin((name,)) for name in origins.unused})
+    unused = RenamedWeights(weights, {name: StoredRows((name,)) for name in origins.unused})
     refused = [*searched.refused, *(Refusal(path, NO_PLACE) for path in attention_like(unused))]
     known = set(whole.names())
     names = dict.fromkeys(name for layout in searched.layouts for name in tensor_names(layout, known))
@@ -462,7 +438,7 @@ def _numbers_stored(weights: Weights, origins: Origins, full: nn.Module) -> int:
     return plain + sum(p.numel() for name, p in full.named_parameters() if name in held)
 
 
-def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...]) -> Origin:
+def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...]) -> StoredRows:
     """Where a tensor of the model is on disk; refused where it is not there, or not of the shape that it has."""
     if name in origins.changed:
         raise LocaterError(

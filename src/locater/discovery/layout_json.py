@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from locater.layers.layout import AttentionLayout
+from locater.layers.map_layouts import numbers_in, runs_of
 
 T = TypeVar("T")
 CLOSE = 1e-9  # of a number: two layers of one kind were measured on different inputs
@@ -51,8 +52,10 @@ def to_json(tree: Any) -> Any:
         return {"class": type(tree).__name__, **values}
     if isinstance(tree, tuple):
         if len(tree) > 4 and all(type(x) is int for x in tree):
-            return {"runs": _runs(tree)}
+            return {"runs": [[run.start, run.stop, run.step] for run in runs_of(tree)]}
         return [to_json(x) for x in tree]
+    if isinstance(tree, range):
+        return {"run": [tree.start, tree.stop, tree.step]}
     if tree is None or isinstance(tree, str | int | float):
         return tree
     raise TypeError(f"{type(tree).__name__} is no part of a layout")
@@ -65,24 +68,11 @@ def from_json(document: Any) -> Any:
     if not isinstance(document, dict):
         return document
     if "runs" in document:
-        return tuple(x for start, count, step in document["runs"] for x in range(start, start + count * step, step))
+        return tuple(numbers_in(tuple(range(*run) for run in document["runs"])))
+    if "run" in document:
+        return range(*document["run"])
     values = {name: from_json(value) for name, value in document.items() if name != "class"}
     return _classes()[document["class"]](**values)
-
-
-def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(start, count, step) of stretches with one step."""
-    runs: list[tuple[int, int, int]] = []
-    at = 0
-    while at < len(numbers):
-        step = numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 1
-        step = step or 1  # a number twice: two runs
-        stop = at + 1
-        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
-            stop += 1
-        runs.append((numbers[at], stop - at, step))
-        at = stop
-    return runs
 
 
 def _may_hold_names(values: tuple[Any, ...]) -> bool:

@@ -29,9 +29,8 @@ from locater.discovery.tape.linear_maps import LinearMap
 from locater.discovery.taped_calls import TapedCall, mixed_values
 from locater.discovery.wiring import TapePath, Wiring, token_rows, wiring_of
 from locater.layers.gate import FUNCTIONS
-from locater.layers.layout import AttentionLayout, LogitsLayout
-from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout
-from locater.layers.vector_layouts import VectorLayout
+from locater.layers.layout import AttentionLayout, LogitsLayout, PairTermsLayout, RotaryLayout
+from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout, VectorLayout, runs_of
 
 # From a place on the tape to a layout: rows of the stored maps, norms of queries and keys, rotation.
 
@@ -98,7 +97,7 @@ def _heads_normed_together(
     if sorted(channels) != list(range(len(channels))) or len(channels) != len(part.maps[0].weight):
         raise UnreadableError(f"{where} reads channels that its heads do not")
     _refuse_split_rotation(whole, late, where)
-    inner = replace(layout, channels=tuple(channels))
+    inner = layout.picked(channels)
     return replace(heads, map=replace(heads.map, inner=inner), factor=late.factor)
 
 
@@ -128,7 +127,7 @@ def _heads_normed_apart(
             raise UnreadableError(f"{where} reads a multiple of its map")
     norm_last = late.turn is None and heads.turn is not None
     channels = late.rows[0].tolist()
-    norm = layout if channels == sorted(channels) else replace(layout, channels=tuple(channels))
+    norm = layout.picked(channels)
     if late.factors is not None:
         norm = replace(norm, factors=_learned_factors(tape, after, late.factors[0]))
     return replace(heads, factor=late.factor, norm=norm, norm_last=norm_last)
@@ -143,9 +142,9 @@ def _refuse_split_rotation(whole: HeadRows, late: HeadRows, where: str) -> None:
         or late.turn is None
         or (whole.turn.first, whole.turn.second) != (late.turn.first, late.turn.second)
     ):
-        raise UnreadableError(f"its channels turn before and after {where}")
+        raise UnreadableError(f"its channels rotate before and after {where}")
     if (torch.exp(1j * (whole.turn.angles - late.turn.angles)) - 1).abs().max() > 1e-6:
-        raise UnreadableError(f"its channels turn before and after {where}")
+        raise UnreadableError(f"its channels rotate before and after {where}")
 
 
 def _count_groups(heads: list[int]) -> int:
@@ -153,7 +152,7 @@ def _count_groups(heads: list[int]) -> int:
     count = len(set(heads))
     group = len(heads) // count
     if len(heads) % count or heads != [head // group * group for head in range(len(heads))]:
-        raise UnreadableError("its queries share keys otherwise than in groups of neighbours")
+        raise UnreadableError("its queries share keys, and not in groups of neighbours")
     return count
 
 
@@ -189,7 +188,7 @@ def _stored_rows_of_heads(tape: Tape, part: ProjectionTrace, whole: HeadRows, wi
         raise UnreadableError(
             "a vector is added to what several maps give, or their channels have factors of their own"
         )
-    return JoinedLayout(tuple(layouts), tuple(places.tolist()), len(whole.rows))
+    return JoinedLayout(tuple(layouts), runs_of(places.tolist()), len(whole.rows))
 
 
 def _without_repetitions(rows: list[int]) -> tuple[list[int], list[int]]:
@@ -221,7 +220,7 @@ def _stored_vector(tape: Tape, passage: TapePath, values: Tensor) -> VectorLayou
     for stored, name in _stored_vectors(tape, passage):
         nearest = (stored - values[:, None]).abs().min(-1)
         if (nearest.values <= 1e-9 * values.abs().max()).all():
-            return VectorLayout(unwrapped_path(name), tuple(nearest.indices.tolist()))
+            return VectorLayout(unwrapped_path(name), runs_of(nearest.indices.tolist()))
     raise UnreadableError("a vector that is no parameter is added to its queries, keys or values")
 
 
@@ -233,7 +232,7 @@ def _learned_factors(tape: Tape, passage: TapePath, factors: Tensor) -> VectorLa
         for multiple in values[0] / made[made.abs() > 0]:
             nearest = (made * multiple - values[:, None]).abs().min(-1)
             if (nearest.values <= 1e-7 * values.abs().max()).all():
-                return VectorLayout(unwrapped_path(name), tuple(nearest.indices.tolist()), float(multiple), function)
+                return VectorLayout(unwrapped_path(name), runs_of(nearest.indices.tolist()), float(multiple), function)
     raise UnreadableError("channels of its queries, keys or values have factors of their own")
 
 
@@ -247,10 +246,9 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Laten
         bias = _stored_bias(tape, linear.bias, rows)
         if bias is None:
             raise UnreadableError(f"the bias of {name} is computed")
-    kept = tuple(rows[channel] for channel in channels)
-    layout = MapLayout(
-        unwrapped_path(name), kept, None if bias is None else unwrapped_path(bias), transposed, axes=axes
-    )
+    kept = runs_of(rows[channel] for channel in channels)
+    shape, bias = tuple(tape.tensor(name).shape), None if bias is None else unwrapped_path(bias)
+    layout = MapLayout(unwrapped_path(name), shape, kept, bias, transposed, axes=axes)
     if latent is None:
         return layout
     down, norm = _map_of_latent(tape, latent)
@@ -258,7 +256,7 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Laten
 
 
 def _stored_bias(tape: Tape, bias: Node, rows: list[int]) -> str | None:
-    """The stored tensor that holds a bias in these rows; biases that a call puts together are told by their numbers."""
+    """The stored tensor that holds a bias in these rows; one that a call puts together is found by its numbers."""
     for name in tape.parameters(bias):
         stored = tape.tensor(name)
         if stored.ndim == 1 and len(stored) > max(rows) and torch.equal(stored[rows].to(bias.value), bias.value):
@@ -315,6 +313,7 @@ def read_layout(tape: Tape, call: TapedCall) -> AttentionLayout:
         query_norm=query.norm,
         key_norm=key.norm,
         kind="self" if site.memory is None else "cross",
+        provenance="discovered",
         product_scale=query.factor * key.factor,
     )
     return _with_output(tape, site, _with_logits(tape, site, _with_rotation(tape, layout, query, key), query.factor))
@@ -327,7 +326,10 @@ def _with_logits(tape: Tape, site: AttentionSite, layout: AttentionLayout, facto
         how, unknown = read_logits(tape, site, captured, site.queries / factor)
     except UnreadableError as error:
         return replace(layout, unknown_scale=str(error), unknown_logits=str(error), unknown_mask=str(error))
-    how = replace(how, scale=how.scale * layout.product_scale)
+    scale = how.scale * layout.product_scale
+    if isinstance(how.relative, PairTermsLayout):  # added before the scale
+        how = replace(how, relative=replace(how.relative, factor=how.relative.factor / scale))
+    how = replace(how, scale=scale)
     return _with_mask(replace(layout, logits=how, unknown_logits=unknown), captured[2])
 
 
@@ -356,7 +358,7 @@ def _with_output(tape: Tape, site: AttentionSite, layout: AttentionLayout) -> At
         own = None if same and part.front == site.key.front else part.front
         value = projected_heads(tape, part, order, tokens)
         if value.turn is not None:
-            raise UnreadableError("its values turn with position")
+            raise UnreadableError("its values rotate with position")
         if value.factor != 1:
             raise UnreadableError(f"its values are multiplied by {value.factor:.4g}")
         layout, value = _as_many_keys_as_values(layout, value)
@@ -407,11 +409,11 @@ def _with_rotation(tape: Tape, layout: AttentionLayout, query: ProjectedHeads, k
     if one is None and two is None:
         return layout
     if one is None or two is None or (one.first, one.second) != (two.first, two.second):
-        raise UnreadableError("its queries turn otherwise than its keys")
+        raise UnreadableError("its queries rotate in other pairs of channels than its keys")
     if one.angles.shape != two.angles.shape or (one.angles - two.angles).abs().max() > 1e-6:
-        raise UnreadableError("its queries turn by other angles than its keys")
+        raise UnreadableError("its queries rotate by other angles than its keys")
     if (query.norm or key.norm) and query.norm_last != key.norm_last:
-        raise UnreadableError("of its queries and keys, one is normalised before it turns and the other after")
+        raise UnreadableError("of its queries and keys, one is normalised before its rotation and the other after")
     still = [channel for channel in range(query.size) if channel not in {*one.first, *one.second}]
     order = [*one.first, *one.second, *still]
     known = [tensor for tensor in tape.buffers() if tensor.is_floating_point() and tensor.numel() >= len(one.first)]
@@ -430,7 +432,7 @@ def _rotary_fields(turn: Rotation, known: list[Tensor]) -> dict[str, Any]:
     """Frequencies, or a table of angles where these are not position times frequency."""
     steps = frequencies(turn, known)
     if steps is not None:
-        return {"frequencies": tuple(steps[0]), "first_position": steps[1], "amplitude": turn.amplitude}
+        return {"rotary": RotaryLayout(tuple(steps[0]), turn.amplitude, steps[1])}
     if abs(turn.amplitude - 1) > 1e-6:
         raise UnreadableError("its angles are not position times frequency, and rotation changes sizes")
     return {"angles": tuple(map(tuple, turn.angles.tolist()))}

@@ -13,7 +13,7 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.norm_fit import relative_difference
 from locater.discovery.tape import Tape
 from locater.discovery.taped_calls import MASKED
-from locater.layers.layout import LogitsLayout
+from locater.layers.layout import AlibiLayout, LogitsLayout, PairTermsLayout, SinksLayout
 
 CLOSE = 1e-9
 
@@ -36,7 +36,7 @@ def read_logits(
             raise
         shifted = True
         scale, cap = _scale_of_differences(site, products, logits, constant, seen), None
-    layout = LogitsLayout(scale, cap, sinks=sinks, shifted=shifted)
+    layout = LogitsLayout(scale, cap, sinks=None if sinks is None else SinksLayout(sinks), shifted=shifted)
     bias = centred(constant, seen) if shifted else constant.masked_fill(~seen, 0.0)
     if bias.abs().max() <= CLOSE:
         return layout, None
@@ -44,15 +44,15 @@ def read_logits(
         return replace(layout, shifted=True), None
     slopes = _alibi_slopes(bias, seen)
     if slopes is not None:
-        return replace(layout, alibi=slopes), None
+        return replace(layout, bias=AlibiLayout(slopes)), None
     table = table_of(tape, site, bias, seen)
     if table is not None:
-        return replace(layout, table=table), None
+        return replace(layout, bias=table), None
     own = float(site.queries.flatten()[0] / queries.flatten()[0])  # factor of the queries
     for factor in dict.fromkeys((1.0, own, scale, own * scale)):
-        content = content_tables_of(tape, site, bias, seen, factor * queries)
-        if content is not None:
-            return replace(layout, content=content, content_scale=factor), None
+        tables = content_tables_of(tape, site, bias, seen, factor * queries)
+        if tables is not None:
+            return replace(layout, relative=PairTermsLayout(tables, factor)), None
     return layout, "a bias that is not known is added to its logits"
 
 
@@ -77,7 +77,7 @@ def _scale_and_cap(
         relative_difference(ours, cap * torch.tanh(factor * scale * products / cap), seen) > 1e-6
         for factor, ours in sizes
     ):
-        raise UnreadableError("its logits are bent otherwise than by a soft-cap")
+        raise UnreadableError("its logits are a nonlinear function of the products that is no soft-cap")
     return scale, cap
 
 
@@ -90,7 +90,7 @@ def _scale_of_differences(
     for factor in (1e-6, 1e6) if site.call.product is not None else ():
         ours = centred(site.grid.products_by_head(with_products(site.call, factor)), seen) - start
         if relative_difference(ours, factor * scale * products, seen) > 1e-6:
-            raise UnreadableError("its logits are bent otherwise than by a soft-cap")
+            raise UnreadableError("its logits are a nonlinear function of the products that is no soft-cap")
     return scale
 
 

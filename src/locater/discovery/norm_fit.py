@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from locater.discovery.tape import Made, Node, Tape, replay
+from locater.discovery.tape import ModuleResult, Node, Tape, replay
 from locater.layers.map_layouts import NormLayout
 from locater.layers.norm import Norm, NormKind
 from locater.sources.weights import WRAPPERS
@@ -27,7 +27,7 @@ def may_be_norm(tape: Tape, node: Node) -> bool:
     return named and not any(p.squeeze().ndim > 1 for p in made.module.parameters())
 
 
-def fit_norm(made: Made, x: Tensor, y: Tensor, node: Node) -> NormLayout | None:
+def fit_norm(made: ModuleResult, x: Tensor, y: Tensor, node: Node) -> NormLayout | None:
     """The norm with norm(x) = y, from the tensors of its module; None where no formula fits, also to inputs that are
     much smaller or larger. `node` is what the module returned.
     """
@@ -66,7 +66,7 @@ def _tensor(module: nn.Module, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(getattr(module, name, None), Tensor)), None)
 
 
-def _path(made: Made, name: str | None) -> str | None:
+def _path(made: ModuleResult, name: str | None) -> str | None:
     return None if name is None else unwrapped_path(f"{made.path}.{name}" if made.path else name)
 
 

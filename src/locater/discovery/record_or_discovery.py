@@ -2,57 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 from locater.calls.attention_like import CROSS, attention_like, folded_paths, unread
-from locater.discovery.from_config_json import discovered_on_disk, search_once
+from locater.discovery.from_config_json import discovered_on_disk
 from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError, first_line
 from locater.families import timm, torch_mha
-from locater.families.record import Reader
+from locater.families.record import Found, Reader
 from locater.families.registry import BUILT_IN, BY_TYPE
-from locater.layers.build import check_layer, integer, matrix, optional
+from locater.layers.build import check_layer, integer, named_map, shape_of
 from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout, LogitsLayout
+from locater.sources.config_rules import CheckedConfig, remedy
 from locater.sources.remote import session
-from locater.sources.settings import CheckedConfig, remedy
+from locater.sources.remote.prefetch import Step, planned_reads
 from locater.sources.sources import Config, Source, config_of, open_source
-from locater.sources.weights import ModuleWeights, Weights, natural, quantised_modules
+from locater.sources.weights import ModuleWeights, Weights, natural_sort_key, quantised_modules
 
 # Heads of an unknown architecture: the user names the query and key tensors. Gains are not folded.
 
 
 def layers_by_name(
     weights: Weights, query: str, key: str, heads: int, kv_heads: int | None = None
-) -> Iterator[AttentionLayer]:
+) -> Iterator[AttentionLayout]:
     """Layers from patterns such as `blocks.*.attn.wq.weight`; `*` stands for the same text in both.
 
     Weights are taken as (heads x head_dim, width), the layout of nn.Linear. Key heads are counted from the rows.
     """
     queries, keys = _matches(weights, query, "--query"), _matches(weights, key, "--key")
-    for index, (where, q_name) in enumerate(sorted(queries.items(), key=lambda item: natural(item[0]))):
+    for index, (where, q_name) in enumerate(sorted(queries.items(), key=lambda item: natural_sort_key(item[0]))):
         if where not in keys:
             raise LocaterError(f"{weights.where}: {q_name} has no partner that matches --key {key!r}")
         k_name = keys[where]
-        q, k = (
-            matrix(weights, name, optional(weights, f"{name.removesuffix('.weight')}.bias"))
-            for name in (q_name, k_name)
-        )
-        if q.shape[0] % heads:
+        q, k = (named_map(weights, name, f"{name.removesuffix('.weight')}.bias") for name in (q_name, k_name))
+        (rows, width), k_shape = shape_of(weights, q_name), shape_of(weights, k_name)
+        if rows % heads:
             raise LocaterError(
-                f"{weights.where}: {q_name} has {q.shape[0]} rows, which {heads} heads do not divide: change --heads"
+                f"{weights.where}: {q_name} has {rows} rows, which {heads} heads do not divide: change --heads"
             )
-        head_dim = q.shape[0] // heads
-        groups = kv_heads or k.shape[0] // head_dim
-        if groups == 0 or groups * head_dim != k.shape[0] or heads % groups or q.shape[1] != k.shape[1]:
+        head_dim = rows // heads
+        groups = kv_heads or k_shape[0] // head_dim
+        if groups == 0 or k_shape != (groups * head_dim, width) or heads % groups:
             raise LocaterError(
-                f"{weights.where}: {k_name} has shape {list(k.shape)}, "
-                f"which does not fit {heads} query heads of size {head_dim} on width {q.shape[1]}: change --heads"
+                f"{weights.where}: {k_name} has shape {list(k_shape)}, "
+                f"which does not fit {heads} query heads of size {head_dim} on width {width}: change --heads"
             )
-        yield AttentionLayer(
+        yield AttentionLayout(
             name=q_name.removesuffix(".weight"),
             index=index,
             heads=heads,
@@ -60,7 +62,7 @@ def layers_by_name(
             head_dim=head_dim,
             query=q,
             key=k,
-            scale=head_dim**-0.5,
+            logits=LogitsLayout(scale=head_dim**-0.5),
             kind="cross" if CROSS.search(q_name) else "self",
         )
 
@@ -212,14 +214,12 @@ def attention_layers(
     >>> len(layers), layers[0].name
     (2, 'layers.0.self_attn')
     """
-    from locater.discovery.planning import planned_reads  # it reads layers, too
-
-    with session(keep_open=True) as remote, search_once():
+    with session(keep_open=True) as remote:
         weights, config = open_source(source, download)
-        names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads, "example": example}
+        reading = whole_reading(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
         if remote.files:  # gains and biases; maps are read when a layer is used
-            remote.prefetch(planned_reads(lambda: read_source(weights, config, **names), lambda layers: (), False))
-        return layers_of(weights, config, **names)
+            remote.prefetch(planned_reads(reading.steps(())))
+        return reading.layers
 
 
 def layers_of(
@@ -233,28 +233,67 @@ def layers_of(
     example: Mapping[str, Any] | None = None,
 ) -> list[AttentionLayer]:
     """The same, from an opened source. A source of which only a part can be read is refused."""
-    reading = read_source(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
-    if not reading.whole:
-        raise LocaterError(
-            f"{weights.where}: {'; '.join(reading.gaps[:3])}. A part of its attention is never given as the whole: "
-            "locater.discover(model) has what was read of it"
-        )
-    unscaled = next((layer for layer in reading.layers if layer.unknown_scale is not None), None)
-    if unscaled is not None:
-        raise LocaterError(
-            f"{weights.where}: of {unscaled.name} only the query and key maps are known, and not the scale of its "
-            f"logits: {unscaled.unknown_scale} (locater.discover(model) has the layers, locater.scan(model) the rows)"
-        )
-    return reading.layers
+    return whole_reading(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example).layers
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Layers of a source, and what is missing."""
+    """Where the attention of a source is, and what is missing. Tensors are read when layers are built."""
 
-    layers: list[AttentionLayer]
+    weights: Weights
+    config: Config
+    found: Sequence[Found]
     gaps: list[str] = field(default_factory=list)  # a line for each kind of attention that is not read in full
     whole: bool = True  # no attention is missing from the layers
+
+    @cached_property
+    def layers(self) -> list[AttentionLayer]:
+        return self.build(range(len(self.found)))
+
+    def build(self, numbers: Iterable[int]) -> list[AttentionLayer]:
+        """The layers of these numbers, from the tensors as they are now."""
+        with errors_named(self.weights, self.config):
+            formats = quantised_modules(self.weights)
+            return [self._built(self.found[number], formats) for number in numbers]
+
+    def _built(self, item: Found, formats: Mapping[str, str]) -> AttentionLayer:
+        if isinstance(item, AttentionLayer):
+            layer = replace(item, quantised=formats.get(item.name))
+        else:
+            layer = item.build(self.weights, formats.get(item.name))
+        if layer.provenance == "family" and not isinstance(self.weights, ModuleWeights):
+            check_layer(self.weights, layer)
+        return layer
+
+    def steps(self, chosen: Iterable[Found]) -> Iterator[Step]:
+        """What is read of the source when layers are built, then of the maps of each of `chosen`, for
+        `planned_reads`.
+        """
+        read = self.weights.read
+        layouts = [item for item in self.found if isinstance(item, AttentionLayout)]
+        yield [partial(read, *tensor) for layout in layouts for tensor in layout.vectors(self.weights)]
+        for item in chosen:
+            if isinstance(item, AttentionLayout):
+                yield [partial(read, *tensor) for tensor in item.maps(self.weights)]
+            else:
+                yield [item.query.weight, item.key.weight]
+
+
+def whole_reading(weights: Weights, config: Config, **names: Any) -> Reading:
+    """`read_source` of a source that can be read in full, with the scale of its logits; others are refused."""
+    reading, where = read_source(weights, config, **names), weights.where
+    if not reading.whole:
+        raise LocaterError(
+            f"{where}: {'; '.join(reading.gaps[:3])}. A part of its attention is never given as the whole: "
+            "locater.discover(model) has what was read of it"
+        )
+    unscaled = next((item for item in reading.found if item.unknown_scale is not None), None)
+    if unscaled is not None:
+        raise LocaterError(
+            f"{where}: of {unscaled.name} only the query and key maps are known, and not the scale of its "
+            f"logits: {unscaled.unknown_scale} (locater.discover(model) has the layers, locater.scan(model) the rows)"
+        )
+    return reading
 
 
 def read_source(
@@ -274,7 +313,7 @@ def read_source(
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise LocaterError(f"{weights.where}: {option} {count!r} is not a positive whole number")
     if query or key:
-        return Reading(_layers_by_pattern(weights, config, query, key, heads, kv_heads))
+        return Reading(weights, config, _found_by_pattern(weights, config, query, key, heads, kv_heads))
     try:
         reader = reader_for(weights, config)
     except LocaterError as unknown:
@@ -287,21 +326,21 @@ def read_source(
     else:
         config = _with_heads(weights, config, heads)
     try:
-        layers = _read(reader, weights, config)
+        found = _found(reader, weights, config)
     except LocaterError as unreadable:  # attention of a known form, in a model whose settings have other names
         if model_type is None or model_type in BY_TYPE:
             raise
         return _discovered(weights, config, example, unreadable, heads, kv_heads)
-    if (discovered := _by_configuration(weights, config, layers, example)) is not None:
-        _check_counts(weights, discovered.layers, heads, kv_heads)
+    if (discovered := _by_configuration(weights, config, found, example)) is not None:
+        _check_counts(weights, discovered.found, heads, kv_heads)
         return discovered
-    layers, gaps = _with_norms(weights, layers, example)
-    _check_counts(weights, layers, heads, kv_heads)
-    names = [layer.name for layer in layers]
+    found, gaps = _with_norms(weights, found, example)
+    _check_counts(weights, found, heads, kv_heads)
+    names = [item.name for item in found]
     left = [] if trusted else unread(weights, names, config.get("num_hidden_layers"))
     if left:
         raise LocaterError(f"{weights.where}: {only_a_part(weights, names, left)}")
-    return Reading(layers, gaps)
+    return Reading(weights, config, found, gaps)
 
 
 def _discovered(
@@ -322,74 +361,75 @@ def _discovered(
             discovered = discovered_on_disk(weights, config, example)
     except LocaterError as error:
         raise unknown if error is unknown else undiscovered(weights, unknown, str(error)) from None
-    if not discovered.layers:
+    if not discovered.layouts:
         raise undiscovered(weights, unknown, "; ".join(discovered.gaps)) if discovered.gaps else unknown
-    _check_counts(weights, discovered.layers, heads, kv_heads)
-    return Reading(discovered.layers, discovered.gaps, discovered.whole)
+    _check_counts(weights, discovered.layouts, heads, kv_heads)
+    return reading_of(discovered, config)
+
+
+def reading_of(discovered: Discovered, config: Config) -> Reading:
+    return Reading(discovered.weights, config, discovered.layouts, discovered.gaps, discovered.whole)
 
 
 def _by_configuration(
-    weights: Weights, config: Config, layers: list[AttentionLayer], example: Mapping[str, Any] | None
+    weights: Weights, config: Config, found: Sequence[Found], example: Mapping[str, Any] | None
 ) -> Reading | None:
     """A checkpoint whose attention was known by the form of its tensors, as discovery reads it from config.json, where
     the norm in front is not known otherwise; None where that does not serve.
     """
     known = config.get("model_type") in (None, *BY_TYPE)
-    if isinstance(weights, ModuleWeights) or known or all(layer.unknown_norm is None for layer in layers):
+    if isinstance(weights, ModuleWeights) or known or all(item.unknown_norm is None for item in found):
         return None
     try:
         discovered = discovered_on_disk(weights, config, example)
     except LocaterError:
         return None
-    return Reading(discovered.layers, discovered.gaps, discovered.whole) if discovered.layers else None
+    return reading_of(discovered, config) if discovered.layouts else None
 
 
 def _with_norms(
-    weights: Weights, layers: list[AttentionLayer], example: Mapping[str, Any] | None
-) -> tuple[list[AttentionLayer], list[str]]:
+    weights: Weights, found: list[Found], example: Mapping[str, Any] | None
+) -> tuple[list[Found], list[str]]:
     """The layers, those without a known norm in front as discovery reads them, and a line for each reason why a norm is
     still not known.
     """
-    if all(layer.unknown_norm is None for layer in layers):
-        return layers, []
-    found, missing = Discovered([], [], []), ""
+    if all(item.unknown_norm is None for item in found):
+        return found, []
+    discovered, missing = Discovered([], [], [], weights), ""
     if isinstance(weights, ModuleWeights):
         try:
-            found = discovered_in(weights, example)
+            discovered = discovered_in(weights, example)
         except LocaterError as error:
             missing = str(error).removeprefix(f"{weights.where}: ")
-    whole = [other for layer in layers for other in _found(layer, found)]
+    whole = [other for item in found for other in _as_discovered(item, discovered)]
     reasons: dict[str, list[str]] = {}
-    for layer in whole:
-        if layer.unknown_norm is not None:
-            why = _why(weights, layer, found, missing)
-            reasons.setdefault(why, []).append(layer.name)
-    return [replace(layer, index=index) for index, layer in enumerate(whole)], [
+    for item in whole:
+        if item.unknown_norm is not None:
+            why = _why(weights, item, discovered, missing)
+            reasons.setdefault(why, []).append(item.name)
+    return [replace(item, index=index) for index, item in enumerate(whole)], [
         f"{folded_paths(names, most=None)}: {why}" for why, names in reasons.items()
     ]
 
 
-def _found(layer: AttentionLayer, found: Discovered) -> Sequence[AttentionLayer]:
+def _as_discovered(item: Found, discovered: Discovered) -> Sequence[Found]:
     """A layer as it was discovered, once for each way in which the model calls it. The output map stays that of the
     record, which knows what multiplies it (layer scale).
     """
-    if layer.unknown_norm is None:
-        return [layer]
-    others = [other for other in found.layers if other.name == layer.name and other.unknown_scale is None]
-    known = [(layer.out, other.value) if other.out and layer.out else (None, None) for other in others]
-    return [
-        replace(other, out=out, value=value, quantised=layer.quantised)
-        for other, (out, value) in zip(others, known, strict=True)
-    ] or [layer]
+    if item.unknown_norm is None or isinstance(item, AttentionLayer):
+        return [item]
+    others = [other for other in discovered.layouts if other.name == item.name and other.unknown_scale is None]
+    known = [(item.out, other.value) if other.out and item.out else (None, None) for other in others]
+    return [replace(other, out=out, value=value) for other, (out, value) in zip(others, known, strict=True)] or [item]
 
 
-def _why(weights: Weights, layer: AttentionLayer, found: Discovered, missing: str) -> str:
-    folded = "none is" if layer.norm.kind == "none" else "the one that is named so is"
-    start = f"the norm in front is not known, and {folded} folded in, because {layer.unknown_norm}"
+def _why(weights: Weights, item: Found, discovered: Discovered, missing: str) -> str:
+    folded = "none is" if item.norm.kind == "none" else "the one that is named so is"
+    start = f"the norm in front is not known, and {folded} folded in, because {item.unknown_norm}"
     if not isinstance(weights, ModuleWeights):
         return start
-    reasons = [refusal.reason for refusal in found.refused if refusal.name == layer.name]
-    reasons += [other.unknown_scale for other in found.layers if other.name == layer.name and other.unknown_scale]
+    reasons = [refusal.reason for refusal in discovered.refused if refusal.name == item.name]
+    reasons += [other.unknown_scale for other in discovered.layouts if other.name == item.name and other.unknown_scale]
     return f"{start}, and {next(iter(reasons), missing or NOT_MET)}: {GIVE}"
 
 
@@ -413,30 +453,31 @@ def reader_for(weights: Weights, config: Config) -> Reader:
     raise unknown_architecture(weights, model_type, read, left)
 
 
-def _read(reader: Reader, weights: Weights, config: Config) -> list[AttentionLayer]:
+def _found(reader: Reader, weights: Weights, config: Config) -> list[Found]:
+    with errors_named(weights, config):
+        return list(reader(weights, config))
+
+
+@contextlib.contextmanager
+def errors_named(weights: Weights, config: Config) -> Iterator[None]:
     """Families take the values of config.json as they are. An error that a bad value causes names the checkpoint."""
-    on_disk = not isinstance(weights, ModuleWeights)
     try:
-        formats = quantised_modules(weights)
-        layers = [replace(layer, quantised=formats.get(layer.name)) for layer in reader(weights, config)]
-        for layer in layers if on_disk else ():
-            check_layer(weights, layer)
+        yield
     except LocaterError as error:
         message = str(error)
         raise LocaterError(message if message.startswith(weights.where) else f"{weights.where}: {message}") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        if not on_disk:
+        if isinstance(weights, ModuleWeights):
             raise
         raise LocaterError(
             f"{weights.where}: its configuration (model_type {config.get('model_type')!r}) cannot be read as expected "
             f"({type(error).__name__}: {first_line(error)}): {remedy(weights)}"
         ) from error
-    return layers
 
 
-def _layers_by_pattern(
+def _found_by_pattern(
     weights: Weights, config: Config, query: str | None, key: str | None, heads: int | None, kv_heads: int | None
-) -> list[AttentionLayer]:
+) -> list[Found]:
     """Layers whose tensors the user named. For a known architecture the configuration decides the number of heads."""
     if not (query and key):
         raise LocaterError("--query and --key go together: name both tensors")
@@ -450,7 +491,7 @@ def _layers_by_pattern(
         heads = count
     assert heads is not None
     count = heads
-    return _read(lambda weights, config: layers_by_name(weights, query, key, count, kv_heads), weights, config)
+    return _found(lambda weights, config: layers_by_name(weights, query, key, count, kv_heads), weights, config)
 
 
 def _with_heads(weights: Weights, config: Config, heads: int | None) -> Config:
@@ -465,10 +506,10 @@ def _with_heads(weights: Weights, config: Config, heads: int | None) -> Config:
     return {**config, "num_heads": heads}
 
 
-def _check_counts(weights: Weights, layers: list[AttentionLayer], heads: int | None, kv_heads: int | None) -> None:
+def _check_counts(weights: Weights, found: Sequence[Found], heads: int | None, kv_heads: int | None) -> None:
     """Refuse options that the source contradicts: they were not used."""
     for option, count, attribute in (("--heads", heads, "heads"), ("kv_heads", kv_heads, "kv_heads")):
-        other = next((layer for layer in layers if count not in (None, getattr(layer, attribute))), None)
+        other = next((item for item in found if count not in (None, getattr(item, attribute))), None)
         if other is not None:
             in_model = f"{getattr(other, attribute)} for {other.name or 'itself'}"
             raise LocaterError(contradiction(weights, f"{option} {count}", in_model))

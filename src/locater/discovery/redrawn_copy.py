@@ -8,8 +8,7 @@ import inspect
 import itertools
 import math
 import random
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from locater.calls.flex_attention import FlexArguments, replace_flex_functions
 from locater.calls.function_table import FUSED
-from locater.calls.torch_calls import at_each_position
 from locater.discovery.example_inputs import example_inputs
 from locater.discovery.search_cache import changed_facts, facts_of
 from locater.discovery.tape import Tape
@@ -153,7 +152,7 @@ def light_copy(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
         copied = copy.deepcopy(model, memo)
     except LocaterError:
         raise
-    except Exception as error:
+    except Exception as error:  # modules copy themselves as they like
         raise LocaterError(
             f"{where}: it cannot be copied ({type(error).__name__}: {first_line(error):.120})"
         ) from error
@@ -162,7 +161,7 @@ def light_copy(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
     copied = _cast(copied, dtype).eval().requires_grad_(False)
     choose: Any = getattr(copied, "set_experts_implementation", None)
     if choose is not None:  # fused products of experts do not run in float64
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # else it runs as it is, and that is judged
             choose("eager")
     return copied
 
@@ -271,9 +270,6 @@ def parameter_versions(model: nn.Module) -> Iterator[tuple[str, int, int, int]]:
 # Direct calls of FlexAttention while a model runs on tape: it compiles itself, which no tape records.
 
 
-HOME = "torch.nn.attention.flex_attention"
-
-
 @contextlib.contextmanager
 def write_out_flex_attention() -> Iterator[None]:
     """Inside, calls of FlexAttention are fused attention with their block mask written out: the same numbers. Block
@@ -281,30 +277,17 @@ def write_out_flex_attention() -> Iterator[None]:
 
     What transformers calls stays: its models are read under another attention function.
     """
-    home: Any = sys.modules.get(HOME)
-    replaced: list[tuple[Any, str, Any, Any]] = []
-    if home is not None:
-        ours = {
-            "flex_attention": _flex_written_out,
-            "create_block_mask": partial(_call_unrecorded, home.create_block_mask),
-        }
-        modules: list[tuple[str, Any]] = [
-            (n, m) for n, m in list(sys.modules.items()) if not n.startswith("transformers.")
-        ]
-        replaced = [
-            (module, name, getattr(home, name), mine)
-            for _, module in modules
-            for name, mine in ours.items()
-            if getattr(module, "__dict__", {}).get(name) is getattr(home, name)
-        ]
-    for module, name, _, mine in replaced:
-        setattr(module, name, mine)
-    try:
+    with contextlib.ExitStack() as stack:
+        for undo in replace_flex_functions(_written_out_functions, spared="transformers"):
+            stack.callback(undo)
         yield
-    finally:
-        for module, name, original, mine in replaced:
-            if getattr(module, name) is mine:
-                setattr(module, name, original)
+
+
+def _written_out_functions(home: Any) -> dict[str, Callable[..., Any]]:
+    return {
+        "flex_attention": _fused_in_place_of_flex,
+        "create_block_mask": partial(_call_unrecorded, home.create_block_mask),
+    }
 
 
 def _call_unrecorded(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -313,30 +296,18 @@ def _call_unrecorded(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def _flex_written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Tensor:
-    if score_mod is not None:
+def _fused_in_place_of_flex(*args: Any, **kwargs: Any) -> Tensor:
+    given = FlexArguments(*args, **kwargs)
+    if given.score_mod is not None:
         raise LocaterError(
             "it calls FlexAttention with a score_mod, a function of single logits, which is not read from a pass"
         )
-    if return_lse or return_aux is not None:
+    if given.return_lse or given.return_aux is not None:
         raise LocaterError("it asks FlexAttention for the log-sum-exp of its rows, which is not read from a pass")
-    mask = None
-    if block_mask is not None:
-        B, H, T, S = *query.shape[:3], key.shape[2]
-        mask = _call_unrecorded(at_each_position, block_mask.mask_mod, B, H, T, S, query.device)
-    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+    mask = _call_unrecorded(given.mask)
+    return scaled_dot_product_attention(
+        given.query, given.key, given.value, mask, scale=given.scale, enable_gqa=given.enable_gqa
+    )
 
 
 class NoInputsError(LocaterError):
@@ -378,7 +349,7 @@ class RedrawnCopy:
         return changed_facts(self._facts, facts_of(self.model))
 
     def run(self, seed: int | None) -> TapedPass:
-        """One pass with every parameter drawn anew; with None, as they are. Passes before it keep their activations,
+        """One pass with every parameter redrawn; with None, as they are. Passes before it keep their activations,
         not their parameters. A pass in which the model puts other modules in place of its own is run again: BigBird
         changes to full attention when it meets short inputs.
         """
@@ -441,7 +412,7 @@ def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str)
     before = list(parameter_versions(model))
     try:
         tape, draws = _record_pass(model, inputs)
-    except Exception as error:
+    except Exception as error:  # the model's own code, on inputs that it may not take
         if isinstance(error, LocaterError):  # of the pass itself, whatever its inputs are
             raise LocaterError(f"{where}: {error}") from error
         if is_dynamo_error(error) or "BatchedTensor" in str(error):
@@ -469,7 +440,7 @@ def _record_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tape, bool]:
     """
     unclear: tuple[Tape, bool] | None = None
     for precise, default in ((True, torch.get_default_dtype()), (True, torch.float64)):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the last way, below, says what is wrong
             taped = _record_once(model, inputs, precise, default)
             if not _has_nan(taped[0]):
                 return taped

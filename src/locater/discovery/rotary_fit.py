@@ -63,9 +63,9 @@ def head_rows(wiring: Wiring) -> HeadRows:
     angles = torch.atan2(sin, cos)
     turns = torch.exp(1j * angles)
     if (turns - turns[:, :, :1]).abs().max() > CLOSE:
-        raise UnreadableError("its heads turn differently")
+        raise UnreadableError("its heads rotate by different angles")
     if (turns - turns[:1]).abs().max() > CLOSE:
-        raise UnreadableError("sequences of one batch turn by different angles")
+        raise UnreadableError("sequences of one batch rotate by different angles")
     first, second, straight = [], [], []
     for pair, angle in zip(pairs, angles[0, :, 0].unbind(-1), strict=True):
         a, b = pair.channels
@@ -112,7 +112,7 @@ def _pairs(wiring: Wiring, channels: list[int]) -> list[_Pair]:
         a = left.pop(0)
         b = next((other for other in left if torch.equal(sets[a], sets[other])), None)
         if b is None:
-            raise UnreadableError("with position, its channels mix otherwise than in pairs")
+            raise UnreadableError("position mixes its channels, and not in pairs")
         left.remove(b)
         pairs.append(_rotation(wiring, a, b))
     return pairs
@@ -121,7 +121,7 @@ def _pairs(wiring: Wiring, channels: list[int]) -> list[_Pair]:
 def _rotation(wiring: Wiring, a: int, b: int) -> _Pair:
     low, high = wiring.sources[:, a].sort(-1).values.unbind(-1)  # (U,)
     if (low < 0).any():
-        raise UnreadableError("with position, its channels mix otherwise than in pairs")
+        raise UnreadableError("position mixes its channels, and not in pairs")
 
     def coefficient(channel: int, source: Tensor) -> Tensor:  # (B, T, U)
         sources, values = wiring.sources[:, channel], wiring.coefficients[..., channel, :]
@@ -133,7 +133,7 @@ def _rotation(wiring: Wiring, a: int, b: int) -> _Pair:
         return _Pair((a, b), (low, high), aa, ba)
     if (ab - ba).abs().max() <= close and (aa + bb).abs().max() <= close:
         return _Pair((a, b), (high, low), ab, bb)
-    raise UnreadableError("with position, its channels mix otherwise than by rotation")
+    raise UnreadableError("position mixes pairs of its channels, and not by a rotation")
 
 
 def frequencies(turn: Rotation, known: list[Tensor]) -> tuple[list[float], int] | None:

@@ -67,7 +67,7 @@ def small_config(config: Any, cut: Cut) -> Any:
             if type(value) is int:
                 settings[name] = _smaller(name, value, cut)
             if cut.words and TOKEN.fullmatch(name):
-                settings[name] = _token(value, tokens)
+                settings[name] = _small_token(value, tokens)
         if cut.pictures:
             _smaller_pictures(settings)
     return small
@@ -109,10 +109,10 @@ def _smaller(name: str, value: int, cut: Cut) -> int:
     return value
 
 
-def _token(value: Any, tokens: dict[int, int]) -> Any:
+def _small_token(value: Any, tokens: dict[int, int]) -> Any:
     """A special token in the small vocabulary; different tokens stay different."""
     if isinstance(value, list | tuple):
-        return [_token(x, tokens) for x in value]
+        return [_small_token(x, tokens) for x in value]
     if type(value) is not int or value < WORDS - 100:
         return value
     return tokens.setdefault(value, WORDS - 1 - len(tokens) % 99)
@@ -143,7 +143,7 @@ def _fewer_layers(settings: dict[str, Any], names: dict[str, str], count: int, b
         }
         own = settings_of_single_layers(settings)
         telling = {**lists, "": [own.get(at) for at in range(depth)]} if own else lists
-        chosen = _chosen(depth, telling, count) if by_lists else range(count)
+        chosen = _chosen_layers(depth, telling, count) if by_lists else range(count)
         for name, value in lists.items():
             settings[name] = [value[at] for at in chosen]
         kept = {to: own[at] for to, at in enumerate(chosen) if at in own}
@@ -156,7 +156,7 @@ def _is_depth(name: str, alias: str) -> bool:
     return any(DEPTH.fullmatch(x) and not NO_DEPTH.fullmatch(x) for x in (name, alias) if x)
 
 
-def _chosen(depth: int, lists: Mapping[str, Sequence[Any]], count: int) -> Sequence[int]:
+def _chosen_layers(depth: int, lists: Mapping[str, Sequence[Any]], count: int) -> Sequence[int]:
     """The first layer, and of each kind the first two others: two layers tell what is the same in all."""
     telling = [value for name, value in lists.items() if not OTHER_PARTS.search(name)]
     kinds: dict[str, list[int]] = {}

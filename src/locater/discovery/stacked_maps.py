@@ -21,7 +21,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from locater.discovery.fold_graph import LayerStack, layer_stacks, tensor_kind
-from locater.discovery.record_or_discovery import layers_of
+from locater.discovery.record_or_discovery import Reading, whole_reading
 from locater.errors import LocaterError, first_line
 from locater.layers.effective import Effective, effective
 from locater.layers.layer import AttentionLayer
@@ -93,7 +93,7 @@ class FoldedStacks:
     """The chosen layers of a model, numbered as in a scan. Raises LocaterError where they cannot be read.
 
     `fold` makes the maps of a layer; `inputs` are, by the number of a layer, further tensors for it, re-read at each
-    call. `layers` reads the layers that are numbered, where these are not those of a scan.
+    call. `read` finds the layers that are numbered, where these are not those of a scan.
 
     A model that moves to another device or dtype, or that gets an adapter, is recorded again at the next call; though
     not inside a compiled step, so begin when the model is where it will be trained. Where a model cannot be recorded,
@@ -108,11 +108,11 @@ class FoldedStacks:
         chosen: Sequence[int],
         fold: Callable[..., Effective] = effective,
         inputs: Mapping[int, Inputs] | None = None,
-        layers: Callable[[ModuleWeights], list[AttentionLayer]] | None = None,
+        read: Callable[[ModuleWeights], Reading] | None = None,
     ) -> None:
         self.model, self.chosen, self.fold = model, list(chosen), fold
         self.inputs = inputs or {}
-        self._layers = layers or (lambda weights: list(layers_of(weights, config_of(model))))
+        self._read_model = read or (lambda weights: whole_reading(weights, config_of(model)))
         self._record()
 
     def maps(self) -> list[Maps]:
@@ -140,8 +140,9 @@ class FoldedStacks:
                 self._record()
         if self.stacks is not None:
             return [replay(stack) for stack in self.stacks]
-        layers = self._layers(ModuleWeights(self.model))
-        return [of_layer(i, self.fold(layers[i], *self._copied_inputs(i))) for i in self.chosen]
+        layers = self._read_model(ModuleWeights(self.model)).build(self.chosen)
+        folded = (self.fold(layer, *self._copied_inputs(i)) for i, layer in zip(self.chosen, layers, strict=True))
+        return [of_layer(i, maps) for i, maps in zip(self.chosen, folded, strict=True)]
 
     def _copied_inputs(self, number: int) -> tuple[Tensor, ...]:
         """Copies, since what fills them may write over them while a graph still needs them."""
@@ -203,6 +204,9 @@ class FoldedStacks:
         }
         for name, (number, place) in self._places.items():
             weights.put(name, self.inputs[number]()[place])
+        self._reading: Reading | None = self._read_model(weights)
+        if any(isinstance(item, AttentionLayer) for item in self._reading.found):
+            self._reading = None  # a reader that reads tensors is recorded, too
         with weights.mode:
             list(self._fold())
         names, fakes = list(weights.tensors), list(weights.tensors.values())
@@ -225,11 +229,9 @@ class FoldedStacks:
         return stacks
 
     def _fold(self) -> Iterator[Effective]:
-        layers = self._layers(self._weights)
-        for i in self.chosen:
-            yield self.fold(
-                layers[i], *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i)
-            )
+        reading = self._reading or self._read_model(self._weights)
+        for i, layer in zip(self.chosen, reading.build(self.chosen), strict=True):
+            yield self.fold(layer, *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i))
 
 
 def _warn_unrecorded(model: nn.Module, error: Exception) -> None:

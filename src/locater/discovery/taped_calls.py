@@ -1,7 +1,7 @@
 """Every softmax attention of a forward pass on tape, with the tensors that it was computed from.
 
 An attention is a fused call, or a softmax of logits (`calls.recognise`). This module only finds places on the tape;
-`probing` tells what is between them.
+`wiring` finds what is between them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from locater.calls.function_table import CASTS, FUSED, JOINS, KEEPING, LARGEST
-from locater.calls.recognise import continues, softmax_axis
+from locater.calls.function_table import CASTS, FUSED, JOINS, KEEPING, LARGEST, fused_arguments
+from locater.calls.recognise import makes_logits, softmax_axis
 from locater.discovery.errors import UnreadableError
 from locater.discovery.tape import Node, Tape, replay
 
@@ -50,7 +50,7 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[TapedCall
     for node in tape.nodes:
         path = next((path for path in reversed(node.modules) if path in with_parameters), "")
         if node.name == FUSED and node.part is None:
-            arguments = fused_arguments(node)
+            arguments = arguments_of_fused(node)
             yield TapedCall(path, arguments["query"], arguments["key"], False, node)
         elif node.name == "softmax":
             if node.inputs and node.inputs[0] in products and _over_last_axis(node):
@@ -60,7 +60,9 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[TapedCall
         elif node.name in PRODUCTS and len(node.inputs) > 1 and all(x.moving for x in node.inputs[-2:]):
             products[node] = node, False
         else:
-            before = [products[x] for x in node.inputs if x in products and continues(node.name, x.value, node.value)]
+            before = [
+                products[x] for x in node.inputs if x in products and makes_logits(node.name, x.value, node.value)
+            ]
             if before:  # the first is that of contents, where distances have products of their own
                 product, turned = min(before, key=lambda known: known[0].order)
                 products[node] = product, turned or node.name in TRANSPOSING
@@ -135,10 +137,9 @@ def _without_sink(logits: Node, product: Node) -> tuple[Node, Node | None]:
     return logits, None
 
 
-def fused_arguments(node: Node) -> dict[str, Any]:
+def arguments_of_fused(node: Node) -> dict[str, Any]:
     """Arguments of a fused call by name."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return fused_arguments(node.args, node.kwargs)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class MixedValues:
 def mixed_values(tape: Tape, call: TapedCall) -> MixedValues:
     """What the weights of a call multiply, and the result."""
     if call.product is None:
-        return MixedValues(call.event, fused_arguments(call.event)["value"])
+        return MixedValues(call.event, arguments_of_fused(call.event)["value"])
     todo, seen = [call.event], {call.event}
     found: list[MixedValues] = []
     while todo:

@@ -9,8 +9,8 @@ does not is refused, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -35,8 +35,8 @@ from locater.discovery.taped_calls import TapedCall, mixed_values
 from locater.discovery.windows import window_settings, with_windows
 from locater.errors import LocaterError, first_line
 from locater.layers.layer import AttentionLayer
-from locater.layers.layout import AttentionLayout, LogitsLayout
-from locater.sources.weights import ModuleWeights
+from locater.layers.layout import AlibiLayout, AttentionLayout, LogitsLayout
+from locater.sources.weights import ModuleWeights, Weights
 
 # A layout against a forward pass with other parameters: the layer that it gives must compute what the model
 # computed.
@@ -111,7 +111,7 @@ def _logits_apart(
 ) -> float:
     ours = layer.logits(site.x, site.memory)
     shift_free = layout.logits.sinks is None  # a sink sees what is added to a whole row
-    if shift_free and (layout.logits.alibi is not None or layout.logits.shifted):
+    if shift_free and (isinstance(layout.logits.bias, AlibiLayout) or layout.logits.shifted):
         ours, logits = centred(ours, seen), centred(logits, seen)
     return relative_difference(ours, logits, seen)
 
@@ -162,11 +162,16 @@ class Discovered:
     """Attention layers that were verified, those that were refused, and modules that look like attention and did not
     run."""
 
-    layers: list[AttentionLayer]
+    layouts: list[AttentionLayout]
     refused: list[Refusal]
     unreached: list[str]
+    weights: Weights = field(repr=False)  # that the names in the layouts are of
 
     __repr__ = brief
+
+    @cached_property
+    def layers(self) -> list[AttentionLayer]:
+        return [layout.build(self.weights) for layout in self.layouts]
 
     @property
     def gaps(self) -> list[str]:
@@ -174,9 +179,9 @@ class Discovered:
         reasons: dict[str, list[str]] = {}
         for refusal in self.refused:
             reasons.setdefault(f"not read, because {refusal.reason}", []).append(refusal.name)
-        for layer in self.layers:
-            for gap in _gaps_of(layer):
-                reasons.setdefault(gap, []).append(layer.name)
+        for layout in self.layouts:
+            for gap in _gaps_of(layout):
+                reasons.setdefault(gap, []).append(layout.name)
         if self.unreached:
             reasons["not read, because the example did not reach it"] = self.unreached
         return [f"{folded_paths(names, most=None)}: {reason}" for reason, names in reasons.items()]
@@ -187,7 +192,7 @@ class Discovered:
         return not self.refused and not self.unreached
 
 
-def _gaps_of(layer: AttentionLayer) -> Iterator[str]:
+def _gaps_of(layer: AttentionLayout) -> Iterator[str]:
     """What of a layer is not known, in words."""
     if layer.inputs_matter is not None:
         yield f"its norm in front is that of the guessed inputs ({layer.inputs_matter}: give yours as example={{...}})"
@@ -221,8 +226,8 @@ def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Disc
 def discovered_in(weights: ModuleWeights, example: Mapping[str, Any] | None = None) -> Discovered:
     """The same for an opened model: layers read their tensors from `weights`."""
     layouts, refused, unreached = _cached_search(weights, example)
-    layers = [layout.build(weights, index) for index, layout in enumerate(layouts)]
-    return Discovered(layers, list(refused), list(unreached))
+    numbered = [replace(layout, index=index) for index, layout in enumerate(layouts)]
+    return Discovered(numbered, list(refused), list(unreached), weights)
 
 
 # layouts, refusals, modules that look like attention and did not run

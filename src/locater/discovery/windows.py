@@ -2,7 +2,7 @@
 
 So the copy of the model runs again with such a setting made smaller than the example, at two sizes. A layer whose mask
 follows has a window of that setting, by the one rule that explains both sizes. Where no mask follows, the model may
-have built the size in when it was made: then it is made anew from its configuration.
+have built the size in when it was made: then it is rebuilt from its configuration.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def window_settings(model: nn.Module, length: int) -> list[list[WindowSetting]]:
     return list(groups.values())
 
 
-def _concerned(name: str, settings: list[WindowSetting]) -> bool:
+def _is_concerned(name: str, settings: list[WindowSetting]) -> bool:
     """Whether a layer is inside a module that has one of the settings."""
     paths = {path for setting in settings for path in setting.paths}
     return "" in paths or any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 @contextlib.contextmanager
-def made_small(settings: list[WindowSetting], size: int) -> Iterator[None]:
+def shrink_settings(settings: list[WindowSetting], size: int) -> Iterator[None]:
     """Every setting is `size` inside."""
     try:
         for setting in settings:
@@ -90,7 +90,7 @@ def with_windows(
     result = dict(layouts)
     for settings in groups:
         name, value = settings[0].setting.name, settings[0].setting.value
-        concerned = {n: layout for n, layout in layouts.items() if _concerned(layout.name, settings)}
+        concerned = {n: layout for n, layout in layouts.items() if _is_concerned(layout.name, settings)}
         masks = _masks(copied, concerned, settings) if length >= SHORTEST else None
         for number, layout in concerned.items():
             if layout.kind == "cross" or layout.unknown_mask is not None or layout.logits.window is not None:
@@ -99,7 +99,7 @@ def with_windows(
             if masks is None:
                 after: Mask = f"its window ({name} = {value}) does not show in a mask"
             else:
-                after = _explained(layout.logits, [sized[number] for sized in masks], value)
+                after = _explain_masks(layout.logits, [sized[number] for sized in masks], value)
             if isinstance(after, str):
                 result[number] = replace(before, unknown_mask=after)
             elif after != layout.logits and before.logits not in (layout.logits, after):
@@ -109,7 +109,7 @@ def with_windows(
     return result
 
 
-def _explained(now: LogitsLayout, shown: list[Mask], value: int) -> Mask:
+def _explain_masks(now: LogitsLayout, shown: list[Mask], value: int) -> Mask:
     """The mask with a setting of `value`, from those that small sizes show; `now` where the setting does not act."""
     masks = []
     for mask in shown:
@@ -153,14 +153,16 @@ def _masks(
     if "attention_mask" in arguments and "attention_mask" not in copied.inputs:
         return None  # some models make windows only where they are given a mask
     with contextlib.suppress(LocaterError):
-        return [_masks_at(lambda _: copied.run_other(_made_anew(copied)), layouts, settings, size) for size in SIZES]
+        return [
+            _masks_at(lambda _: copied.run_other(_rebuild_model(copied)), layouts, settings, size) for size in SIZES
+        ]
     return None
 
 
 def _masks_at(
     run: Callable[[None], TapedPass], layouts: Mapping[int, AttentionLayout], settings: list[WindowSetting], size: int
 ) -> dict[int, Mask]:
-    with made_small(settings, size):
+    with shrink_settings(settings, size):
         done = run(None)
     return {number: _mask(done, number, layout, size) for number, layout in layouts.items()}
 
@@ -176,7 +178,7 @@ def _mask(run: TapedPass, number: int, layout: AttentionLayout, size: int) -> Ma
         return str(error) if isinstance(error, UnreadableError) else "its mask cannot be read"
 
 
-def _made_anew(copied: RedrawnCopy) -> nn.Module:
+def _rebuild_model(copied: RedrawnCopy) -> nn.Module:
     """The model made from its configuration as it is now. Refused where that gives other parameters."""
     config: Any = getattr(copied.model, "config", None)
     if not hasattr(config, "to_dict"):
@@ -184,7 +186,7 @@ def _made_anew(copied: RedrawnCopy) -> nn.Module:
     try:
         with _without_initialization():
             other: nn.Module = type(copied.model)(copy.deepcopy(config))
-    except Exception as error:
+    except Exception as error:  # of the constructor of any class
         raise LocaterError("it cannot be made from its configuration") from error
     every = [model.named_parameters(remove_duplicate=False) for model in (copied.model, other)]
     shapes = [{name: p.shape for name, p in named} for named in every]

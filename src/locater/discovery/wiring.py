@@ -1,4 +1,4 @@
-"""What lies between two places of a tape: a part of it is computed again on probes. The results tell which token and
+"""What lies between two places of a tape: a part of it is computed again on probes. The results show which token and
 which channels each number comes from, and by which factors.
 """
 
@@ -14,7 +14,7 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.tape import Node, replay
 
 CLOSE = 1e-6  # of a probe that should be equal
-SMALL, LARGE = 1e-3, 1e6  # sizes of probes: where they do not agree, numbers are clipped or bent
+SMALL, LARGE = 1e-3, 1e6  # sizes of probes: where they do not agree, numbers are clipped or not linear
 FAINT = 1e-10  # of the largest coefficient: channels below are not taken for sources
 NO_MAP = "channels of its queries, keys or values come from no map"
 
@@ -120,7 +120,7 @@ def wiring_of(passage: TapePath, order: Tensor, rows: Tensor) -> Wiring:
         made = passage.probe(size * noise)[order] - shift
         ours = (size * noise[sources.clamp_min(0)] * coefficients).sum(-1).transpose(1, 2)
         if (made - ours).abs().max() > CLOSE * ours.abs().max():
-            raise UnreadableError("its queries, keys or values are clipped or bent")
+            raise UnreadableError("its queries, keys or values are clipped, or no linear function of their maps")
     return Wiring(heads, sources, coefficients, shift.transpose(1, 2))
 
 

@@ -24,7 +24,7 @@ from locater.observing.attention_maps import attention_maps, without_autocast
 from locater.observing.forward_pass import AttentionInput
 from locater.observing.residual_stream import time_first
 
-# Values of attention that announces none: computed again from the input of its module, and checked by its output.
+# Values of attention whose calls come without them: computed again from the input of the module, checked by its output.
 
 
 class Values(NamedTuple):
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 @torch.no_grad()
-def values_behind(
+def recomputed_values(
     layer: AttentionLayer, call: Call, module: nn.Module, read: AttentionInput, y: Tensor
 ) -> Values | None:
     """Values of the stream that keys read. None unless O = A V, or O behind the output map, is what the module
@@ -99,7 +99,7 @@ class AttentionEvent:
 
     def mean_map(self, row: int = 0) -> Float[Tensor, "T S"]:
         """The mean over heads of one sequence's maps."""
-        return self._summed(lambda maps, heads: maps, row) / self.layer.heads
+        return self._sum_over_heads(lambda maps, heads: maps, row) / self.layer.heads
 
     def relevance(self, gradient: Tensor | None, row: int = 0) -> Float[Tensor, "T S"]:
         """mean over heads of max(dA * A, 0), with dA = dO V^T; `gradient` is dO, None for zero."""
@@ -112,9 +112,9 @@ class AttentionEvent:
         def weighted(maps: Tensor, heads: Tensor) -> Tensor:
             return (slope[heads] @ values[heads // group].mT * maps).clamp_min(0)
 
-        return self._summed(weighted, row) / self.layer.heads
+        return self._sum_over_heads(weighted, row) / self.layer.heads
 
-    def _summed(self, of: Callable[[Tensor, Tensor], Tensor], row: int) -> Tensor:
+    def _sum_over_heads(self, of: Callable[[Tensor, Tensor], Tensor], row: int) -> Tensor:
         """The sum over heads of a function of their maps (h, T, S), some heads at a time."""
         query = self.call.query
         (B, H, T, _), S = query.shape, self.call.key.shape[2]

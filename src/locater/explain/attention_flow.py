@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.explain.attention_event import AttentionEvent
 from locater.explain.explanation import Explanation, Target, TargetChoice, choose_target
-from locater.explain.recorded_run import Inputs, Run, recorded
-from locater.explain.streams import StreamsOf, StreamStep, ends_of, last_of, main_stream, read_rows, sizes_of, steps_of
+from locater.explain.recorded_run import Inputs, Run, as_run
+from locater.explain.streams import (
+    StreamsOf,
+    StreamStep,
+    end_steps,
+    last_steps,
+    main_stream,
+    read_rows,
+    stream_sizes,
+    stream_steps,
+)
 from locater.observing.accumulate import wide
 from locater.observing.attention_maps import attention_maps
 
@@ -42,12 +51,12 @@ def relevance(
     >>> why.scores.shape, why.matrix.shape, bool((why.scores >= 0).all())
     (torch.Size([6]), torch.Size([6, 6]), True)
     """
-    run = recorded(model, inputs, gradients=True)
+    run = as_run(model, inputs, gradients=True)
     events = run.values("relevance")
     chosen = choose_target(run.output, target)
-    steps = steps_of(events, streams)
-    slopes = slopes_of(run, chosen, steps)
-    matrices = RelevanceMatrices(sizes_of(steps), like=_like(steps))
+    steps = stream_steps(events, streams)
+    slopes = target_gradients(run, chosen, steps)
+    matrices = RelevanceMatrices(stream_sizes(steps), like=_zero_like(steps))
     crossings: list[tuple[str, str, Tensor]] = []
     for number, (step, slope) in enumerate(zip(steps, slopes, strict=True)):
         Abar = step.event.relevance(slope, sequence_of(step, chosen))
@@ -58,7 +67,7 @@ def relevance(
         if number + 1 == len(steps) or steps[number + 1].at != step.at:  # both directions are applied together
             matrices.cross_attention(*crossings)
             crossings.clear()
-    return explained("relevance", run, chosen, steps, slopes, matrices, EXACT_RELEVANCE)
+    return explanation_from("relevance", run, chosen, steps, slopes, matrices, EXACT_RELEVANCE)
 
 
 @torch.inference_mode(False)
@@ -80,8 +89,8 @@ def rollout(
     >>> round(float(rollout(model, torch.arange(6)[None]).scores.sum()), 5)
     1.0
     """
-    run, chosen, steps, slopes = read_only_where(model, inputs, target, streams)
-    matrices = _Flow(sizes_of(steps), _like(steps))
+    run, chosen, steps, slopes = run_to_read(model, inputs, target, streams)
+    matrices = _RolloutMatrices(stream_sizes(steps), _zero_like(steps))
     for step in steps:
         other = step.event.call.other
         if other is not None and other.signed:
@@ -91,7 +100,7 @@ def rollout(
             )
         matrices.add(step, step.event.mean_map(sequence_of(step, chosen)))
     exact = "the target chooses the token; its value and sign do not enter"
-    return explained("rollout", run, chosen, steps, slopes, matrices, exact)
+    return explanation_from("rollout", run, chosen, steps, slopes, matrices, exact)
 
 
 @torch.inference_mode(False)
@@ -103,10 +112,10 @@ def raw_attention(
     streams: StreamsOf | None = None,
 ) -> Explanation:
     """The attention map of the last layer, mean over heads; for another stream, that of the last cross-attention."""
-    run, chosen, steps, slopes = read_only_where(model, inputs, target, streams)
+    run, chosen, steps, slopes = run_to_read(model, inputs, target, streams)
     last = {(step.reader, step.read): step for step in steps}
     maps = {pair: step.event.mean_map(sequence_of(step, chosen)) for pair, step in last.items()}
-    return explained(
+    return explanation_from(
         "raw_attention", run, chosen, steps, slopes, StackMaps(maps), "the weights of one layer, as they are"
     )
 
@@ -122,12 +131,12 @@ def attention_norms(
     """|| sum over heads of A_ij v_j W_O || in the last layer: the size of what token i takes from token j (Kobayashi et
     al. 2020). For another stream, the same of the last cross-attention.
     """
-    run, chosen, steps, slopes = read_only_where(model, inputs, target, streams)
+    run, chosen, steps, slopes = run_to_read(model, inputs, target, streams)
     run.values("attention_norms")
     last = {(step.reader, step.read): step for step in steps}
     maps = {pair: carried_norms(step.event, sequence_of(step, chosen)) for pair, step in last.items()}
     exact = "norms of the vectors that attention adds in one layer; what later maps and norms do is left out"
-    return explained("attention_norms", run, chosen, steps, slopes, StackMaps(maps), exact)
+    return explanation_from("attention_norms", run, chosen, steps, slopes, StackMaps(maps), exact)
 
 
 class RelevanceMatrices:
@@ -207,7 +216,7 @@ class StackMaps:
         return (reader, read) in self.matrices
 
 
-class _Flow(StackMaps):
+class _RolloutMatrices(StackMaps):
     """Rollout: self-attention of every stream as a product, and the last cross-attention between two."""
 
     def __init__(self, sizes: Mapping[str, int], like: Tensor) -> None:
@@ -230,7 +239,7 @@ class _Flow(StackMaps):
         return reader == read or (reader, read) in self.crossings
 
 
-def slopes_of(
+def target_gradients(
     run: Run, target: Target, steps: Sequence[StreamStep], only: Sequence[StreamStep] | None = None
 ) -> list[Tensor | None]:
     """The gradient of the target with respect to the output of each attention call, or of `only` some; None where the
@@ -261,7 +270,7 @@ def sequence_of(step: StreamStep, target: Target) -> int:
     return target.index
 
 
-def explained(
+def explanation_from(
     method: str,
     run: Run,
     target: Target,
@@ -271,10 +280,10 @@ def explained(
     exact: str,
 ) -> Explanation:
     """Scores from matrices: for each stream, the rows of the tokens where the target reads."""
-    rows, words = _rows(run, target, steps, slopes)
+    rows, words = _rows_read(run, target, steps, slopes)
     scores: dict[str, Tensor] = {}
     for end, tokens in rows.items():
-        for name in sizes_of(steps):
+        for name in stream_sizes(steps):
             if not matrices.knows(end, name):
                 continue
             part = matrices[end, name][tokens]
@@ -295,13 +304,13 @@ def explained(
     )
 
 
-def _rows(
+def _rows_read(
     run: Run, target: Target, steps: Sequence[StreamStep], slopes: Sequence[Tensor | None]
 ) -> tuple[dict[str, Tensor], str]:
     """The tokens of each stream where the target reads, and that in words."""
     at, rows, words = {id(step): n for n, step in enumerate(steps)}, dict[str, Tensor](), list[str]()
     # a pooling head may read the whole stream, and the target none of it: then every stream may be read
-    for ends in (ends_of(steps), last_of(steps)):
+    for ends in (end_steps(steps), last_steps(steps)):
         for name, end in ends.items() if not rows else ():
             tokens = read_rows(end, slopes[at[id(end)]], sequence_of(end, target))
             if end.event.output is None:  # attention that gives no gradient
@@ -316,16 +325,16 @@ def _rows(
     return rows, "read at " + " and ".join(words)
 
 
-def read_only_where(
+def run_to_read(
     model: nn.Module | Run, inputs: Inputs | None, target: TargetChoice, streams: StreamsOf | None
 ) -> tuple[Run, Target, list[StreamStep], list[Tensor | None]]:
     """A run whose target says only where to read: gradients of the last calls alone."""
-    run = recorded(model, inputs, gradients=True)
-    chosen, steps = choose_target(run.output, target), steps_of(run.events, streams)
-    return run, chosen, steps, slopes_of(run, chosen, steps, list(last_of(steps).values()))
+    run = as_run(model, inputs, gradients=True)
+    chosen, steps = choose_target(run.output, target), stream_steps(run.events, streams)
+    return run, chosen, steps, target_gradients(run, chosen, steps, list(last_steps(steps).values()))
 
 
-def _like(steps: Sequence[StreamStep]) -> Tensor:
+def _zero_like(steps: Sequence[StreamStep]) -> Tensor:
     query = steps[0].event.call.query
     return torch.zeros((), dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import replace as changed
+from dataclasses import replace as dataclass_replace
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class TokenRemoval:
                 f"{explanation.method}: {tokens} scores for {self.count} tokens of {self.name!r}: "
                 "explain the input that you take tokens away from"
             )
-        self.kept = self._kept(model, given, keep)
+        self.kept = self._tokens_to_keep(model, given, keep)
         self.removable = {t for t in range(self.first, tokens) if t not in self.kept}
         if not self.removable:
             raise LocaterError(f"{self.name}: all of its {tokens} tokens are to stay: there is nothing to take away")
@@ -64,7 +64,7 @@ class TokenRemoval:
             return self.batch, self.target
         given: Tensor = self.batch[self.name]
         if self.is_image:
-            return {**self.batch, self.name: self._blanked(given, [t - self.first for t in tokens])}, self.target
+            return {**self.batch, self.name: self._blank_patches(given, [t - self.first for t in tokens])}, self.target
         if self.fill is not None:
             filled = given.clone()
             filled[0, list(tokens)] = int(self.fill)
@@ -78,13 +78,15 @@ class TokenRemoval:
         }
         at = self.target.position
         moved = at is not None and self.stream in OWN_OUTPUT
-        return shorter, changed(self.target, position=left.index(at)) if moved and at is not None else self.target
+        return shorter, dataclass_replace(
+            self.target, position=left.index(at)
+        ) if moved and at is not None else self.target
 
     def _beside(self, name: str) -> bool:
         """Whether another input has an entry for the same tokens: those of encoder and decoder may be as long."""
         return name.startswith("decoder_") == self.name.startswith("decoder_")
 
-    def _kept(self, model: nn.Module, given: Tensor, keep: Sequence[int] | None) -> set[int]:
+    def _tokens_to_keep(self, model: nn.Module, given: Tensor, keep: Sequence[int] | None) -> set[int]:
         tokens = self.first + self.count
         if keep is not None:
             wrong = [t for t in keep if not 0 <= t < tokens]
@@ -99,7 +101,7 @@ class TokenRemoval:
             kept.add(self.target.position)
         return kept
 
-    def _blanked(self, image: Tensor, patches: Sequence[int]) -> Tensor:
+    def _blank_patches(self, image: Tensor, patches: Sequence[int]) -> Tensor:
         """The image with some patches filled. Pixels are (1, C, H, W), in models of this package (1, H, W, C)."""
         last = image.shape[-1] <= 4 < image.shape[1]
         H, W = image.shape[1:3] if last else image.shape[2:]
@@ -241,7 +243,7 @@ def deletion(
     ranked = [token for token, _ in explanation.ranked() if token in removal.removable]
 
     def curve(order: list[int]) -> Curve:
-        points = [_measured(model, removal, order[: round(x * len(order))]) for x in steps]
+        points = [_measure(model, removal, order[: round(x * len(order))]) for x in steps]
         values, probabilities, unchanged = zip(*points, strict=True)
         return Curve(
             steps,
@@ -253,9 +255,7 @@ def deletion(
     return Deletion(explanation.method, explanation.target, tuple(ranked), curve(ranked), curve(ranked[::-1]))
 
 
-def _measured(
-    model: nn.Module, removal: TokenRemoval, tokens: Sequence[int]
-) -> tuple[float, float | None, bool | None]:
+def _measure(model: nn.Module, removal: TokenRemoval, tokens: Sequence[int]) -> tuple[float, float | None, bool | None]:
     """The target without some tokens, its probability, and whether it is the first choice; both None without several
     logits.
     """

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from locater.calls.call import Call
 from locater.errors import LocaterError
-from locater.explain.linear_steps import Expert, Experts, FrozenLatent, FrozenNorm, Gates, Heads, Step
+from locater.explain.linear_steps import Expert, ExpertMixture, FrozenLatent, FrozenNorm, GatedMlp, HeadBranch, Step
 from locater.explain.path_sums import Paths
-from locater.explain.recorded_run import BlockRecord, Inputs, Run, recorded
+from locater.explain.recorded_run import BlockRecord, Inputs, Run, as_run
 from locater.families.record import Part
 from locater.layers import AttentionLayer
 from locater.layers.build import norm, optional
@@ -58,7 +58,7 @@ def decompose(
     torch.Size([3, 4])
     """
     check_mlp(mlp)
-    return frozen_paths(recorded(model, batch, blocks=True), mlp, final_norm)
+    return frozen_paths(as_run(model, batch, blocks=True), mlp, final_norm)
 
 
 def check_mlp(mlp: str) -> None:
@@ -103,14 +103,14 @@ class Freezer:
     def paths(self, final_norm: bool, mask: Tensor | None) -> Paths:
         record = self.record
         steps: list[Step] = []
-        for turn, layer, call in record.turns():
+        for turn, layer, call in record.in_call_order():
             steps += replace(self, record=turn)._steps(layer, call)
         start, output = record.ends()
         x = upcast(start)
         final = record.final()
         if final is not None and final_norm:
             steps.append(Step(final, after=self.norm_at(final)))
-            output = record.once(final).output
+            output = record.only_call(final).output
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if mask is not None and mask.shape == real.shape:
             real = mask.to(x.device).bool()
@@ -119,7 +119,7 @@ class Freezer:
     def _steps(self, layer: AttentionLayer, call: Call) -> list[Step]:
         """Attention, then the MLP; of a parallel block one step, where its MLP is a branch."""
         attention, mlp = self._attention(layer, call), self._mlp(layer)
-        if not self.record.block.parallel or not mlp or not isinstance(mlp[0].branches, Gates | Experts):
+        if not self.record.block.parallel or not mlp or not isinstance(mlp[0].branches, GatedMlp | ExpertMixture):
             return [attention, *mlp]  # an observed output is a constant: it may be added in a step of its own
         if attention.out is not None or mlp[0].out is not None:
             raise LocaterError(f"{layer.name}: parallel blocks with layer scale are not decomposed with mlp='linear'")
@@ -148,11 +148,11 @@ class Freezer:
         out = layer.out.weight().detach().to(maps).mT.unflatten(0, (layer.heads, -1))
         return Step(
             layer.name,
-            Heads(maps, value, out, before, constant),
+            HeadBranch(maps, value, out, before, constant),
             1,
             _like(layer.out.bias, maps),
             after=self.norm(layer, block.after_attention),
-            out=self._scaled(self.norm(layer, block.attention_out), None, maps),
+            out=self._with_scale(self.norm(layer, block.attention_out), None, maps),
         )
 
     def _latent(self, layer: AttentionLayer, value: NormedProjection) -> tuple[FrozenLatent, Projection]:
@@ -160,7 +160,7 @@ class Freezer:
         path = self.record.modules(layer).find(self.record.block.before_attention)
         if value.up is None or value.shared is not None or value.blocks != 1 or path is None:
             raise LocaterError(f"{layer.name}: its values pass a norm head by head, which is not frozen")
-        before, x = self.norm_at(path), upcast(self.record.once(path).input)
+        before, x = self.norm_at(path), upcast(self.record.only_call(path).input)
         down = value.down.weight().detach().to(x)
         constant = x.new_zeros(down.shape[0])
         if value.down.bias is not None:
@@ -183,15 +183,15 @@ class Freezer:
         after = self.norm(layer, block.after_mlp) if record.find(layer, block.after_mlp) else None
         if name is None:
             return [] if after is None else [Step(block.path(layer), after=after)]
-        output = upcast(record.once(name).output)
+        output = upcast(record.only_call(name).output)
         scale = self._mlp_scale(layer, output)
         if self.mlp == "source" or not output.any():
             behind = record.find(layer, block.mlp_out)
-            added = output if behind is None else upcast(record.once(behind).output)
-            scaling = self._scaled(None, scale, output)
+            added = output if behind is None else upcast(record.only_call(behind).output)
+            scaling = self._with_scale(None, scale, output)
             return [Step(name, observed=added if scaling is None else scaling(added), after=after)]
         branch, bias = frozen_mlp(self, layer, output)
-        out = self._scaled(self.norm(layer, block.mlp_out), scale, output)
+        out = self._with_scale(self.norm(layer, block.mlp_out), scale, output)
         return [Step(name, branch, 0, bias, after=after, out=out)]
 
     def norm(self, layer: AttentionLayer, part: Part) -> FrozenNorm | None:
@@ -205,14 +205,14 @@ class Freezer:
     def norm_at(self, path: str) -> FrozenNorm:
         """The norm at `path`, with the denominators of the run."""
         block, weights = self.record.block, self.record.weights
-        x = upcast(self.record.once(path).input)
+        x = upcast(self.record.only_call(path).input)
         affine = f"{path}.weight" in weights.names()
         read = norm(weights, path, block.norm, _eps(weights.submodule(path), path, x), block.gain_offset, affine)
         centred = x - x.mean(-1, keepdim=True) if read.kind == "layer" else x
         factor = torch.rsqrt(centred.square().mean(-1, keepdim=True) + read.eps)  # (B, T, 1)
         return FrozenNorm(factor, _like(read.gain, x), _like(read.bias, x), read.kind == "layer")
 
-    def _scaled(self, norm: FrozenNorm | None, scale: Tensor | None, like: Tensor) -> FrozenNorm | None:
+    def _with_scale(self, norm: FrozenNorm | None, scale: Tensor | None, like: Tensor) -> FrozenNorm | None:
         """A norm, or none, followed by the block's multiplier and by layer scale."""
         multiplier = self.record.block.multiplier
         if multiplier == 1 and scale is None:
@@ -252,20 +252,20 @@ def _like(tensor: Tensor | None, x: Tensor) -> Tensor | None:
 # MLPs of a recorded run as branches that are linear in the stream: plain, gated, and mixtures of experts.
 
 
-def frozen_mlp(freezer: Freezer, layer: AttentionLayer, like: Tensor) -> tuple[Gates | Experts, Tensor | None]:
+def frozen_mlp(freezer: Freezer, layer: AttentionLayer, like: Tensor) -> tuple[GatedMlp | ExpertMixture, Tensor | None]:
     """The MLP of a layer's block, and the bias that it adds."""
     record, block = freezer.record, freezer.record.block
     before = freezer.norm(layer, block.before_mlp or (block.before_attention if block.parallel else None))
     experts = record.find(layer, block.experts)
     if experts is not None:
-        parts = list(_routed(freezer, experts, before, like))
+        parts = list(_routed_experts(freezer, experts, before, like))
         if record.find(layer, block.shared_up) is not None:
-            parts.append(_shared(freezer, layer, before, like))
-        return Experts(parts, before, (like.shape[0], like.shape[1])), None
+            parts.append(_shared_expert(freezer, layer, before, like))
+        return ExpertMixture(parts, before, (like.shape[0], like.shape[1])), None
     up, down = _maps(freezer, layer, block.up, block.down)
     ratio, constant, W_up = _ratios(freezer, up, down, before, like)
     W_down, bias = freezer.linear(down, like)
-    return Gates(ratio, W_up, W_down, before, constant), bias
+    return GatedMlp(ratio, W_up, W_down, before, constant), bias
 
 
 def _maps(freezer: Freezer, layer: AttentionLayer, up: Part, down: Part) -> tuple[str, str]:
@@ -284,7 +284,7 @@ def _ratios(
     """Ratios of value to pre-activation, the hidden units' part that does not come from x, and the map to them."""
     record = freezer.record
     W_up, b_up = freezer.linear(up, like)
-    z, value = upcast(record.once(up).output), upcast(record.once(down).input)
+    z, value = upcast(record.only_call(up).output), upcast(record.only_call(down).input)
     if record.block.gate_first:
         z, W_up = z.chunk(2, -1)[1], W_up.chunk(2)[1]
         b_up = None if b_up is None else b_up.chunk(2)[1]
@@ -299,7 +299,7 @@ def _pre_activation_constant(W_up: Tensor, b_up: Tensor | None, before: FrozenNo
     return constant if before is None or before.shift is None else constant + W_up @ before.shift
 
 
-def _shared(freezer: Freezer, layer: AttentionLayer, before: FrozenNorm | None, like: Tensor) -> Expert:
+def _shared_expert(freezer: Freezer, layer: AttentionLayer, before: FrozenNorm | None, like: Tensor) -> Expert:
     """The expert that every token passes, with weight 1."""
     block = freezer.record.block
     up, down = _maps(freezer, layer, block.shared_up, block.shared_down)
@@ -310,10 +310,10 @@ def _shared(freezer: Freezer, layer: AttentionLayer, before: FrozenNorm | None, 
     return Expert(tokens, ratio.flatten(0, 1), W_up, W_down, constant.flatten(0, 1))
 
 
-def _routed(freezer: Freezer, path: str, before: FrozenNorm | None, like: Tensor) -> Iterator[Expert]:
+def _routed_experts(freezer: Freezer, path: str, before: FrozenNorm | None, like: Tensor) -> Iterator[Expert]:
     """The experts that tokens were sent to. Their maps are stacked in two tensors, as in transformers 5."""
     module: Any = freezer.record.weights.submodule(path)
-    passage = freezer.record.passages[path][0]
+    passage = freezer.record.module_calls[path][0]
     chosen = next((x for x in passage.others if not x.is_floating_point()), None)
     share = next((x for x in passage.others if x.is_floating_point()), None)
     stacked: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from locater.calls.patching import replace_method
 from locater.errors import LocaterError
 from locater.explain.explanation import Explanation, Target, TargetChoice, choose_target
-from locater.explain.recorded_run import Inputs, Run, frozen, recorded
+from locater.explain.recorded_run import Inputs, Run, as_run, without_parameter_gradients
 from locater.explain.streams import main_stream
 from locater.numerics import upcast
 from locater.observing.forward_pass import as_keywords, run_checked
@@ -43,7 +43,7 @@ class EmbeddedInputs:
 
     def run(self, features: Mapping[str, Tensor] | None) -> Any:
         """The model's output, with these features in the place of its own; None keeps its own and records them."""
-        with frozen(self.model), self._replaced(features):
+        with without_parameter_gradients(self.model), self._replace_embeddings(features):
             return run_checked(self.model, self.keywords, torch.is_grad_enabled())
 
     def baseline(self, token: int | None) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ class EmbeddedInputs:
         return x[row].sum(0).flatten() if x.ndim == 4 else x[row].sum(-1)
 
     @contextmanager
-    def _replaced(self, features: Mapping[str, Tensor] | None) -> Iterator[None]:
+    def _replace_embeddings(self, features: Mapping[str, Tensor] | None) -> Iterator[None]:
         met: set[str] = set()
         with ExitStack() as stack:
             for path, module in self.model.named_modules():
@@ -134,7 +134,7 @@ def gradient_input(model: nn.Module | Run, inputs: Inputs | None = None, target:
     >>> gradient_input(model, torch.arange(6)[None]).scores.shape
     torch.Size([6])
     """
-    run = recorded(model, inputs)
+    run = as_run(model, inputs)
     embedded = EmbeddedInputs(run.model, run.keywords)
     chosen = choose_target(embedded.output, target)
     features = {name: x.clone().requires_grad_(True) for name, x in embedded.features.items()}
@@ -146,7 +146,9 @@ def gradient_input(model: nn.Module | Run, inputs: Inputs | None = None, target:
         for (name, x), slope in zip(features.items(), slopes, strict=True)
     }
     exact = "first order around the input: scores add up to the target only where the model is linear in its embeddings"
-    return _explained("gradient_input", embedded, chosen, products, exact, "two forward passes and one backward pass")
+    return _explanation_from(
+        "gradient_input", embedded, chosen, products, exact, "two forward passes and one backward pass"
+    )
 
 
 @torch.inference_mode(False)
@@ -168,7 +170,7 @@ def integrated_gradients(
         raise LocaterError("integrated_gradients needs captum: pip install 'locater[explain]'") from None
     if not isinstance(steps, int) or steps < 1:
         raise LocaterError(f"steps={steps}: at least 1 point of the line from zero to the input")
-    run = recorded(model, inputs)
+    run = as_run(model, inputs)
     embedded = EmbeddedInputs(run.model, run.keywords)
     chosen, names = choose_target(embedded.output, target), list(embedded.features)
 
@@ -187,10 +189,10 @@ def integrated_gradients(
     gap = chosen.value - offset - float(sum(x.sum() for x in products.values()))
     exact = f"scores add up to the target less its value at the baseline, {offset:.4g}, but for a gap of {gap:.1e}"
     how = f"captum, {steps} forward and backward passes"
-    return _explained("integrated_gradients", embedded, chosen, products, exact, how, offset)
+    return _explanation_from("integrated_gradients", embedded, chosen, products, exact, how, offset)
 
 
-def _explained(
+def _explanation_from(
     method: str,
     embedded: EmbeddedInputs,
     target: Target,

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.explain.explanation import Explanation, Target, TargetChoice, choose_target, vectors
 from locater.explain.freezing import Mlp, check_mlp, frozen_paths, tolerance
-from locater.explain.linear_steps import Branch, Experts, Heads
+from locater.explain.linear_steps import Branch, ExpertMixture, HeadBranch
 from locater.explain.path_sums import Paths
-from locater.explain.recorded_run import Inputs, Run, recorded
+from locater.explain.recorded_run import Inputs, Run, as_run
 from locater.numerics import upcast
 from locater.sources.sources import config_of
 
@@ -75,7 +75,7 @@ def frozen_with_readout(
     model: nn.Module | Run, inputs: Inputs | None, target: TargetChoice, mlp: Mlp
 ) -> tuple[Paths, Readout]:
     """The model run once on one input and frozen, and the readout of the target."""
-    run = recorded(model, inputs, blocks=True)
+    run = as_run(model, inputs, blocks=True)
     with torch.inference_mode(False), torch.enable_grad():
         readout = _readout(config_of(run.model).get("final_logit_softcapping"), run.end, run.output, target)
     time_first = run.block.time_first
@@ -93,7 +93,7 @@ def _readout(cap: float | None, end: Tensor, output: Any, choice: TargetChoice) 
     if not number.requires_grad:
         raise LocaterError(f"{target.what} does not depend on the last stream: there is nothing to explain")
     cap = None if target.index is None else cap
-    covector = _gradient(_uncapped(number, cap), end, graph=cap is None)
+    covector = _gradient(_without_cap(number, cap), end, graph=cap is None)
     note = CAPPED if cap else LINEAR
     if cap is None and covector.requires_grad:
         (bend,) = torch.autograd.grad((covector * end).sum(), end, retain_graph=True)
@@ -102,7 +102,7 @@ def _readout(cap: float | None, end: Tensor, output: Any, choice: TargetChoice) 
             note = TANGENT
     rows = covector
     if target.position is not None:
-        rows = _gradient(_uncapped(values[0, :, target.index], cap), end)
+        rows = _gradient(_without_cap(values[0, :, target.index], cap), end)
     return Readout(target, upcast(covector.detach()), 0.0, upcast(rows.detach()), note, end.dtype)
 
 
@@ -111,7 +111,7 @@ def _gradient(numbers: Tensor, end: Tensor, graph: bool = False) -> Tensor:
     return gradient
 
 
-def _uncapped(numbers: Tensor, cap: float | None) -> Tensor:
+def _without_cap(numbers: Tensor, cap: float | None) -> Tensor:
     """The logits times frozen ratios: their gradient is that of the logits before the cap, times the ratio."""
     if cap is None:
         return numbers
@@ -171,7 +171,7 @@ def operator(
     with torch.no_grad():
         T = FrozenOperator(paths)
         probes = (0 if T.x.shape[1] <= EXACT_WIDTH else PROBES) if probes is None else probes
-        collapsed, offset, exact = _collapsed(T, readout, collapse, matrix, probes, seed)
+        collapsed, offset, exact = _collapse(T, readout, collapse, matrix, probes, seed)
         if offset is not None and collapse == "logit":
             total = float(collapsed.scores.double().sum()) + offset
             check_sum(readout, total, paths.output[0])
@@ -196,13 +196,13 @@ def _check(collapse: str, probes: int | None) -> None:
         raise LocaterError(f"probes={probes}: a whole number from 0 on, and for collapse='norm' only")
 
 
-def _collapsed(
+def _collapse(
     T: FrozenOperator, readout: Readout, collapse: Collapse, matrix: bool, probes: int, seed: int
-) -> tuple[Collapsed, float | None, str]:
+) -> tuple[CollapseResult, float | None, str]:
     """Numbers, offset, and what they are exact about."""
     tokens = readout.tokens
     if collapse == "input":
-        return with_input(T, tokens, matrix), None, "the norms of the vectors T_ij x_j; they have no sum"
+        return collapse_by_input(T, tokens, matrix), None, "the norms of the vectors T_ij x_j; they have no sum"
     if collapse == "norm":
         exact = "the Frobenius norms of T_ij; they have no sum"
         if probes:
@@ -210,7 +210,7 @@ def _collapsed(
                 f"estimates from {probes} random probes, unbiased for the squares; each interval holds the norm with a "
                 f"probability of at least {CONFIDENCE:.0%}"
             )
-        return by_norm(T, tokens, matrix, probes, seed), None, exact
+        return collapse_by_norm(T, tokens, matrix, probes, seed), None, exact
     y = torch.einsum("t,td->d", tokens, T.y)
     covector = readout.covector if collapse == "logit" else torch.outer(tokens, y)
     offset = float((covector.double() * T.constants().double()).sum())
@@ -219,14 +219,14 @@ def _collapsed(
     if matrix:
         table = T.along_each(readout.rows if collapse == "logit" else T.y)
         passes += f", and {len(T.x)} backward passes for the matrix, one per output token"
-    result = Collapsed(T.along(covector), passes, table)
+    result = CollapseResult(T.along(covector), passes, table)
     if collapse == "logit":
         return result, offset + readout.constant, f"scores and offset sum to the target; {readout.note}"
     return result, offset, "scores and offset sum to |y|^2, y the last stream at the tokens that are read"
 
 
 @dataclass(frozen=True)
-class Collapsed:
+class CollapseResult:
     """Numbers of one collapse, and how many passes through the frozen model they took."""
 
     scores: Float[Tensor, " T"]
@@ -252,23 +252,25 @@ class FrozenOperator:
 
     def constants(self) -> Float[Tensor, "T d"]:
         """The affine part: y_i - sum_j T_ij x_j. One forward pass."""
-        return self.y - self.paths.carried(self.paths.input[None])[0, 0]
+        return self.y - self.paths.push_forward(self.paths.input[None])[0, 0]
 
     def forward(self, fields: Float[Tensor, "n T d"]) -> Float[Tensor, "n T d"]:
-        return self.paths.carried(fields[:, None])[:, 0]
+        return self.paths.push_forward(fields[:, None])[:, 0]
 
-    def back(self, covectors: Float[Tensor, "n T d"]) -> Float[Tensor, "n T d"]:
-        return self.paths.pulled_back(covectors[:, None])[:, 0]
+    def pull_back(self, covectors: Float[Tensor, "n T d"]) -> Float[Tensor, "n T d"]:
+        return self.paths.pull_back(covectors[:, None])[:, 0]
 
     def at_once(self) -> int:
         """How many fields fit in BYTES_AT_ONCE."""
         widths = [self.x.shape[1]]
-        widths += [_hidden(b) for step in self.paths.frozen for b in (step.branches, step.beside) if b is not None]
+        widths += [
+            _hidden_units(b) for step in self.paths.frozen for b in (step.branches, step.beside) if b is not None
+        ]
         return max(1, BYTES_AT_ONCE // (max(widths) * self.x.shape[0] * self.x.element_size()))
 
     def along(self, covectors: Float[Tensor, "T d"]) -> Float[Tensor, " T"]:
         """sum_i u_i^T T_ij x_j for every input token j: one backward pass."""
-        return (self.back(covectors[None])[0] * self.x).sum(-1)
+        return (self.pull_back(covectors[None])[0] * self.x).sum(-1)
 
     def along_each(self, covectors: Float[Tensor, "T d"]) -> Float[Tensor, "T T"]:
         """u_i^T T_ij x_j for every pair: one backward pass per output token."""
@@ -293,30 +295,30 @@ class FrozenOperator:
             for place, number in enumerate(numbers[chunk.start : chunk.stop]):
                 row, vector = seed(number)
                 covectors[place, row] = vector
-            yield self.back(covectors)
+            yield self.pull_back(covectors)
 
     def spread(self, vectors: Float[Tensor, "n d"], tokens: Float[Tensor, " T"]) -> Iterator[Tensor]:
         """T^T g for covectors g on the mean of `tokens`, in chunks: (n, T, d)."""
         for chunk in _chunks(len(vectors), self.at_once()):
-            yield self.back(torch.einsum("nd,t->ntd", vectors[chunk.start : chunk.stop], tokens))
+            yield self.pull_back(torch.einsum("nd,t->ntd", vectors[chunk.start : chunk.stop], tokens))
 
 
-def with_input(T: FrozenOperator, tokens: Tensor, matrix: bool) -> Collapsed:
+def collapse_by_input(T: FrozenOperator, tokens: Tensor, matrix: bool) -> CollapseResult:
     """|T_ij x_j|: one forward pass per input token, or one backward pass per channel where those are fewer."""
     length, width = T.x.shape
     if length > width and not matrix:
         squares = T.x.new_zeros(length)
         for g in T.spread(torch.eye(width).to(T.x), tokens):
             squares += (g * T.x).sum(-1).square().sum(0)
-        return Collapsed(squares.sqrt(), f"{width} backward passes, one per channel")
+        return CollapseResult(squares.sqrt(), f"{width} backward passes, one per channel")
     scores, table = T.x.new_zeros(length), T.x.new_zeros(length, length)
     for chunk, mean, each in T.contributions(tokens):
         scores[chunk.start : chunk.stop] = mean.norm(dim=-1)
         table[:, chunk.start : chunk.stop] = each.norm(dim=-1).mT
-    return Collapsed(scores, f"{length} forward passes, one per input token", table)
+    return CollapseResult(scores, f"{length} forward passes, one per input token", table)
 
 
-def by_norm(T: FrozenOperator, tokens: Tensor, matrix: bool, probes: int, seed: int) -> Collapsed:
+def collapse_by_norm(T: FrozenOperator, tokens: Tensor, matrix: bool, probes: int, seed: int) -> CollapseResult:
     """|T_ij|_F: one backward pass per channel of the output token, or `probes` with random covectors.
 
     A covector g of independent standard normals has E |T_ij^T g|^2 = |T_ij|_F^2, so the mean of these squares is
@@ -337,7 +339,7 @@ def by_norm(T: FrozenOperator, tokens: Tensor, matrix: bool, probes: int, seed: 
         interval = torch.stack([(squares / high).sqrt(), (squares / low).sqrt()])
     rows = f" for each of {length + 1} rows" if matrix else ""
     passes = f"{len(vectors)} backward passes{rows}, " + ("with random covectors" if probes else "one per channel")
-    return Collapsed(squares.sqrt(), passes, table, interval)
+    return CollapseResult(squares.sqrt(), passes, table, interval)
 
 
 def _squares(T: FrozenOperator, vectors: Tensor, tokens: Tensor) -> Tensor:
@@ -362,10 +364,10 @@ def quantile(degrees: int, probability: float) -> float:
     return low
 
 
-def _hidden(branch: Branch) -> int:
-    if isinstance(branch, Heads):
+def _hidden_units(branch: Branch) -> int:
+    if isinstance(branch, HeadBranch):
         return branch.out.shape[0] * branch.out.shape[1]
-    return max(e.up.shape[0] for e in branch.experts) if isinstance(branch, Experts) else branch.up.shape[0]
+    return max(e.up.shape[0] for e in branch.experts) if isinstance(branch, ExpertMixture) else branch.up.shape[0]
 
 
 def _chunks(count: int, size: int) -> Iterator[range]:
@@ -403,8 +405,8 @@ def paths(
     frozen, readout = frozen_with_readout(model, inputs, target, mlp)
     with torch.no_grad():
         x, covector = frozen.input, readout.covector
-        scores = (frozen.pulled_back(covector[None, None])[0, 0] * x[0]).sum(-1)
-        constants = frozen.streams[-1] - frozen.carried(x[None])[0]
+        scores = (frozen.pull_back(covector[None, None])[0, 0] * x[0]).sum(-1)
+        constants = frozen.streams[-1] - frozen.push_forward(x[None])[0]
         offset = readout.constant + float((constants[0].double() * covector.double()).sum())
         check_sum(readout, float(scores.double().sum()) + offset, frozen.output[0])
         parts = {

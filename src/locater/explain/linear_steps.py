@@ -1,7 +1,8 @@
 """A frozen model in steps: attention or an MLP with its skip and norms, each linear in the stream x (n, B, T, d) up to
 constants.
 
-Every part carries a field forward (`all`, `onward`), and a covector backward (`back`): <g, all(x)> = <back(g), x>.
+Every part carries a field forward (`apply_all`, `push_forward`), and a covector backward (`pull_back`):
+<g, apply_all(x)> = <pull_back(g), x>.
 
 Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at
 once.
@@ -34,7 +35,7 @@ class FrozenNorm:
         x = (x - x.mean(-1, keepdim=True) if self.centred else x) * self.factor
         return x if self.gain is None else x * self.gain
 
-    def back(self, g: Tensor) -> Tensor:
+    def pull_back(self, g: Tensor) -> Tensor:
         g = (g if self.gain is None else g * self.gain) * self.factor
         return g - g.mean(-1, keepdim=True) if self.centred else g
 
@@ -52,14 +53,14 @@ class FrozenLatent:
     shift: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.inner(normed(self.before, x) @ self.down.mT)
+        return self.inner(through_norm(self.before, x) @ self.down.mT)
 
-    def back(self, g: Tensor) -> Tensor:
-        return unnormed(self.before, self.inner.back(g) @ self.down)
+    def pull_back(self, g: Tensor) -> Tensor:
+        return back_through_norm(self.before, self.inner.pull_back(g) @ self.down)
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadBranch:
     """A_h N(x) W_V W_O for every head of a layer."""
 
     maps: Float[Tensor, "B H T S"]
@@ -73,24 +74,24 @@ class Heads:
     def count(self) -> int:
         return self.out.shape[0]
 
-    def all(self, x: Tensor) -> Tensor:
+    def apply_all(self, x: Tensor) -> Tensor:
         """The sum over heads."""
-        return self._mixed(x).flatten(-2) @ self.out.flatten(0, 1)
+        return self._mix_values(x).flatten(-2) @ self.out.flatten(0, 1)
 
-    def back(self, g: Tensor) -> Tensor:
+    def pull_back(self, g: Tensor) -> Tensor:
         n, size = g.shape[0], self.value.shape[1]
         mixed = (g @ self.out.flatten(0, 1).mT).unflatten(-1, (-1, size))  # (n, B, T, H, h)
         side = mixed.permute(1, 3, 2, 0, 4).flatten(-2)  # (B, H, T, n h)
         values = (self.maps.mT @ side).unflatten(1, (-1, self._group)).sum(2)  # (B, K, S, n h)
         values = values.unflatten(-1, (n, size)).permute(3, 0, 2, 1, 4).flatten(-2)
-        return unnormed(self.before, values @ self.value.flatten(0, 1))
+        return back_through_norm(self.before, values @ self.value.flatten(0, 1))
 
-    def each(self, x: Tensor) -> Tensor:
+    def apply_each(self, x: Tensor) -> Tensor:
         """(H, n, B, T, d)"""
-        return torch.einsum("nbthv,hvd->hnbtd", self._mixed(x), self.out)
+        return torch.einsum("nbthv,hvd->hnbtd", self._mix_values(x), self.out)
 
-    def one(self, x: Tensor, head: int) -> Tensor:
-        values = normed(self.before, x) @ self.value[head // self._group].mT  # (n, B, S, h)
+    def apply_one(self, x: Tensor, head: int) -> Tensor:
+        values = through_norm(self.before, x) @ self.value[head // self._group].mT  # (n, B, S, h)
         return self.maps[:, head] @ values @ self.out[head]
 
     def offsets(self) -> Tensor:
@@ -104,19 +105,19 @@ class Heads:
     def _group(self) -> int:
         return self.count // self.value.shape[0]
 
-    def _mixed(self, x: Tensor) -> Tensor:
+    def _mix_values(self, x: Tensor) -> Tensor:
         """Values mixed by each head: (n, B, T, H, h). One product per head with the n fields side by side as
         columns.
         """
         n, size = x.shape[0], self.value.shape[1]
-        values = normed(self.before, x) @ self.value.flatten(0, 1).mT
+        values = through_norm(self.before, x) @ self.value.flatten(0, 1).mT
         side = values.unflatten(-1, (-1, size)).permute(1, 3, 2, 0, 4).flatten(-2)  # (B, K, S, n h)
         mixed = self.maps @ side.repeat_interleave(self._group, 1)  # (B, H, T, n h)
         return mixed.unflatten(-1, (n, size)).permute(3, 0, 2, 1, 4)
 
 
 @dataclass(frozen=True)
-class Gates:
+class GatedMlp:
     """W_down diag(ratio) W_up N(x): an MLP whose hidden units keep the ratio (B, T, f) of value to pre-activation."""
 
     ratio: Tensor
@@ -126,17 +127,17 @@ class Gates:
     constant: Tensor  # (B, T, f): the part of the hidden units' values that does not come from x
     count: int = 1
 
-    def all(self, x: Tensor) -> Tensor:
-        return (normed(self.before, x) @ self.up.mT * self.ratio) @ self.down.mT
+    def apply_all(self, x: Tensor) -> Tensor:
+        return (through_norm(self.before, x) @ self.up.mT * self.ratio) @ self.down.mT
 
-    def back(self, g: Tensor) -> Tensor:
-        return unnormed(self.before, (g @ self.down * self.ratio) @ self.up)
+    def pull_back(self, g: Tensor) -> Tensor:
+        return back_through_norm(self.before, (g @ self.down * self.ratio) @ self.up)
 
-    def each(self, x: Tensor) -> Tensor:
-        return self.all(x)[None]
+    def apply_each(self, x: Tensor) -> Tensor:
+        return self.apply_all(x)[None]
 
-    def one(self, x: Tensor, head: int) -> Tensor:
-        return self.all(x)
+    def apply_one(self, x: Tensor, head: int) -> Tensor:
+        return self.apply_all(x)
 
     def offsets(self) -> Tensor:
         return (self.constant @ self.down.mT)[None]
@@ -156,7 +157,7 @@ class Expert:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertMixture:
     """sum_e w_e W_down,e diag(ratio_e) W_up,e N(x) over the experts of each token: router and gates are frozen."""
 
     experts: Sequence[Expert]
@@ -164,27 +165,27 @@ class Experts:
     size: tuple[int, int]  # B, T
     count: int = 1
 
-    def all(self, x: Tensor) -> Tensor:
-        x = normed(self.before, x).flatten(1, 2)
+    def apply_all(self, x: Tensor) -> Tensor:
+        x = through_norm(self.before, x).flatten(1, 2)
         total = torch.zeros_like(x)
         for part in self.experts:
             hidden = x[:, part.tokens] @ part.up.mT * part.ratio
             total = total.index_add(1, part.tokens, hidden @ part.down.mT)
         return total.unflatten(1, self.size)
 
-    def back(self, g: Tensor) -> Tensor:
+    def pull_back(self, g: Tensor) -> Tensor:
         g = g.flatten(1, 2)
         total = torch.zeros_like(g)
         for part in self.experts:
             hidden = g[:, part.tokens] @ part.down * part.ratio
             total = total.index_add(1, part.tokens, hidden @ part.up)
-        return unnormed(self.before, total.unflatten(1, self.size))
+        return back_through_norm(self.before, total.unflatten(1, self.size))
 
-    def each(self, x: Tensor) -> Tensor:
-        return self.all(x)[None]
+    def apply_each(self, x: Tensor) -> Tensor:
+        return self.apply_all(x)[None]
 
-    def one(self, x: Tensor, head: int) -> Tensor:
-        return self.all(x)
+    def apply_one(self, x: Tensor, head: int) -> Tensor:
+        return self.apply_all(x)
 
     def offsets(self) -> Tensor:
         like = self.experts[0].constant
@@ -194,16 +195,16 @@ class Experts:
         return total.unflatten(0, self.size)[None]
 
 
-Branch = Heads | Gates | Experts
+Branch = HeadBranch | GatedMlp | ExpertMixture
 
 
-def normed(norm: FrozenNorm | FrozenLatent | None, x: Tensor) -> Tensor:
+def through_norm(norm: FrozenNorm | FrozenLatent | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def unnormed(norm: FrozenNorm | FrozenLatent | None, g: Tensor) -> Tensor:
+def back_through_norm(norm: FrozenNorm | FrozenLatent | None, g: Tensor) -> Tensor:
     """A covector carried back through a norm."""
-    return g if norm is None else norm.back(g)
+    return g if norm is None else norm.pull_back(g)
 
 
 @dataclass(frozen=True)
@@ -221,44 +222,46 @@ class Step:
     observed: Tensor | None = None  # (B, T, d): an MLP's output
     after: FrozenNorm | None = None
     out: FrozenNorm | None = None
-    beside: Gates | Experts | None = None
+    beside: GatedMlp | ExpertMixture | None = None
 
     @property
     def choices(self) -> int:
         """Branches that a path may take, numbered from 0; the MLP of a parallel block is the last."""
         return 0 if self.branches is None else self.branches.count + (self.beside is not None)
 
-    def one(self, x: Tensor, choice: int) -> Tensor:
+    def apply_one(self, x: Tensor, choice: int) -> Tensor:
         """Through one branch."""
         assert self.branches is not None
         if choice == self.branches.count:
             assert self.beside is not None
-            return normed(self.out, self.beside.one(x, 0))
-        return normed(self.out, self.branches.one(x, choice))
+            return through_norm(self.out, self.beside.apply_one(x, 0))
+        return through_norm(self.out, self.branches.apply_one(x, choice))
 
-    def each(self, x: Tensor) -> Tensor:
+    def apply_each(self, x: Tensor) -> Tensor:
         """The output of each of `branches`, with its constant part: (H, B, T, d) of x (B, T, d)."""
         assert self.branches is not None
-        return normed(self.after, normed(self.out, self.branches.each(x[None])[:, 0] + self.branches.offsets()))
+        return through_norm(
+            self.after, through_norm(self.out, self.branches.apply_each(x[None])[:, 0] + self.branches.offsets())
+        )
 
-    def onward(self, x: Tensor) -> Tensor:
+    def push_forward(self, x: Tensor) -> Tensor:
         """All ways through the step, without constants and observed outputs."""
         if self.branches is None:
-            return normed(self.after, x)
-        passed = self.branches.all(x)
+            return through_norm(self.after, x)
+        passed = self.branches.apply_all(x)
         if self.beside is not None:
-            passed = passed + self.beside.all(x)
-        return normed(self.after, x + normed(self.out, passed))
+            passed = passed + self.beside.apply_all(x)
+        return through_norm(self.after, x + through_norm(self.out, passed))
 
-    def back(self, g: Tensor) -> Tensor:
-        """A covector carried back by all ways: <g, onward(x)> = <back(g), x>."""
-        g = unnormed(self.after, g)
+    def pull_back(self, g: Tensor) -> Tensor:
+        """A covector carried back by all ways: <g, push_forward(x)> = <pull_back(g), x>."""
+        g = back_through_norm(self.after, g)
         if self.branches is None:
             return g
-        inside = unnormed(self.out, g)
-        passed = self.branches.back(inside)
+        inside = back_through_norm(self.out, g)
+        passed = self.branches.pull_back(inside)
         if self.beside is not None:
-            passed = passed + self.beside.back(inside)
+            passed = passed + self.beside.pull_back(inside)
         return g + passed
 
     def replay(self, x: Tensor) -> Tensor:
@@ -266,35 +269,35 @@ class Step:
         y = x
         for branch in (self.branches, self.beside):
             if branch is not None:
-                y = y + normed(self.out, branch.all(x)) + normed(self.out, branch.offsets().sum(0))
+                y = y + through_norm(self.out, branch.apply_all(x)) + through_norm(self.out, branch.offsets().sum(0))
         for term in (self.bias, self.observed):
-            y = y if term is None else y + normed(self.out, term)
-        return _shifted(self.after, normed(self.after, _shifted(self.out, y)))
+            y = y if term is None else y + through_norm(self.out, term)
+        return _with_shift(self.after, through_norm(self.after, _with_shift(self.out, y)))
 
-    def grown(self, state: Tensor) -> Tensor:
+    def extend_paths(self, state: Tensor) -> Tensor:
         """The same for paths sorted by origin and length: (origins, lengths, B, T, d)."""
         before = state
         if self.branches is not None:
-            passed = self._passed(self.branches, before)
+            passed = self._pass_branch(self.branches, before)
             none = torch.zeros_like(state[:, : self.longer])
             state = torch.cat([state, none], 1) + torch.cat([none, passed], 1)
         if self.beside is not None:
-            state[:, : before.shape[1]] += self._passed(self.beside, before)
+            state[:, : before.shape[1]] += self._pass_branch(self.beside, before)
         if self.bias is not None:
-            state[CONSTANTS, 0] += normed(self.out, self.bias)
+            state[CONSTANTS, 0] += through_norm(self.out, self.bias)
         if self.observed is not None:
-            state[MLP, 0] += normed(self.out, self.observed)
-        state[CONSTANTS, 0] = _shifted(self.out, state[CONSTANTS, 0])
-        state = normed(self.after, state)
-        state[CONSTANTS, 0] = _shifted(self.after, state[CONSTANTS, 0])
+            state[MLP, 0] += through_norm(self.out, self.observed)
+        state[CONSTANTS, 0] = _with_shift(self.out, state[CONSTANTS, 0])
+        state = through_norm(self.after, state)
+        state[CONSTANTS, 0] = _with_shift(self.after, state[CONSTANTS, 0])
         return state
 
-    def _passed(self, branch: Branch, state: Tensor) -> Tensor:
+    def _pass_branch(self, branch: Branch, state: Tensor) -> Tensor:
         """All of `state` through a branch; its constant part starts there."""
-        passed = normed(self.out, branch.all(state.flatten(0, 1))).view_as(state)
-        passed[CONSTANTS, 0] += normed(self.out, branch.offsets().sum(0))
+        passed = through_norm(self.out, branch.apply_all(state.flatten(0, 1))).view_as(state)
+        passed[CONSTANTS, 0] += through_norm(self.out, branch.offsets().sum(0))
         return passed
 
 
-def _shifted(norm: FrozenNorm | None, x: Tensor) -> Tensor:
+def _with_shift(norm: FrozenNorm | None, x: Tensor) -> Tensor:
     return x if norm is None or norm.shift is None else x + norm.shift

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from locater.brief import brief
 from locater.errors import LocaterError
-from locater.explain.linear_steps import CONSTANTS, INPUT, MLP, Step, normed
+from locater.explain.linear_steps import CONSTANTS, INPUT, MLP, Step, through_norm
 
 # one entry per step of `Paths.steps`: None is the skip, a number the head. An MLP is number 0 of its own step; in a
 # parallel block it comes after the last head.
@@ -148,22 +148,22 @@ class Paths:
                 at += 1
                 for choice in sorted({path[at] for path in paths} - {None}, key=int):  # type: ignore[arg-type]
                     rows = [row for row, path in enumerate(paths) if path[at] == choice]
-                    x[rows] = step.one(x[rows], choice)  # type: ignore[arg-type]
-            x = normed(step.after, x)
+                    x[rows] = step.apply_one(x[rows], choice)  # type: ignore[arg-type]
+            x = through_norm(step.after, x)
         return x
 
-    def carried(self, x: Float[Tensor, "n B T d"]) -> Float[Tensor, "n B T d"]:
+    def push_forward(self, x: Float[Tensor, "n B T d"]) -> Float[Tensor, "n B T d"]:
         """Fields that enter the first block, carried to the end by all paths. Constants and observed outputs of MLPs
         are left out, so this is linear.
         """
         for step in self.frozen:
-            x = step.onward(x)
+            x = step.push_forward(x)
         return x
 
-    def pulled_back(self, g: Float[Tensor, "n B T d"]) -> Float[Tensor, "n B T d"]:
-        """Covectors at the end, carried back to the first block: <g, carried(x)> = <pulled_back(g), x>."""
+    def pull_back(self, g: Float[Tensor, "n B T d"]) -> Float[Tensor, "n B T d"]:
+        """Covectors at the end, carried back to the first block: <g, push_forward(x)> = <pull_back(g), x>."""
         for step in reversed(self.frozen):
-            g = step.back(g)
+            g = step.pull_back(g)
         return g
 
     def sum_of(self, paths: Sequence[Path]) -> Float[Tensor, "B T d"]:
@@ -180,7 +180,7 @@ class Paths:
         state = self.input.new_zeros(3, 1, *self.input.shape)
         state[INPUT, 0] = self.input
         for step in self.frozen:
-            state = step.grown(state)
+            state = step.extend_paths(state)
         return ByLength(state[INPUT], state[CONSTANTS], state[MLP])
 
     def sample(self, length: int, n: int, seed: int = 0) -> list[tuple[int | None, ...]]:
@@ -189,7 +189,7 @@ class Paths:
         if n < 1:
             raise LocaterError(f"n={n}: sample at least one path")
         draw = random.Random(seed)
-        return [self._drawn(length, draw) for _ in range(n)]
+        return [self._draw_path(length, draw) for _ in range(n)]
 
     def sampled_sum(self, length: int, n: int, seed: int = 0) -> Float[Tensor, "B T d"]:
         """The sum of `n` sampled paths; times count(length) / n it estimates `by_length().input[length]` without
@@ -221,19 +221,19 @@ class Paths:
         g, rows = covectors[None], []
         for step, x in zip(reversed(self.frozen), reversed(self.streams[:-1]), strict=True):
             if step.longer:
-                rows.append(torch.einsum("hbtd,btd->h", step.each(x), g[0]))
-            g = step.back(g)
+                rows.append(torch.einsum("hbtd,btd->h", step.apply_each(x), g[0]))
+            g = step.pull_back(g)
         return torch.stack(rows[::-1])
 
     def _through(self, layer: int) -> Tensor:
         """(H, B, T, d): each head's output, carried to the end by all ways."""
         at = [i for i, step in enumerate(self.frozen) if step.longer][layer]
-        x = self.frozen[at].each(self.streams[at])
+        x = self.frozen[at].apply_each(self.streams[at])
         for later in self.frozen[at + 1 :]:
-            x = later.onward(x)
+            x = later.push_forward(x)
         return x
 
-    def _drawn(self, length: int, draw: random.Random) -> tuple[int | None, ...]:
+    def _draw_path(self, length: int, draw: random.Random) -> tuple[int | None, ...]:
         passes = [False] * self.layers  # whether the path passes a head, layer by layer
         for layer in draw.sample(range(self.layers), length):
             passes[layer] = True

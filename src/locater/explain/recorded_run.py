@@ -25,7 +25,7 @@ from locater.calls.listeners import Switch
 from locater.calls.patching import replace_method
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.explain.attention_event import AttentionEvent, values_behind
+from locater.explain.attention_event import AttentionEvent, recomputed_values
 from locater.families.record import Block, BlockModules, Part
 from locater.families.registry import block_of, family_of
 from locater.families.taps import is_tapped
@@ -41,7 +41,7 @@ Inputs = Mapping[str, Any] | Tensor
 
 
 @dataclass(frozen=True)
-class Passage:
+class ModuleCall:
     """One call of a module: its first argument and its first output."""
 
     input: Tensor
@@ -114,27 +114,27 @@ class Run:
         family = family_of(self.model)
         tapped = {key for key, site in sites.items() if is_tapped(site.module, family)}
         if self.gradients and not tapped:  # PyTorch's encoder goes past its attention where nothing needs a gradient
-            stack.enter_context(frozen(self.model))
+            stack.enter_context(without_parameter_gradients(self.model))
         stack.enter_context(listening_to(self.model, list(sites.values())))
         for key, site in sites.items():
             if not self.gradients:
                 continue
             if key in tapped:
-                stack.callback(replace_method(site.module, "forward", site.around))
+                stack.callback(replace_method(site.module, "forward", site.record_values))
                 continue
-            add_interceptor(site.module, site.keeper)
-            stack.callback(remove_interceptor, site.module, site.keeper)
+            add_interceptor(site.module, site.value_recorder)
+            stack.callback(remove_interceptor, site.module, site.value_recorder)
 
     def _record_blocks(self, stack: ExitStack, record: _Record, block: Block) -> None:
         """Input and output of the modules that a block names, and the last stream."""
-        blocks = BlockRecord(self.weights, block, self.layers, record.passages, record.events)
+        blocks = BlockRecord(self.weights, block, self.layers, record.module_calls, record.events)
         # some blocks add to the output of their MLP in place
         copied = {blocks.modules(layer).find(block.mlp or block.down) for layer in self.layers}
-        for path in blocks.watched():
-            keep = partial(_record_passage, record.passages.setdefault(path, []), path in copied)
+        for path in blocks.paths_to_record():
+            keep = partial(_record_module_call, record.module_calls.setdefault(path, []), path in copied)
             stack.callback(replace_method(self.weights.submodule(path), "forward", keep))
         last = self.weights.submodule(blocks.final_norm() or block.path(self.layers[-1]))
-        stack.callback(replace_method(last, "forward", record.pass_end_on))
+        stack.callback(replace_method(last, "forward", record.record_end))
 
     @property
     def output(self) -> Any:
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def blocks(self) -> BlockRecord:
-        return BlockRecord(self.weights, self.block, self.layers, self._record.passages, self._record.events)
+        return BlockRecord(self.weights, self.block, self.layers, self._record.module_calls, self._record.events)
 
     def values(self, method: str) -> Sequence[AttentionEvent]:
         """Its attention calls, refused in one line where the values of one were not seen."""
@@ -186,7 +186,7 @@ class Run:
             return attention_maps(events[0].call, torch.tensor(heads, device=query.device))[0]
 
 
-def recorded(model: nn.Module | Run, inputs: Inputs | None, *, gradients: bool = False, blocks: bool = False) -> Run:
+def as_run(model: nn.Module | Run, inputs: Inputs | None, *, gradients: bool = False, blocks: bool = False) -> Run:
     """A run of the model with what one method needs, or the run that it was given in the place of a model."""
     if isinstance(model, Run):
         if inputs is not None:
@@ -203,10 +203,10 @@ class _Record:
 
     output: Any = None
     events: list[AttentionEvent] = field(default_factory=list)
-    passages: dict[str, list[Passage]] = field(default_factory=dict)
+    module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     end: Tensor | None = None
 
-    def pass_end_on(self, module: nn.Module, forward: Any, *args: Any, **kw: Any) -> Any:
+    def record_end(self, module: nn.Module, forward: Any, *args: Any, **kw: Any) -> Any:
         """Note the last module's output, as a leaf where it is in no graph. Gradients stay on until the context of the
         run ends.
         """
@@ -217,14 +217,14 @@ class _Record:
         return (self.end, *out[1:]) if isinstance(out, tuple) else self.end
 
 
-def _record_passage(
-    passages: list[Passage], copied: bool, module: nn.Module, forward: Any, *args: Any, **kw: Any
+def _record_module_call(
+    module_calls: list[ModuleCall], copied: bool, module: nn.Module, forward: Any, *args: Any, **kw: Any
 ) -> Any:
     out = forward(*args, **kw)
     x = args[0] if args else next(iter(kw.values()))
     y = (out[0] if isinstance(out, tuple) else out).detach()
     others = tuple(a.detach() for a in (*args, *kw.values()) if isinstance(a, Tensor) and a is not x)
-    passages.append(Passage(x.detach(), y.clone() if copied else y, others))
+    module_calls.append(ModuleCall(x.detach(), y.clone() if copied else y, others))
     return out
 
 
@@ -235,7 +235,7 @@ class BlockRecord:
     weights: ModuleWeights
     block: Block
     layers: Sequence[AttentionLayer]
-    passages: Mapping[str, list[Passage]]
+    module_calls: Mapping[str, list[ModuleCall]]
     events: Sequence[AttentionEvent]
 
     def modules(self, layer: AttentionLayer) -> BlockModules:
@@ -245,23 +245,23 @@ class BlockRecord:
     def find(self, layer: AttentionLayer, part: Part) -> str | None:
         """The path of a part of a layer's block, where it is there and was called."""
         path = self.modules(layer).find(part)
-        return path if path is not None and self.passages.get(path) else None
+        return path if path is not None and self.module_calls.get(path) else None
 
     def final(self) -> str | None:
         """The path of the norm after the last block, where it is there and was called."""
         path = self.final_norm()
-        return path if path is not None and self.passages.get(path) else None
+        return path if path is not None and self.module_calls.get(path) else None
 
-    def once(self, path: str) -> Passage:
+    def only_call(self, path: str) -> ModuleCall:
         """The only call of a module, with axes (batch, tokens, ...)."""
-        passages = self.passages.get(path, [])
-        if len(passages) != 1:
+        module_calls = self.module_calls.get(path, [])
+        if len(module_calls) != 1:
             raise LocaterError(
-                f"{path}: called {len(passages)} times in one run of the model; paths need every part once"
+                f"{path}: called {len(module_calls)} times in one run of the model; paths need every part once"
             )
-        return Passage(self.batch_first(passages[0].input), self.batch_first(passages[0].output))
+        return ModuleCall(self.batch_first(module_calls[0].input), self.batch_first(module_calls[0].output))
 
-    def turns(self) -> Iterator[tuple[BlockRecord, AttentionLayer, Call]]:
+    def in_call_order(self) -> Iterator[tuple[BlockRecord, AttentionLayer, Call]]:
         """The attention calls in the model's order, each with its layer and a record of that turn alone. Layers that
         share one module (ALBERT) take turns.
         """
@@ -277,15 +277,15 @@ class BlockRecord:
             layer, count, turn = event.layer, counts[event.layer.name], taken[event.layer.name]
             taken[layer.name] += 1
             inside = f"{self.block.path(layer)}."
-            passages = {
+            module_calls = {
                 path: calls[turn : turn + 1] if path.startswith(inside) and len(calls) == count else calls
-                for path, calls in self.passages.items()
+                for path, calls in self.module_calls.items()
             }
-            yield replace(self, passages=passages), layer, event.call
+            yield replace(self, module_calls=module_calls), layer, event.call
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """The stream that enters the first block, and the one that leaves the last."""
-        first, last = (self.passages.get(self.block.path(self.layers[i]), []) for i in (0, -1))
+        first, last = (self.module_calls.get(self.block.path(self.layers[i]), []) for i in (0, -1))
         if not first or not last:
             raise LocaterError(f"{self.block.path(self.layers[0])}: not called in a run of the model")
         return self.batch_first(first[0].input), self.batch_first(last[-1].output)
@@ -294,10 +294,10 @@ class BlockRecord:
         """Some blocks put the tokens first, and some MLPs get all tokens of a batch in one axis."""
         if x.ndim != 2:
             return x.transpose(0, 1) if self.block.time_first else x
-        first = self.passages[self.block.path(self.layers[0])][0].input
+        first = self.module_calls[self.block.path(self.layers[0])][0].input
         return x.unflatten(0, first.shape[:2])
 
-    def watched(self) -> list[str]:
+    def paths_to_record(self) -> list[str]:
         """Paths of modules whose input and output are needed."""
         block = self.block
         paths: list[str | None] = [block.path(self.layers[0]), block.path(self.layers[-1]), self.final_norm()]
@@ -367,7 +367,7 @@ def _check_one_stack(model: nn.Module, block: Block, layers: Sequence[AttentionL
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def without_parameter_gradients(model: nn.Module) -> Iterator[None]:
     """No parameter needs a gradient, then as before: activations that only weights would need are not stored."""
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
@@ -379,8 +379,8 @@ def frozen(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
 
 
-class _Keeper(Interceptor):
-    """Keeps the values and the output of a call, until the call is announced. After all other changes."""
+class _ValueRecorder(Interceptor):
+    """Keeps the values and the output of a call until its listeners receive it. Comes after all other interceptors."""
 
     order = 1000
 
@@ -411,23 +411,23 @@ class _EventSite:
     layer: AttentionLayer
     events: list[AttentionEvent]
     gradients: bool
-    keeper: _Keeper = field(init=False)
+    value_recorder: _ValueRecorder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keeper = _Keeper(self.gradients)
+        self.value_recorder = _ValueRecorder(self.gradients)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()
 
-    def around(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    def record_values(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         """In the place of the forward of a module that does not pass the interface: its values, from its input."""
         before = len(self.events)
         out = forward(*args, **kw)
         read = attention_input(module, args, kw)
         if len(self.events) == before + 1 and read is not None:
             event, y = self.events[-1], out[0] if isinstance(out, tuple) else out
-            values = values_behind(event.layer, event.call, module, read, y)
+            values = recomputed_values(event.layer, event.call, module, read, y)
             if values is not None:
                 if self.gradients and not y.requires_grad:
                     y.requires_grad_(True)
@@ -436,8 +436,8 @@ class _EventSite:
         return out
 
     def receive(self, call: Call) -> None:
-        value, output = self.keeper.kept
-        self.keeper.kept = (None, None)
+        value, output = self.value_recorder.kept
+        self.value_recorder.kept = (None, None)
         if value is not None:  # keys beyond those of the call are empty places of a cache
             value = value[:, :, : call.key.shape[2]]
         self.events.append(AttentionEvent(self.layer, call, value, output if self.gradients else None))

@@ -38,7 +38,7 @@ class StreamStep:
         return self.reader != self.read
 
 
-def steps_of(events: Sequence[AttentionEvent], streams: StreamsOf | None = None) -> list[StreamStep]:
+def stream_steps(events: Sequence[AttentionEvent], streams: StreamsOf | None = None) -> list[StreamStep]:
     """The calls of a run with their streams, in order."""
     names = _names([event.layer for event in events])
     steps: list[StreamStep] = []
@@ -51,7 +51,7 @@ def steps_of(events: Sequence[AttentionEvent], streams: StreamsOf | None = None)
     return steps
 
 
-def sizes_of(steps: Sequence[StreamStep]) -> dict[str, int]:
+def stream_sizes(steps: Sequence[StreamStep]) -> dict[str, int]:
     """How many tokens each stream has."""
     sizes: dict[str, int] = {}
     for step in steps:
@@ -65,14 +65,14 @@ def sizes_of(steps: Sequence[StreamStep]) -> dict[str, int]:
     return sizes
 
 
-def last_of(steps: Sequence[StreamStep]) -> dict[str, StreamStep]:
+def last_steps(steps: Sequence[StreamStep]) -> dict[str, StreamStep]:
     """The last step of every stream."""
     return {step.reader: step for step in steps}
 
 
-def ends_of(steps: Sequence[StreamStep]) -> dict[str, StreamStep]:
+def end_steps(steps: Sequence[StreamStep]) -> dict[str, StreamStep]:
     """The last step of every stream that nothing reads afterwards: the target can only read there."""
-    last = last_of(steps)
+    last = last_steps(steps)
     reads = [(step.read, step.at) for step in steps if step.is_cross]
     return {name: end for name, end in last.items() if not any(read == name and at > end.at for read, at in reads)}
 

@@ -4,7 +4,7 @@ There are `num_hidden_groups` x `inner_group_num` attention modules, and each of
 of a module differ in the norm that made their input. A group that is called repeatedly reads its own closing norm each
 time but the first, so that norm is the one recorded: `x` enters it. The first call reads the norm of the group before,
 or at depth 0 the embeddings, which are widened after their norm. To follow that call, `dataclasses.replace` the norm:
-with `Norm()`, `x` is the input of attention itself.
+with `NormLayout()`, `x` is the input of attention itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from locater.families.record import Block, Family
-from locater.layers.build import expect, expect_layers, integer, norm, projection
-from locater.layers.layer import AttentionLayer
-from locater.layers.norm import Norm
+from locater.layers.build import expect_layers, integer, map_layout, norm_layout
+from locater.layers.layout import AttentionLayout, LogitsLayout
+from locater.layers.map_layouts import NormLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
@@ -24,7 +24,7 @@ PATTERN = (
 )
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim, eps = width // heads, config.get("layer_norm_eps", 1e-12)
     inner = config.get("inner_group_num", 1)
@@ -34,17 +34,10 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for stack, group, step in places:
         block = f"{stack}.{group}.albert_layers.{step}"
         stem = f"{block}.attention"
-        query, key = projection(weights, f"{stem}.query"), projection(weights, f"{stem}.key")
-        for name, got in (("query", query), ("key", key)):
-            expect(
-                weights,
-                f"{stem}.{name}.weight",
-                got.shape,
-                (heads * head_dim, width),
-                "num_attention_heads x head_dim, hidden_size",
-            )
+        shape, why = (heads * head_dim, width), "num_attention_heads x head_dim, hidden_size"
+        query, key = (map_layout(weights, f"{stem}.{part}", shape=shape, why=why) for part in ("query", "key"))
         before = block_before(group, step, inner, config)
-        yield AttentionLayer(
+        yield AttentionLayout(
             name=stem,
             index=group * inner + step,
             heads=heads,
@@ -52,10 +45,12 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             head_dim=head_dim,
             query=query,
             key=key,
-            value=projection(weights, f"{stem}.value"),
-            out=projection(weights, f"{stem}.dense"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{stack}.{before}.full_layer_layer_norm", "layer", eps) if before else Norm(),
+            logits=LogitsLayout(scale=head_dim**-0.5),
+            value=map_layout(weights, f"{stem}.value"),
+            out=map_layout(weights, f"{stem}.dense"),
+            norm=norm_layout(weights, f"{stack}.{before}.full_layer_layer_norm", "layer", eps)
+            if before
+            else NormLayout(),
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from locater.families.encoder_decoder import encoder_decoder_layers
 from locater.families.record import Block, Family
-from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
@@ -21,7 +21,7 @@ LARGE = {
 }
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     yield from encoder_decoder_layers(weights, {**LARGE, **config}, norm_first=False)
 
 

@@ -12,32 +12,32 @@ from dataclasses import replace
 
 from locater.families.encoder import BERT, BERT_BLOCK, encoder_layers
 from locater.families.record import Family
-from locater.layers.build import norm, projection
-from locater.layers.layer import AttentionLayer
-from locater.layers.norm import Norm
+from locater.layers.build import map_layout, norm_layout
+from locater.layers.layout import AttentionLayout
+from locater.layers.map_layouts import NormLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     eps = config.get("layer_norm_eps", 1e-12)
     for layer in encoder_layers(weights, config, BERT, eps):
         block = layer.name.removesuffix(".attention.self")
         widened = f"{block.removesuffix(f'encoder.layer.{layer.index}')}embeddings_project.weight" in weights.names()
-        layer = replace(
-            layer, causal=bool(config.get("is_decoder")), norm=Norm() if widened and not layer.index else layer.norm
-        )
+        layer = layer.with_logits(causal=bool(config.get("is_decoder")))
+        if widened and not layer.index:
+            layer = replace(layer, norm=NormLayout())
         yield layer
         cross = f"{block}.crossattention"
         if f"{cross}.self.query.weight" in weights.names():
             yield replace(
                 layer,
                 name=f"{cross}.self",
-                query=projection(weights, f"{cross}.self.query"),
-                key=projection(weights, f"{cross}.self.key"),
-                value=projection(weights, f"{cross}.self.value"),
-                out=projection(weights, f"{cross}.output.dense"),
-                norm=norm(weights, f"{block}.attention.output.LayerNorm", "layer", eps),
+                query=map_layout(weights, f"{cross}.self.query"),
+                key=map_layout(weights, f"{cross}.self.key"),
+                value=map_layout(weights, f"{cross}.self.value"),
+                out=map_layout(weights, f"{cross}.output.dense"),
+                norm=norm_layout(weights, f"{block}.attention.output.LayerNorm", "layer", eps),
                 kind="cross",
             )
 

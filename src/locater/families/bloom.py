@@ -17,9 +17,9 @@ from locater.errors import LocaterError
 from locater.families.gpt_neox import per_head
 from locater.families.record import Block, Family
 from locater.kernels import Terms
-from locater.layers.bias import Alibi, alibi_slopes
-from locater.layers.build import expect, expect_layers, integer, norm, projection, shape_of
-from locater.layers.layer import AttentionLayer
+from locater.layers.bias import published_slopes
+from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
+from locater.layers.layout import AlibiLayout, AttentionLayout, LogitsLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 from locater.torch_private import split_bloom
@@ -27,7 +27,7 @@ from locater.torch_private import split_bloom
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     heads = integer(config, weights, "n_head", "num_attention_heads")
     width = integer(config, weights, "n_embed", "hidden_size")  # the old name wins where both are given
     head_dim = width // heads
@@ -36,14 +36,13 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for prefix, index, name in matches:
         block = f"{prefix}h.{index}"
         stem = f"{block}.self_attention"
-        expect(
-            weights, name, shape_of(weights, name), (3 * heads * head_dim, width), "3 x n_head x head size, hidden_size"
-        )
-        q, k, v = (projection(weights, f"{stem}.query_key_value", per_head(heads, head_dim, 3, i)) for i in range(3))
-        out = projection(weights, f"{stem}.dense")
+        shape, why = (3 * heads * head_dim, width), "3 x n_head x head size, hidden_size"
+        expect(weights, name, shape_of(weights, name), shape, why)
+        q, k, v = (map_layout(weights, f"{stem}.query_key_value", per_head(heads, head_dim, 3, i)) for i in range(3))
+        out = map_layout(weights, f"{stem}.dense")
         if config.get("slow_but_exact") and (config.get("pretraining_tp") or 1) > 1:
             out = replace(out, bias=None)  # this path multiplies slice by slice and leaves the bias out
-        yield AttentionLayer(
+        yield AttentionLayout(
             name=stem,
             index=index,
             heads=heads,
@@ -51,12 +50,10 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             head_dim=head_dim,
             query=q,
             key=k,
+            logits=LogitsLayout(head_dim**-0.5, bias=AlibiLayout(published_slopes(heads)), causal=True),
             value=v,
             out=out,
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.input_layernorm", "layer", config.get("layer_norm_epsilon", 1e-5)),
-            bias=Alibi(alibi_slopes(heads)),
-            causal=True,
+            norm=norm_layout(weights, f"{block}.input_layernorm", "layer", config.get("layer_norm_epsilon", 1e-5)),
         )
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from locater.families.record import Block, Family
-from locater.layers.build import expect, expect_layers, integer, norm, projection
-from locater.layers.layer import AttentionLayer
+from locater.layers.build import expect_layers, integer, map_layout, norm_layout
+from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
@@ -19,7 +19,7 @@ VISION = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12
 PATTERN = r"encoder\.layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     for name, prefix, settings in towers(weights, config, TEXT, VISION):
         yield from tower_layers(weights, settings, prefix, causal=name == "text")
 
@@ -49,7 +49,7 @@ def sub_config(config: Config, name: str, defaults: Config) -> Config:
     return {**defaults, **((config.get(f"{name}_config") or {}) if old is None else old)}
 
 
-def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) -> Iterator[AttentionLayer]:
+def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) -> Iterator[AttentionLayout]:
     """Layers of one tower; `prefix` is a pattern."""
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim = width // heads
@@ -58,16 +58,9 @@ def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) ->
     for where, index in matches:
         block = f"{where}encoder.layers.{index}"
         stem = f"{block}.self_attn"
-        query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")
-        for name, got in (("q", query), ("k", key)):
-            expect(
-                weights,
-                f"{stem}.{name}_proj.weight",
-                got.shape,
-                (heads * head_dim, width),
-                "num_attention_heads, hidden_size",
-            )
-        yield AttentionLayer(
+        shape, why = (heads * head_dim, width), "num_attention_heads, hidden_size"
+        query, key = (map_layout(weights, f"{stem}.{part}_proj", shape=shape, why=why) for part in "qk")
+        yield AttentionLayout(
             name=stem,
             index=index,
             heads=heads,
@@ -75,11 +68,10 @@ def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) ->
             head_dim=head_dim,
             query=query,
             key=key,
-            value=projection(weights, f"{stem}.v_proj"),
-            out=projection(weights, f"{stem}.out_proj"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.layer_norm1", "layer", config["layer_norm_eps"]),
-            causal=causal,
+            logits=LogitsLayout(scale=head_dim**-0.5, causal=causal),
+            value=map_layout(weights, f"{stem}.v_proj"),
+            out=map_layout(weights, f"{stem}.out_proj"),
+            norm=norm_layout(weights, f"{block}.layer_norm1", "layer", config["layer_norm_eps"]),
         )
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from locater.calls.call import Call
@@ -21,11 +20,9 @@ from locater.calls.patching import RecordedCall, Undo, record_parts, replace_met
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.record import Family
 from locater.kernels import Terms
-from locater.layers.build import expect, integer, norm, projection, read_floats, shape_of
-from locater.layers.layer import AttentionLayer
-from locater.layers.norm import Norm
-from locater.layers.relative import RelativeTerms
-from locater.numerics import upcast
+from locater.layers.build import expect, integer, map_layout, norm_layout, shape_of
+from locater.layers.layout import AttentionLayout, DistanceLayout, EmbeddingLayout
+from locater.layers.map_layouts import NormLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
@@ -39,31 +36,32 @@ NAMES = Names(
 )
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     eps = config.get("layer_norm_eps", 1e-7)
     terms = _listed(config.get("pos_att_type") or [])
     for layer in encoder_layers(weights, config, NAMES, eps):
         encoder = layer.name.removesuffix(f"layer.{layer.index}.attention.self")
-        beside = layer.index == 1 and config.get("conv_kernel_size", 0) > 0
-        yield replace(
-            layer,
+        if layer.index == 1 and config.get("conv_kernel_size", 0) > 0:
+            layer = replace(layer, norm=norm_layout(weights, f"{encoder}conv.LayerNorm", "layer", eps))
+        yield layer.with_logits(
             scale=(layer.head_dim * (1 + ("c2p" in terms) + ("p2c" in terms))) ** -0.5,
-            norm=norm(weights, f"{encoder}conv.LayerNorm", "layer", eps) if beside else layer.norm,
             relative=_relative(weights, config, layer, encoder, terms) if config.get("relative_attention") else None,
         )
 
 
-def _relative(weights: Weights, config: Config, layer: AttentionLayer, encoder: str, terms: list[str]) -> RelativeTerms:
+def _relative(
+    weights: Weights, config: Config, layer: AttentionLayout, encoder: str, terms: list[str]
+) -> DistanceLayout:
     shared = config.get("share_att_key", False)
     key, query = ("key_proj", "query_proj") if shared else ("pos_key_proj", "pos_query_proj")
-    return RelativeTerms(
-        code=_code(weights, config, encoder, layer.width),
-        key=projection(weights, f"{layer.name}.{key}") if "c2p" in terms else None,
-        query=projection(weights, f"{layer.name}.{query}") if "p2c" in terms else None,
+    return DistanceLayout(
+        _embedding(weights, config, encoder),
+        key=map_layout(weights, f"{layer.name}.{key}") if "c2p" in terms else None,
+        query=map_layout(weights, f"{layer.name}.{query}") if "p2c" in terms else None,
     )
 
 
-def _code(weights: Weights, config: Config, encoder: str, width: int) -> Callable[[Tensor], Tensor]:
+def _embedding(weights: Weights, config: Config, encoder: str) -> EmbeddingLayout:
     table = f"{encoder}rel_embeddings.weight"
     farthest = config.get("max_relative_positions", -1)
     if farthest < 1:
@@ -74,28 +72,13 @@ def _code(weights: Weights, config: Config, encoder: str, width: int) -> Callabl
         weights,
         table,
         shape_of(weights, table),
-        (2 * span, width),
+        (2 * span, integer(config, weights, "hidden_size")),
         "2 x position_buckets or max_relative_positions, hidden_size",
     )
-    normed = "layer_norm" in _listed(config.get("norm_rel_ebd", "none"))
-    after = norm(weights, f"{encoder}LayerNorm", "layer", config.get("layer_norm_eps", 1e-7)) if normed else Norm()
-
-    def code(distances: Tensor) -> Tensor:
-        place = (bucket(distances, buckets, farthest) if buckets > 0 else distances) + span
-        rows = read_floats(weights, table).to(distances.device)[place.clamp(0, 2 * span - 1)]
-        return after(upcast(rows))
-
-    return code
-
-
-def bucket(distances: Tensor, buckets: int, farthest: int) -> Tensor:
-    """Near distances exactly, those beyond half the buckets by logarithm up to `farthest`; in float32, to round as the
-    model does.
-    """
-    half = buckets // 2
-    reach = torch.log(torch.tensor((farthest - 1) / half, device=distances.device))
-    far = (torch.log(distances.abs().clamp_min(1) / half) / reach * (half - 1)).ceil() + half
-    return torch.where(distances.abs() <= half, distances, (far * distances.sign()).long())
+    norm = NormLayout()
+    if "layer_norm" in _listed(config.get("norm_rel_ebd", "none")):
+        norm = norm_layout(weights, f"{encoder}LayerNorm", "layer", config.get("layer_norm_eps", 1e-7))
+    return EmbeddingLayout(table, span, buckets, farthest, norm)
 
 
 def _listed(setting: str | list[str]) -> list[str]:

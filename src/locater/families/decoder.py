@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from locater.families.record import Block
-from locater.layers.build import expect, expect_layers, integer, norm, projection
-from locater.layers.layer import AttentionLayer
-from locater.layers.norm import Norm
-from locater.layers.rotary import rotary_from_config
+from locater.layers.build import expect_layers, integer, map_layout, norm_layout
+from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
+from locater.layers.map_layouts import NormLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
@@ -37,7 +36,7 @@ def decoder_layers(
     pattern: str = PATTERN,
     out: str = "o_proj",
     normed: bool = True,
-) -> Iterator[AttentionLayer]:
+) -> Iterator[AttentionLayout]:
     """Layers with the configuration's own defaults: scale 1/sqrt(head_dim), causal, no window."""
     heads = integer(config, weights, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
@@ -45,25 +44,20 @@ def decoder_layers(
     head_dim = config.get("head_dim") or width // heads
     matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
     expect_layers(weights, len(matches), config, "num_hidden_layers")
+    rotary = rotary_layout(config, head_dim)
     for prefix, index in matches:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
-        query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")
-        expect(
-            weights,
-            f"{stem}.q_proj.weight",
-            query.shape,
-            (heads * head_dim, width),
-            "num_attention_heads x head_dim, hidden_size",
+        query, key = (
+            map_layout(
+                weights,
+                f"{stem}.{part}_proj",
+                shape=(count * head_dim, width),
+                why=f"{setting} x head_dim, hidden_size",
+            )
+            for part, count, setting in (("q", heads, "num_attention_heads"), ("k", kv_heads, "num_key_value_heads"))
         )
-        expect(
-            weights,
-            f"{stem}.k_proj.weight",
-            key.shape,
-            (kv_heads * head_dim, width),
-            "num_key_value_heads x head_dim, hidden_size",
-        )
-        yield AttentionLayer(
+        yield AttentionLayout(
             name=stem,
             index=index,
             heads=heads,
@@ -71,14 +65,13 @@ def decoder_layers(
             head_dim=head_dim,
             query=query,
             key=key,
-            value=projection(weights, f"{stem}.v_proj"),
-            out=projection(weights, f"{stem}.{out}"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset)
+            logits=LogitsLayout(scale=head_dim**-0.5, causal=True),
+            value=map_layout(weights, f"{stem}.v_proj"),
+            out=map_layout(weights, f"{stem}.{out}"),
+            norm=norm_layout(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset)
             if normed
-            else Norm(),
-            rotary=rotary_from_config(config, head_dim),
-            causal=True,
+            else NormLayout(),
+            rotary=rotary,
         )
 
 

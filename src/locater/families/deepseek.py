@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 from locater.families.decoder import LLAMA_BLOCK
 from locater.families.record import Family
-from locater.layers.build import expect, expect_layers, integer, norm, projection, within_heads
-from locater.layers.layer import AttentionLayer, Projection
-from locater.layers.norm import Norm
-from locater.layers.normed import normed
-from locater.layers.rotary import halves, rotary_from_config, yarn_scale
+from locater.layers.build import expect_layers, integer, map_layout, norm_layout
+from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
+from locater.layers.map_layouts import JoinedLayout, MapLayout, runs_of, shared_in_front
+from locater.layers.rotary import halves, yarn_scale
 from locater.sources.sources import Config
 from locater.sources.weights import Rows, Weights, numbered
 
@@ -33,7 +32,7 @@ class _Sizes:
     rank: int  # of the latent of keys and values
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     sizes = _Sizes(
         integer(config, weights, "num_attention_heads"),
         integer(config, weights, "hidden_size"),
@@ -50,72 +49,65 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for match in matches:
         block = f"{match['prefix']}layers.{match['layer']}"
         stem = f"{block}.self_attn"
-        before = norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6))
-        key, value = _key_and_value(weights, config, stem, before, sizes)
-        yield AttentionLayer(
+        before = norm_layout(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6))
+        key, value = _key_and_value(weights, config, stem, sizes)
+        yield AttentionLayout(
             name=stem,
             index=int(match["layer"]),
             heads=sizes.heads,
             kv_heads=sizes.heads,
             head_dim=head_dim,
-            query=_query(weights, config, stem, before, sizes),
+            query=_query(weights, config, stem, sizes),
             key=key,
+            logits=LogitsLayout(head_dim**-0.5 * _stretch(config), causal=True),
             value=value,
-            out=projection(weights, f"{stem}.o_proj"),
-            scale=head_dim**-0.5 * _stretch(config),
+            out=map_layout(weights, f"{stem}.o_proj"),
             norm=before,
-            rotary=rotary_from_config(config, sizes.turning),
-            causal=True,
+            rotary=rotary_layout(config, sizes.turning),
         )
 
 
-def _query(weights: Weights, config: Config, stem: str, before: Norm, sizes: _Sizes) -> Projection:
+def _query(weights: Weights, config: Config, stem: str, sizes: _Sizes) -> MapLayout:
     narrow = f"{stem}.q_a_proj.weight" in weights.names()  # small models have no latent for queries
-    last = f"{stem}.q_b_proj" if narrow else f"{stem}.q_proj"
-    wide = projection(weights, last)
     head_dim = sizes.still + sizes.turning
     width = config.get("q_lora_rank") or 1536 if narrow else sizes.width
-    expect(
+    wide = map_layout(
         weights,
-        f"{last}.weight",
-        wide.shape,
-        (sizes.heads * head_dim, width),
-        "num_attention_heads x head size, width or q_lora_rank",
+        f"{stem}.q_b_proj" if narrow else f"{stem}.q_proj",
+        shape=(sizes.heads * head_dim, width),
+        why="num_attention_heads x head size, width or q_lora_rank",
     )
     order = [*(sizes.still + i for i in _turning_order(config, sizes.turning)), *range(sizes.still)]
-    wide = within_heads(wide, sizes.heads, order)
+    wide = wide.within_heads(sizes.heads, order)
     if not narrow:
         return wide
-    inner = norm(weights, f"{stem}.q_a_layernorm", "rms", LATENT_EPS)
-    return normed(projection(weights, f"{stem}.q_a_proj"), inner, before, up=wide)
+    inner = norm_layout(weights, f"{stem}.q_a_layernorm", "rms", LATENT_EPS)
+    return replace(wide, latent=map_layout(weights, f"{stem}.q_a_proj"), latent_norm=inner)
 
 
-def _key_and_value(
-    weights: Weights, config: Config, stem: str, before: Norm, sizes: _Sizes
-) -> tuple[Projection, Projection]:
-    both, whole = f"{stem}.kv_a_proj_with_mqa", projection(weights, f"{stem}.kv_a_proj_with_mqa")
-    expect(
+def _key_and_value(weights: Weights, config: Config, stem: str, sizes: _Sizes) -> tuple[JoinedLayout, MapLayout]:
+    both, ends = f"{stem}.kv_a_proj_with_mqa", (sizes.rank, sizes.rank + sizes.turning)
+    down = map_layout(
         weights,
-        f"{both}.weight",
-        whole.shape,
-        (sizes.rank + sizes.turning, sizes.width),
-        "kv_lora_rank + qk_rope_head_dim, hidden_size",
+        both,
+        [(0, sizes.rank)],
+        shape=(ends[1], sizes.width),
+        why="kv_lora_rank + qk_rope_head_dim, hidden_size",
     )
-    shape = (sizes.heads * (sizes.still + sizes.value), sizes.rank)
-    why = "num_attention_heads x (qk_nope_head_dim + v_head_dim), kv_lora_rank"
-    expect(weights, f"{stem}.kv_b_proj.weight", projection(weights, f"{stem}.kv_b_proj").shape, shape, why)
-    down = projection(weights, both, [(0, sizes.rank)])
-    shared = projection(weights, both, [(sizes.rank, sizes.rank + sizes.turning)])
-    shared = within_heads(shared, 1, _turning_order(config, sizes.turning))
-    inner = norm(weights, f"{stem}.kv_a_layernorm", "rms", LATENT_EPS)
+    shared = map_layout(weights, both, [ends]).within_heads(1, _turning_order(config, sizes.turning))
+    inner = norm_layout(weights, f"{stem}.kv_a_layernorm", "rms", LATENT_EPS)
     keys: Rows = [
         (h * (sizes.still + sizes.value), h * (sizes.still + sizes.value) + sizes.still) for h in range(sizes.heads)
     ]
     values: Rows = [(end, end + sizes.value) for _, end in keys]
-    key = normed(
-        down, inner, before, up=projection(weights, f"{stem}.kv_b_proj", keys), shared=shared, heads=sizes.heads
+    shape = (sizes.heads * (sizes.still + sizes.value), sizes.rank)
+    why = "num_attention_heads x (qk_nope_head_dim + v_head_dim), kv_lora_rank"
+    key, value = (
+        replace(map_layout(weights, f"{stem}.kv_b_proj", rows, shape=shape, why=why), latent=down, latent_norm=inner)
+        for rows in (keys, values)
     )
-    return key, normed(down, inner, before, up=projection(weights, f"{stem}.kv_b_proj", values))
+    places = runs_of(shared_in_front(shared, key, sizes.heads))
+    return JoinedLayout((shared, key), places, sizes.heads), value
 
 
 def _turning_order(config: Config, channels: int) -> list[int]:

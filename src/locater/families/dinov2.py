@@ -10,17 +10,18 @@ from dataclasses import replace
 
 from locater.families.record import Block, Family
 from locater.families.vit import vit_layers
-from locater.layers.build import rescaled
-from locater.layers.layer import AttentionLayer
+from locater.layers.build import scaled_rows
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     config = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-6, **config}
     for layer in vit_layers(weights, config, "norm1"):
         block = re.sub(r"(\.attention)+$", "", layer.name)
-        yield replace(layer, out=rescaled(weights, layer.out, f"{block}.layer_scale1.lambda1"))
+        assert layer.out is not None
+        yield replace(layer, out=scaled_rows(weights, layer.out, f"{block}.layer_scale1.lambda1"))
 
 
 BLOCK = Block(

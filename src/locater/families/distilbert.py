@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from locater.families.encoder import Names, encoder_layers
 from locater.families.record import Block, Family
-from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
@@ -23,7 +23,7 @@ NAMES = Names(
 )
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     return encoder_layers(weights, config, NAMES, EPS)
 
 

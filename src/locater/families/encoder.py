@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from locater.errors import LocaterError
 from locater.families.record import Block
-from locater.layers.build import expect, expect_layers, integer, norm, projection
-from locater.layers.layer import AttentionLayer
+from locater.layers.build import expect_layers, integer, map_layout, norm_layout
+from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
@@ -49,7 +49,7 @@ BERT_BLOCK = Block(
 )
 
 
-def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -> Iterator[AttentionLayer]:
+def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -> Iterator[AttentionLayout]:
     """Self-attention layers: scale 1/sqrt(head_dim), every token in view, LayerNorm with `eps`."""
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise LocaterError(
@@ -67,16 +67,9 @@ def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -
     for prefix, index in matches:
         stack = f"{prefix}{names.stack}"
         block = f"{stack}.{index}"
-        query, key = projection(weights, f"{block}.{names.query}"), projection(weights, f"{block}.{names.key}")
-        for name, got in ((names.query, query), (names.key, key)):
-            expect(
-                weights,
-                f"{block}.{name}.weight",
-                got.shape,
-                (heads * head_dim, width),
-                "num_attention_heads x head_dim, hidden_size",
-            )
-        yield AttentionLayer(
+        shape, why = (heads * head_dim, width), "num_attention_heads x head_dim, hidden_size"
+        query, key = (map_layout(weights, f"{block}.{x}", shape=shape, why=why) for x in (names.query, names.key))
+        yield AttentionLayout(
             name=f"{block}.{names.query.rpartition('.')[0]}",
             index=index,
             heads=heads,
@@ -84,10 +77,10 @@ def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -
             head_dim=head_dim,
             query=query,
             key=key,
-            value=projection(weights, f"{block}.{names.value}"),
-            out=projection(weights, f"{block}.{names.out}"),
-            scale=head_dim**-0.5,
-            norm=norm(
+            logits=LogitsLayout(scale=head_dim**-0.5),
+            value=map_layout(weights, f"{block}.{names.value}"),
+            out=map_layout(weights, f"{block}.{names.out}"),
+            norm=norm_layout(
                 weights,
                 f"{stack}.{index - 1}.{names.last_norm}" if index else f"{prefix}embeddings.LayerNorm",
                 "layer",

@@ -1,18 +1,17 @@
 """Falcon: one fused map of groups (queries of a group, its key, its value), rotary positions or ALiBi.
 
 With ALiBi, transformers' sdpa path adds the bias once, as the model was trained, and its eager path twice: this family
-reads the model as sdpa runs it. The bias is computed in bfloat16, so far keys share one value: see `RoundedAlibi`.
+reads the model as sdpa runs it. The bias is computed in bfloat16, so far keys share one value: see `RoundedAlibi`
+in layers/bias.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from locater.calls.call import Call
@@ -20,10 +19,9 @@ from locater.calls.patching import RecordedCall, Undo, cached_keys, record_parts
 from locater.errors import LocaterError
 from locater.families.record import Block, Family, Part
 from locater.kernels import Terms
-from locater.layers.bias import Alibi, alibi_slopes
-from locater.layers.build import expect, expect_layers, integer, norm, projection, shape_of
-from locater.layers.layer import AttentionLayer
-from locater.layers.rotary import rotary_from_config
+from locater.layers.bias import published_slopes
+from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
+from locater.layers.layout import AlibiLayout, AttentionLayout, LogitsLayout, rotary_layout
 from locater.sources.sources import Config
 from locater.sources.weights import Rows, Weights, numbered
 from locater.torch_private import attention_implementation, split_falcon
@@ -31,44 +29,25 @@ from locater.torch_private import attention_implementation, split_falcon
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 
 
-@dataclass(frozen=True)
-class RoundedAlibi(Alibi):
-    """scale * (slope * key position, rounded to bfloat16, less slope * query position): a staircase of -slope *
-    distance.
-
-    The steps depend on the key's own position, counted from the first real token.
-    """
-
-    scale: float = 1.0
-
-    def __call__(self, queries: Int[Tensor, " T"], keys: Int[Tensor, " S"]) -> Float[Tensor, "H T S"]:
-        slopes = self.slopes.to(keys.device, torch.bfloat16)
-        there = (slopes[:, None] * keys).double()  # (H, S); the product is rounded too
-        return self.scale * (there[:, None] - slopes.double()[:, None, None] * queries[:, None])
-
-
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     heads = integer(config, weights, "num_attention_heads", "n_head")
     width = integer(config, weights, "n_embed", "hidden_size")
     head_dim, kv_heads = width // heads, _kv_heads(config, heads)
-    alibi = RoundedAlibi(alibi_slopes(heads), head_dim**-0.5) if config.get("alibi") else None
+    alibi = AlibiLayout(published_slopes(heads), rounded=head_dim**-0.5) if config.get("alibi") else None
     matches = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
     expect_layers(weights, len(matches), config, "num_hidden_layers", "n_layer")
     for prefix, index, name in matches:
         block = f"{prefix}h.{index}"
         stem = f"{block}.self_attention"
-        rows = (heads + 2 * kv_heads) * head_dim
-        expect(
-            weights,
-            name,
-            shape_of(weights, name),
-            (rows, width),
+        shape, why = (
+            ((heads + 2 * kv_heads) * head_dim, width),
             "(query heads + 2 x key heads) x head size, hidden_size",
         )
-        q, k, v = (projection(weights, f"{stem}.query_key_value", rows) for rows in grouped(heads, kv_heads, head_dim))
+        expect(weights, name, shape_of(weights, name), shape, why)
+        q, k, v = (map_layout(weights, f"{stem}.query_key_value", rows) for rows in grouped(heads, kv_heads, head_dim))
         own = f"{block}.ln_attn"  # where attention and MLP run side by side each may have a norm of its own
         before = own if f"{own}.weight" in weights.names() else f"{block}.input_layernorm"
-        yield AttentionLayer(
+        yield AttentionLayout(
             name=stem,
             index=index,
             heads=heads,
@@ -76,13 +55,11 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             head_dim=head_dim,
             query=q,
             key=k,
+            logits=LogitsLayout(head_dim**-0.5, bias=alibi, causal=True),
             value=v,
-            out=projection(weights, f"{stem}.dense"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, before, "layer", config.get("layer_norm_epsilon", 1e-5)),
-            rotary=None if alibi else rotary_from_config(config, head_dim),
-            bias=alibi,
-            causal=True,
+            out=map_layout(weights, f"{stem}.dense"),
+            norm=norm_layout(weights, before, "layer", config.get("layer_norm_epsilon", 1e-5)),
+            rotary=None if alibi else rotary_layout(config, head_dim),
         )
 
 

@@ -9,18 +9,17 @@ from dataclasses import replace
 
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
-from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     config = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, **config}
     types = config.get("layer_types")
     for layer in decoder_layers(weights, config, gain_offset=1.0):
         sliding = types[layer.index] == "sliding_attention" if types else layer.index % 2 == 0
-        yield replace(
-            layer,
+        yield layer.with_logits(
             scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
             softcap=config.get("attn_logit_softcapping", 50.0),
             window=config.get("sliding_window", 4096) if sliding else None,

@@ -15,9 +15,8 @@ from locater.families.decoder import decoder_layers
 from locater.families.gemma2 import GEMMA_BLOCK
 from locater.families.record import Block, Family
 from locater.families.siglip import TOWER
-from locater.layers.build import norm
-from locater.layers.layer import AttentionLayer
-from locater.layers.rotary import Rotary, rotary_from_config
+from locater.layers.build import norm_layout
+from locater.layers.layout import AttentionLayout, RotaryLayout, rotary_layout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
@@ -25,14 +24,14 @@ from locater.sources.weights import Weights
 PATTERN = r"(?P<prefix>((?!.*vision).*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     yield from _text_layers(weights, config.get("text_config", config))
     if any(".vision_tower." in f".{name}" for name in weights.names()):
         vision = sub_config(config, "vision", TOWER)
         yield from tower_layers(weights, vision, r"(.*\.)?vision_tower\.(vision_model\.)?", causal=False)
 
 
-def _text_layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def _text_layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     smallest = {
         "hidden_size": 2304,
         "num_hidden_layers": 26,
@@ -46,12 +45,14 @@ def _text_layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for layer in decoder_layers(weights, config, gain_offset=1.0, pattern=PATTERN):
         kind = _kind(config, layer.index)
         window = config.get("sliding_window", 4096) if kind == "sliding_attention" else None
-        yield replace(
+        layer = replace(
             layer,
-            scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
-            query_norm=norm(weights, f"{layer.name}.q_norm", "rms", eps, 1.0),
-            key_norm=norm(weights, f"{layer.name}.k_norm", "rms", eps, 1.0),
+            query_norm=norm_layout(weights, f"{layer.name}.q_norm", "rms", eps, 1.0),
+            key_norm=norm_layout(weights, f"{layer.name}.k_norm", "rms", eps, 1.0),
             rotary=_rotary(config, layer.head_dim, kind),
+        )
+        yield layer.with_logits(
+            scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
             causal=not both_ways,
             window=window // 2 + 1 if window is not None and both_ways else window,
         )
@@ -65,12 +66,12 @@ def _kind(config: Config, index: int) -> str:
     return "sliding_attention" if (index + 1) % every else "full_attention"
 
 
-def _rotary(config: Config, head_dim: int, kind: str) -> Rotary:
+def _rotary(config: Config, head_dim: int, kind: str) -> RotaryLayout:
     if config.get("rope_parameters"):
-        return rotary_from_config(config, head_dim, kind)
+        return rotary_layout(config, head_dim, kind)
     if kind == "sliding_attention":  # configurations written before the two bases shared one entry
-        return rotary_from_config({"rope_theta": config.get("rope_local_base_freq")}, head_dim)
-    return rotary_from_config({"rope_theta": 1_000_000.0, **config}, head_dim)
+        return rotary_layout({"rope_theta": config.get("rope_local_base_freq")}, head_dim)
+    return rotary_layout({"rope_theta": 1_000_000.0, **config}, head_dim)
 
 
 def block(config: Config) -> Block:

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from locater.families.record import Block, Family
-from locater.layers.build import expect, expect_layers, integer, norm, optional, read_floats, shape_of
-from locater.layers.layer import AttentionLayer, Projection
+from locater.layers.build import expect, expect_layers, integer, norm_layout, present, shape_of
+from locater.layers.layout import AttentionLayout, LogitsLayout
+from locater.layers.map_layouts import MapLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.c_attn\.weight"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     heads, width = integer(config, weights, "n_head"), integer(config, weights, "n_embd")
     head_dim = width // heads
     matches = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
@@ -29,7 +28,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         scale = head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
         if config.get("scale_attn_by_inverse_layer_idx"):
             scale /= index + 1
-        yield AttentionLayer(
+        yield AttentionLayout(
             name=f"{block}.attn",
             index=index,
             heads=heads,
@@ -37,23 +36,18 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             head_dim=head_dim,
             query=q,
             key=k,
+            logits=LogitsLayout(scale=scale, causal=True),
             value=v,
             out=_columns(weights, f"{block}.attn.c_proj", 0, width),
-            scale=scale,
-            norm=norm(weights, f"{block}.ln_1", "layer", config.get("layer_norm_epsilon", 1e-5)),
-            causal=True,
+            norm=norm_layout(weights, f"{block}.ln_1", "layer", config.get("layer_norm_epsilon", 1e-5)),
         )
 
 
-def _columns(weights: Weights, stem: str, start: int, stop: int) -> Projection:
+def _columns(weights: Weights, stem: str, start: int, stop: int) -> MapLayout:
     """Output columns start:stop of a Conv1D map, which is stored (in, out)."""
     name = f"{stem}.weight"
-    bias = optional(weights, f"{stem}.bias", [(start, stop)])
-
-    def read() -> Tensor:
-        return read_floats(weights, name)[:, start:stop].mT
-
-    return Projection(read, (stop - start, shape_of(weights, name)[0]), bias)
+    rows, bias = (range(start, stop),), present(weights, f"{stem}.bias")
+    return MapLayout(name, shape_of(weights, name), rows, bias, transposed=True)
 
 
 BLOCK = Block(

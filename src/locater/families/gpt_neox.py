@@ -7,16 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from locater.families.record import Block, Family
-from locater.layers.build import expect, expect_layers, integer, norm, projection, shape_of
-from locater.layers.layer import AttentionLayer
-from locater.layers.rotary import rotary_from_config
+from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
+from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
 from locater.sources.sources import Config
 from locater.sources.weights import Rows, Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.attention\.query_key_value\.weight"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim = width // heads
     config = {"rope_theta": config.get("rotary_emb_base") or 10_000, **config}
@@ -26,8 +25,8 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.attention"
         expect(weights, name, shape_of(weights, name), (3 * width, width), "3 x hidden_size, hidden_size")
-        q, k, v = (projection(weights, f"{stem}.query_key_value", per_head(heads, head_dim, 3, i)) for i in range(3))
-        yield AttentionLayer(
+        q, k, v = (map_layout(weights, f"{stem}.query_key_value", per_head(heads, head_dim, 3, i)) for i in range(3))
+        yield AttentionLayout(
             name=stem,
             index=index,
             heads=heads,
@@ -35,12 +34,11 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             head_dim=head_dim,
             query=q,
             key=k,
+            logits=LogitsLayout(scale=head_dim**-0.5, causal=True),
             value=v,
-            out=projection(weights, f"{stem}.dense"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.input_layernorm", "layer", config.get("layer_norm_eps", 1e-5)),
-            rotary=rotary_from_config(config, head_dim, share=config.get("rotary_pct", 0.25)),
-            causal=True,
+            out=map_layout(weights, f"{stem}.dense"),
+            norm=norm_layout(weights, f"{block}.input_layernorm", "layer", config.get("layer_norm_eps", 1e-5)),
+            rotary=rotary_layout(config, head_dim, share=config.get("rotary_pct", 0.25)),
         )
 
 

@@ -9,20 +9,20 @@ from dataclasses import replace
 
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
-from locater.layers.build import optional
-from locater.layers.layer import AttentionLayer
+from locater.layers.build import present
+from locater.layers.layout import AttentionLayout, SinksLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     config = {"head_dim": 64, **config}
     types = config.get("layer_types")
     for layer in decoder_layers(weights, config):
         sliding = types[layer.index] == "sliding_attention" if types else layer.index % 2 == 0
-        yield replace(
-            layer,
-            sinks=optional(weights, f"{layer.name}.sinks"),
+        sinks = present(weights, f"{layer.name}.sinks")
+        yield layer.with_logits(
+            sinks=None if sinks is None else SinksLayout(sinks),
             window=config.get("sliding_window", 128) if sliding else None,
         )
 

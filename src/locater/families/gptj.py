@@ -15,9 +15,9 @@ from locater.calls.patching import Undo, argument_of, notify, replace_method
 from locater.errors import LocaterError
 from locater.families.record import Block, Family
 from locater.kernels import Terms
-from locater.layers.build import expect, expect_layers, integer, norm, projection, within_heads
-from locater.layers.layer import AttentionLayer
-from locater.layers.rotary import halves, rotary_from_config
+from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
+from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
+from locater.layers.rotary import halves
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 from locater.torch_private import GPTJ_ATTENTION
@@ -25,7 +25,7 @@ from locater.torch_private import GPTJ_ATTENTION
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.q_proj\.weight"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     heads, width = (
         integer(config, weights, "n_head", "num_attention_heads"),
         integer(config, weights, "n_embd", "hidden_size"),
@@ -42,22 +42,21 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     expect_layers(weights, len(matches), config, "n_layer", "num_hidden_layers")
     for prefix, index, name in matches:
         block = f"{prefix}h.{index}"
-        query, key, value, out = (projection(weights, f"{block}.attn.{part}_proj") for part in ("q", "k", "v", "out"))
-        expect(weights, name, query.shape, (heads * head_dim, width), "n_head x head size, n_embd")
-        yield AttentionLayer(
+        expect(weights, name, shape_of(weights, name), (heads * head_dim, width), "n_head x head size, n_embd")
+        query, key, value, out = (map_layout(weights, f"{block}.attn.{part}_proj") for part in ("q", "k", "v", "out"))
+        yield AttentionLayout(
             name=f"{block}.attn",
             index=index,
             heads=heads,
             kv_heads=heads,
             head_dim=head_dim,
-            query=within_heads(query, heads, order),
-            key=within_heads(key, heads, order),
+            query=query.within_heads(heads, order),
+            key=key.within_heads(heads, order),
+            logits=LogitsLayout(scale=head_dim**-0.5, causal=True),
             value=value,
             out=out,
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.ln_1", "layer", config.get("layer_norm_epsilon", 1e-5)),
-            rotary=rotary_from_config({}, turning),
-            causal=True,
+            norm=norm_layout(weights, f"{block}.ln_1", "layer", config.get("layer_norm_epsilon", 1e-5)),
+            rotary=rotary_layout({}, turning),
         )
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Block, Family
-from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     for layer in decoder_layers(weights, config):
-        yield replace(layer, scale=config.get("attention_multiplier", 1.0))
+        yield layer.with_logits(scale=config.get("attention_multiplier", 1.0))
 
 
 def block(config: Config) -> Block:

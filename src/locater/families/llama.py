@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
-from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 WINDOWS = {"llama": None, "mistral": 4096, "mixtral": None}  # where the configuration does not say
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     kind = config["model_type"]
     window = None if kind == "llama" else config.get("sliding_window", WINDOWS[kind])
     for layer in decoder_layers(weights, config):
-        yield replace(layer, window=window)
+        yield layer.with_logits(window=window)
 
 
 FAMILY = Family(("llama", "mistral", "mixtral"), layers, LLAMA_BLOCK)

@@ -13,9 +13,8 @@ from locater.calls.patching import RecordedCall, Undo, record_parts
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.record import Family
 from locater.kernels import Terms
-from locater.layers.bias import RelativeBias
-from locater.layers.build import expect, read_floats, shape_of
-from locater.layers.layer import AttentionLayer
+from locater.layers.build import expect, shape_of
+from locater.layers.layout import AttentionLayout, BucketLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
@@ -31,18 +30,12 @@ NAMES = Names(
 )
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     for layer in encoder_layers(weights, config, NAMES, config.get("layer_norm_eps", 1e-12)):
         table = f"{layer.name.removesuffix(f'layer.{layer.index}.attention.attn')}relative_attention_bias.weight"
-        rows = config.get("relative_attention_num_buckets", BUCKETS)
-        expect(
-            weights,
-            table,
-            shape_of(weights, table),
-            (rows, layer.heads),
-            "relative_attention_num_buckets, num_attention_heads",
-        )
-        yield replace(layer, bias=RelativeBias(read_floats(weights, table, [(0, BUCKETS)]), both_ways=True))
+        rows, why = config.get("relative_attention_num_buckets", BUCKETS), "relative_attention_num_buckets"
+        expect(weights, table, shape_of(weights, table), (rows, layer.heads), f"{why}, num_attention_heads")
+        yield layer.with_logits(bias=BucketLayout(table, both_ways=True, buckets=BUCKETS))
 
 
 BLOCK = replace(BERT_BLOCK, attention="attention.attn", after_attention="attention.LayerNorm")

@@ -9,24 +9,21 @@ from dataclasses import replace
 
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
-from locater.layers.build import norm
-from locater.layers.layer import AttentionLayer
-from locater.layers.norm import Norm
-from locater.layers.normed import normed
-from locater.layers.rotary import rotary_from_config
+from locater.layers.build import norm_layout, normed_rows
+from locater.layers.layout import AttentionLayout, rotary_layout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     eps = config.get("rms_norm_eps", 1e-5)
     for layer in decoder_layers(weights, config, normed=False):
-        query, key = (norm(weights, f"{layer.name}.{part}_norm", "rms", eps) for part in "qk")
-        layer = replace(layer, query=normed(layer.query, query, Norm()), key=normed(layer.key, key, Norm()))
+        query, key = (norm_layout(weights, f"{layer.name}.{part}_norm", "rms", eps) for part in "qk")
+        layer = replace(layer, query=normed_rows(layer.query, query), key=normed_rows(layer.key, key))
         yield _windowed(layer, config) if config["model_type"] == "olmo3" else layer
 
 
-def _windowed(layer: AttentionLayer, config: Config) -> AttentionLayer:
+def _windowed(layer: AttentionLayout, config: Config) -> AttentionLayout:
     """OLMo 3: three sliding layers to one full, with rotary positions of their own."""
     types = config.get("layer_types")
     kind = types[layer.index] if types else "sliding_attention" if (layer.index + 1) % 4 else "full_attention"
@@ -34,11 +31,8 @@ def _windowed(layer: AttentionLayer, config: Config) -> AttentionLayer:
     # older configurations: only full layers are extended
     if kind == "sliding_attention" and not config.get("rope_parameters"):
         config = {**config, "rope_scaling": None}
-    return replace(
-        layer,
-        rotary=rotary_from_config(config, layer.head_dim, kind),
-        window=config.get("sliding_window", 4096) if kind == "sliding_attention" else None,
-    )
+    window = config.get("sliding_window", 4096) if kind == "sliding_attention" else None
+    return replace(layer, rotary=rotary_layout(config, layer.head_dim, kind)).with_logits(window=window)
 
 
 BLOCK = replace(

@@ -9,25 +9,25 @@ from dataclasses import replace
 
 from locater.families.decoder import decoder_layers
 from locater.families.record import Block, Family
-from locater.layers.build import norm
-from locater.layers.layer import AttentionLayer
-from locater.layers.norm import Norm
+from locater.layers.build import norm_layout
+from locater.layers.layout import AttentionLayout
+from locater.layers.map_layouts import NormLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 EPS = 1e-5  # the default of nn.LayerNorm
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     before, affine = config.get("do_layer_norm_before", True), config.get("layer_norm_elementwise_affine", True)
     for layer in decoder_layers(weights, config, out="out_proj", normed=False):
         stack = layer.name.removesuffix(f".{layer.index}.self_attn")
         if before:
-            here = norm(weights, f"{stack}.{layer.index}.self_attn_layer_norm", "layer", EPS, affine=affine)
+            here = norm_layout(weights, f"{stack}.{layer.index}.self_attn_layer_norm", "layer", EPS, affine=affine)
         elif layer.index:
-            here = norm(weights, f"{stack}.{layer.index - 1}.final_layer_norm", "layer", EPS, affine=affine)
+            here = norm_layout(weights, f"{stack}.{layer.index - 1}.final_layer_norm", "layer", EPS, affine=affine)
         else:  # embeddings enter the first layer as they are
-            here = Norm()
+            here = NormLayout()
         yield replace(layer, norm=here, rotary=None)
 
 

@@ -9,24 +9,23 @@ from dataclasses import replace
 
 from locater.families.decoder import decoder_layers
 from locater.families.record import Block, Family
-from locater.layers.build import norm
-from locater.layers.layer import AttentionLayer
-from locater.layers.rotary import rotary_from_config
+from locater.layers.build import norm_layout
+from locater.layers.layout import AttentionLayout, rotary_layout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     eps = config.get("layer_norm_eps", 1e-5)
     normed = config.get("qk_layernorm", False)
     for layer in decoder_layers(weights, config, out="dense"):
         block = layer.name.removesuffix(".self_attn")
         yield replace(
             layer,
-            norm=norm(weights, f"{block}.input_layernorm", "layer", eps),
-            query_norm=norm(weights, f"{layer.name}.q_layernorm", "layer", eps) if normed else None,
-            key_norm=norm(weights, f"{layer.name}.k_layernorm", "layer", eps) if normed else None,
-            rotary=rotary_from_config(config, layer.head_dim, share=0.5),
+            norm=norm_layout(weights, f"{block}.input_layernorm", "layer", eps),
+            query_norm=norm_layout(weights, f"{layer.name}.q_layernorm", "layer", eps) if normed else None,
+            key_norm=norm_layout(weights, f"{layer.name}.k_layernorm", "layer", eps) if normed else None,
+            rotary=rotary_layout(config, layer.head_dim, share=0.5),
         )
 
 

@@ -7,16 +7,15 @@ from dataclasses import replace
 
 from locater.families.decoder import LLAMA_BLOCK
 from locater.families.record import Family
-from locater.layers.build import expect, expect_layers, integer, norm, projection, shape_of
-from locater.layers.layer import AttentionLayer
-from locater.layers.rotary import rotary_from_config
+from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
+from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
 from locater.sources.sources import Config
 from locater.sources.weights import Rows, Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.qkv_proj\.weight"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or width // heads
@@ -26,16 +25,11 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for prefix, index, name in matches:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
-        expect(
-            weights,
-            name,
-            shape_of(weights, name),
-            (ends[3], width),
-            "(query heads + 2 x key heads) x head size, hidden_size",
-        )
+        why = "(query heads + 2 x key heads) x head size, hidden_size"
+        expect(weights, name, shape_of(weights, name), (ends[3], width), why)
         parts: list[Rows] = [[(ends[i], ends[i + 1])] for i in range(3)]
-        q, k, v = (projection(weights, f"{stem}.qkv_proj", rows) for rows in parts)
-        yield AttentionLayer(
+        q, k, v = (map_layout(weights, f"{stem}.qkv_proj", rows) for rows in parts)
+        yield AttentionLayout(
             name=stem,
             index=index,
             heads=heads,
@@ -43,13 +37,11 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             head_dim=head_dim,
             query=q,
             key=k,
+            logits=LogitsLayout(scale=head_dim**-0.5, causal=True, window=config.get("sliding_window")),
             value=v,
-            out=projection(weights, f"{stem}.o_proj"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-5)),
-            rotary=rotary_from_config(_renamed(config), head_dim),
-            causal=True,
-            window=config.get("sliding_window"),
+            out=map_layout(weights, f"{stem}.o_proj"),
+            norm=norm_layout(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-5)),
+            rotary=rotary_layout(_renamed(config), head_dim),
         )
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers, window_of
 from locater.families.record import Family
-from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     for layer in decoder_layers(weights, config):
-        yield replace(layer, window=window(config, layer.index))
+        yield layer.with_logits(window=window(config, layer.index))
 
 
 def window(config: Config, index: int) -> int | None:

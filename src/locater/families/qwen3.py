@@ -8,21 +8,20 @@ from dataclasses import replace
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.qwen2 import window
 from locater.families.record import Family
-from locater.layers.build import norm
-from locater.layers.layer import AttentionLayer
+from locater.layers.build import norm_layout
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     eps = config.get("rms_norm_eps", 1e-6)
     for layer in decoder_layers(weights, {"head_dim": 128, **config} if config["model_type"] == "qwen3" else config):
         yield replace(
             layer,
-            query_norm=norm(weights, f"{layer.name}.q_norm", "rms", eps),
-            key_norm=norm(weights, f"{layer.name}.k_norm", "rms", eps),
-            window=_window(config, layer.index),
-        )
+            query_norm=norm_layout(weights, f"{layer.name}.q_norm", "rms", eps),
+            key_norm=norm_layout(weights, f"{layer.name}.k_norm", "rms", eps),
+        ).with_logits(window=_window(config, layer.index))
 
 
 def _window(config: Config, index: int) -> int | None:

@@ -21,11 +21,13 @@ from torch import nn
 from locater.calls.patching import Undo
 from locater.errors import LocaterError
 from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout
 from locater.layers.norm import NormKind
 from locater.sources.sources import Config
 from locater.sources.weights import ModuleWeights, Weights
 
-Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
+Found = AttentionLayout | AttentionLayer  # where the heads of a layer are, or what they compute
+Reader = Callable[[Weights, Config], Iterator[Found]]
 Tap = Callable[[nn.Module], Iterator[Undo]]
 # the path of a module from its block; a tuple lists alternatives, of which the first that a model has is taken
 Part = str | tuple[str, ...] | None
@@ -128,7 +130,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]
-    layers: Reader  # (weights, config) -> one AttentionLayer per attention layer
+    layers: Reader  # (weights, config) -> one AttentionLayout per attention layer, or the AttentionLayer itself
     block: Block | Callable[[Config], Block] | None = None
     tap: Tap | None = None  # attention module -> what takes the tap off again
     # why an attention module cannot be observed, or None where it can

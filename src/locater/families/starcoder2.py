@@ -7,20 +7,17 @@ from dataclasses import replace
 
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
-from locater.layers.build import norm
-from locater.layers.layer import AttentionLayer
+from locater.layers.build import norm_layout
+from locater.layers.layout import AttentionLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     for layer in decoder_layers(weights, {"num_key_value_heads": 2, **config}):
         block = layer.name.removesuffix(".self_attn")
-        yield replace(
-            layer,
-            norm=norm(weights, f"{block}.input_layernorm", "layer", config.get("norm_epsilon", 1e-5)),
-            window=config.get("sliding_window"),
-        )
+        norm = norm_layout(weights, f"{block}.input_layernorm", "layer", config.get("norm_epsilon", 1e-5))
+        yield replace(layer, norm=norm).with_logits(window=config.get("sliding_window"))
 
 
 BLOCK = replace(LLAMA_BLOCK, norm="layer", up="mlp.c_fc", down="mlp.c_proj")

@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 from locater.families.record import Block, Family
-from locater.layers.bias import RelativeBias
-from locater.layers.build import expect, expect_layers, first, integer, norm, projection
-from locater.layers.layer import AttentionLayer, Kind
+from locater.layers.build import expect_layers, integer, map_layout, norm_layout, present
+from locater.layers.layer import Kind
+from locater.layers.layout import AttentionLayout, BucketLayout, LogitsLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)block\.(?P<layer>\d+)\.layer\.0\.SelfAttention\.q\.weight"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     first_release = config["model_type"] == "t5"
     config = {
         "d_model": 512,
@@ -40,16 +40,15 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
                 yield _layer(weights, config, stack, index, decoder, "cross")
 
 
-def _layer(weights: Weights, config: Config, stack: str, index: int, decoder: bool, kind: Kind) -> AttentionLayer:
+def _layer(weights: Weights, config: Config, stack: str, index: int, decoder: bool, kind: Kind) -> AttentionLayout:
     heads, head_dim, width = (integer(config, weights, key) for key in ("num_heads", "d_kv", "d_model"))
     block = f"{stack}block.{index}.layer.{int(kind == 'cross')}"
     stem = f"{block}.{'EncDecAttention' if kind == 'cross' else 'SelfAttention'}"
     eps = config.get("layer_norm_epsilon", 1e-6)
-    query, key = projection(weights, f"{stem}.q"), projection(weights, f"{stem}.k")
-    for name, part in (("q", query), ("k", key)):
-        expect(weights, f"{stem}.{name}.weight", part.shape, (heads * head_dim, width), "num_heads x d_kv, d_model")
+    shape, why = (heads * head_dim, width), "num_heads x d_kv, d_model"
+    query, key = (map_layout(weights, f"{stem}.{part}", shape=shape, why=why) for part in "qk")
     closing = f"{stack.removesuffix('decoder.')}encoder.final_layer_norm"  # of the encoder that a cross layer reads
-    return AttentionLayer(
+    return AttentionLayout(
         name=stem,
         index=index,
         heads=heads,
@@ -57,25 +56,25 @@ def _layer(weights: Weights, config: Config, stack: str, index: int, decoder: bo
         head_dim=head_dim,
         query=query,
         key=key,
-        value=projection(weights, f"{stem}.v"),
-        out=projection(weights, f"{stem}.o"),
-        scale=1.0,
-        norm=norm(weights, f"{block}.layer_norm", "rms", eps),
-        memory_norm=norm(weights, closing, "rms", eps)
+        logits=LogitsLayout(
+            bias=_bias(weights, config, stack, stem, decoder) if kind == "self" else None,
+            causal=decoder and kind == "self",
+        ),
+        value=map_layout(weights, f"{stem}.v"),
+        out=map_layout(weights, f"{stem}.o"),
+        norm=norm_layout(weights, f"{block}.layer_norm", "rms", eps),
+        memory_norm=norm_layout(weights, closing, "rms", eps)
         if kind == "cross" and f"{closing}.weight" in weights.names()
         else None,
-        bias=_bias(weights, config, stack, stem, decoder) if kind == "self" else None,
-        causal=decoder and kind == "self",
         kind=kind,
     )
 
 
-def _bias(weights: Weights, config: Config, stack: str, stem: str, decoder: bool) -> RelativeBias | None:
+def _bias(weights: Weights, config: Config, stack: str, stem: str, decoder: bool) -> BucketLayout | None:
     shared = f"{stack}block.0.layer.0.SelfAttention"
-    table = first(weights, *(f"{holder}.relative_attention_bias.weight" for holder in (stem, shared)))
-    return (
-        None if table is None else RelativeBias(table, not decoder, config.get("relative_attention_max_distance", 128))
-    )
+    table = present(weights, *(f"{holder}.relative_attention_bias.weight" for holder in (stem, shared)))
+    farthest = config.get("relative_attention_max_distance", 128)
+    return None if table is None else BucketLayout(table, not decoder, farthest)
 
 
 BLOCK = Block(  # an encoder block has two steps, and a decoder block three: the MLP is the last

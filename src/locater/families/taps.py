@@ -61,7 +61,7 @@ def refuse_unobservable(module: nn.Module, family: Family | None, name: str) -> 
 
 
 def is_tapped(module: nn.Module, family: Family | None) -> bool:
-    """Whether attention of a module is heard by a tap, and does not pass the interface."""
+    """Whether calls of a module come from a tap, and do not pass the interface."""
     return _tap_for(module, family) is not None
 
 

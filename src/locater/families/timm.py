@@ -25,9 +25,9 @@ from locater.calls.patching import RecordedCall, Undo, layer_name, record_parts
 from locater.errors import LocaterError
 from locater.families.record import Family
 from locater.kernels import Terms
-from locater.layers.build import expect, integer, norm, projection, rescaled, shape_of
-from locater.layers.layer import AttentionLayer
-from locater.layers.norm import Norm
+from locater.layers.build import expect, integer, map_layout, norm_layout, scaled_rows, shape_of
+from locater.layers.layout import AttentionLayout, LogitsLayout
+from locater.layers.map_layouts import NormLayout
 from locater.sources.sources import Config
 from locater.sources.weights import ModuleWeights, Weights, numbered
 
@@ -104,7 +104,7 @@ class _Facts:
     scale: float | None = None  # None: 1/sqrt(head_dim)
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     paths = stems(weights)
     if not paths:
         raise LocaterError(
@@ -165,7 +165,7 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
     return _Facts(integer(settings, weights, "num_heads"))
 
 
-def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> AttentionLayer:
+def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> AttentionLayout:
     rows, width = shape_of(weights, f"{stem}qkv.weight")
     size, rest = divmod(rows, 3 * facts.heads)
     if rest:
@@ -174,7 +174,7 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
             f"which {facts.heads} heads do not divide: change --heads"
         )
     query, key, value = (
-        projection(weights, f"{stem}qkv", [(part * rows // 3, (part + 1) * rows // 3)]) for part in range(3)
+        map_layout(weights, f"{stem}qkv", [(part * rows // 3, (part + 1) * rows // 3)]) for part in range(3)
     )
     block = re.sub(r"[^.]*\.$", "", stem)  # with its last dot too
     number = block.removesuffix(".").rpartition(".")[2]
@@ -182,7 +182,7 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
     mixes = f"{stem}norm.weight" not in weights.names()
     before, unknown = _norm_before(weights, config, block, width)
     heads_norms = [_norm(weights, config, f"{stem}{name}", size) for name in ("q_norm", "k_norm")]
-    return AttentionLayer(
+    return AttentionLayout(
         name=stem.removesuffix("."),
         index=int(number) if number.isdigit() else 0,
         heads=facts.heads,
@@ -191,8 +191,8 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
         query=query,
         key=key,
         value=value if mixes else None,
-        out=rescaled(weights, projection(weights, f"{stem}proj"), f"{block}ls1.gamma") if mixes else None,
-        scale=size**-0.5 if facts.scale is None else facts.scale,
+        out=scaled_rows(weights, map_layout(weights, f"{stem}proj"), f"{block}ls1.gamma") if mixes else None,
+        logits=LogitsLayout(size**-0.5 if facts.scale is None else facts.scale),
         norm=before,
         unknown_norm=unknown,
         query_norm=heads_norms[0],
@@ -200,7 +200,7 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
     )
 
 
-def _norm_before(weights: Weights, config: Config, block: str, width: int) -> tuple[Norm, str | None]:
+def _norm_before(weights: Weights, config: Config, block: str, width: int) -> tuple[NormLayout, str | None]:
     """The norm in front, and why it is a guess where it is: a block of another library may apply `norm1` anywhere."""
     if any(name.startswith(f"{block}adaLN") for name in weights.names()):
         raise LocaterError(
@@ -210,18 +210,18 @@ def _norm_before(weights: Weights, config: Config, block: str, width: int) -> tu
     path = f"{block}norm1"
     if not isinstance(weights, ModuleWeights):
         found = _norm(weights, config, path, width)
-        return found or Norm(), None if found else f"the file holds no {path}.weight"
+        return found or NormLayout(), None if found else f"the file holds no {path}.weight"
     around = weights.submodule(block[:-1])
     if _offers(around):  # the attention is the model itself
-        return Norm(), None
+        return NormLayout(), None
     kind = type(around)
     unknown = None if kind.__module__ == BLOCKS else f"its block, {kind.__name__}, may apply its norms anywhere"
     if "ResPost" in kind.__name__:
-        return Norm(), unknown  # norm1 follows attention there
-    return _norm(weights, config, path, width) or Norm(), unknown
+        return NormLayout(), unknown  # norm1 follows attention there
+    return _norm(weights, config, path, width) or NormLayout(), unknown
 
 
-def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None:
+def _norm(weights: Weights, config: Config, path: str, size: int) -> NormLayout | None:
     """LayerNorm or RMSNorm: a live module has its class and eps; on disk only LayerNorm has a bias."""
     if f"{path}.weight" in weights.names():
         expect(
@@ -235,15 +235,15 @@ def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None
         eps = config.get("layer_norm_eps", 1e-5 if "_clip_" in config.get("architecture", "") else 1e-6)
         if f"{path}.weight" not in weights.names():
             return None
-        return norm(weights, path, "layer" if f"{path}.bias" in weights.names() else "rms", eps)
+        return norm_layout(weights, path, "layer" if f"{path}.bias" in weights.names() else "rms", eps)
     parent, _, name = path.rpartition(".")
     module: Any = getattr(weights.submodule(parent), name, None)
     if module is None or isinstance(module, nn.Identity):
         return None
     if isinstance(module, nn.LayerNorm):
-        return norm(weights, path, "layer", module.eps)
+        return norm_layout(weights, path, "layer", module.eps)
     if "rms" in type(module).__name__.lower() and isinstance(getattr(module, "eps", None), float):
-        return norm(weights, path, "rms", module.eps)
+        return norm_layout(weights, path, "rms", module.eps)
     raise LocaterError(
         f"{weights.where}: {path} is a {type(module).__name__}, neither LayerNorm nor RMSNorm with an eps"
     )

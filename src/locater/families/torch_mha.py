@@ -24,11 +24,13 @@ from locater.calls.patching import Undo, argument_of, notify, replace_method
 from locater.errors import LocaterError
 from locater.families.record import Family
 from locater.kernels import Terms
-from locater.layers.build import integer, matrix, norm, optional, projection, shape_of
-from locater.layers.layer import AttentionLayer, Kind, Projection
-from locater.layers.norm import Norm, NormKind
+from locater.layers.build import integer, map_layout, named_map, norm_layout, shape_of
+from locater.layers.layer import Kind
+from locater.layers.layout import AttentionLayout, LogitsLayout
+from locater.layers.map_layouts import MapLayout, NormLayout, VectorLayout, count
+from locater.layers.norm import NormKind
 from locater.sources.sources import Config
-from locater.sources.weights import ModuleWeights, Rows, Weights, natural
+from locater.sources.weights import ModuleWeights, Weights, natural_sort_key
 from locater.torch_private import ENCODER_STEPS, has_joint_projection, replace_fused_encoder_layer
 
 # The tap of `nn.MultiheadAttention`, alone or inside PyTorch's own encoders and decoders.
@@ -156,8 +158,8 @@ class _Facts:
 
     heads: int
     kind: Kind
-    norm: Norm
-    memory_norm: Norm | None
+    norm: NormLayout
+    memory_norm: NormLayout | None
     extra_key: bool = False  # add_bias_kv or add_zero_attn: a learned or zero key joins the softmax
     unknown_norm: str | None = None
 
@@ -165,10 +167,10 @@ class _Facts:
 def stems(weights: Weights) -> list[str]:
     """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
     paths = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
-    return sorted(paths, key=lambda stem: natural(stem.split(".")))
+    return sorted(paths, key=lambda stem: natural_sort_key(stem.split(".")))
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     for index, stem in enumerate(stems(weights)):
         yield _layer(weights, stem, index, _facts(weights, config, stem.removesuffix(".")))
 
@@ -194,7 +196,7 @@ def _facts_on_disk(weights: Weights, config: Config, path: str) -> _Facts:
     kind: Kind = "cross" if decoder and role == "multihead_attn" else "self"
     eps, given = config.get("layer_norm_eps", 1e-5), config.get("norm")
     if isinstance(given, str):
-        return _Facts(heads, kind, norm(weights, _in(block, given), "layer", eps), None)
+        return _Facts(heads, kind, norm_layout(weights, _in(block, given), "layer", eps), None)
     unknown = _unknown_on_disk(weights, path, bool(config.get("norm_first")))
     memory = _memory_norm(weights, block, eps) if kind == "cross" else None
     return _Facts(
@@ -222,16 +224,17 @@ def _unknown_on_disk(weights: Weights, path: str, norm_first: bool) -> str | Non
     return None
 
 
-def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionLayer:
+def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionLayout:
     q, k, v = (_input_projection(weights, stem, i) for i in range(3))
-    out = projection(weights, f"{stem}out_proj")
-    head_dim, rest = divmod(q.shape[0], facts.heads)
+    out = map_layout(weights, f"{stem}out_proj")
+    rows = count(q.rows)
+    head_dim, rest = divmod(rows, facts.heads)
     if rest:
         raise LocaterError(
-            f"{weights.where}: {stem}in_proj has {q.shape[0]} query rows, "
+            f"{weights.where}: {stem}in_proj has {rows} query rows, "
             f"which {facts.heads} heads do not divide: change --heads"
         )
-    return AttentionLayer(
+    return AttentionLayout(
         name=stem.removesuffix("."),
         index=index,
         heads=facts.heads,
@@ -241,7 +244,7 @@ def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionL
         key=k,
         value=None if facts.extra_key else v,
         out=None if facts.extra_key else out,
-        scale=head_dim**-0.5,
+        logits=LogitsLayout(head_dim**-0.5),
         norm=facts.norm,
         memory_norm=facts.memory_norm,
         kind=facts.kind,
@@ -249,17 +252,18 @@ def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionL
     )
 
 
-def _input_projection(weights: Weights, stem: str, part: int) -> Projection:
-    fused, own = f"{stem}in_proj_weight", f"{stem}{'qkv'[part]}_proj_weight"
-    together = fused in weights.names()
-    rows = shape_of(weights, fused)[0] // 3 if together else shape_of(weights, own)[0]
-    here: Rows = [(part * rows, (part + 1) * rows)]
-    return matrix(
-        weights, fused if together else own, optional(weights, f"{stem}in_proj_bias", here), here if together else None
-    )
+def _input_projection(weights: Weights, stem: str, part: int) -> MapLayout:
+    fused, own, bias = f"{stem}in_proj_weight", f"{stem}{'qkv'[part]}_proj_weight", f"{stem}in_proj_bias"
+    if fused in weights.names():
+        rows = shape_of(weights, fused)[0] // 3
+        return named_map(weights, fused, bias, [(part * rows, (part + 1) * rows)])
+    layout = named_map(weights, own, "")
+    rows = count(layout.rows)
+    shift = VectorLayout(bias, (range(part * rows, (part + 1) * rows),)) if bias in weights.names() else None
+    return replace(layout, shift=shift)  # the bias of all three is one tensor
 
 
-def _norm_before(weights: Weights, block: str, kind: Kind, norm_first: bool, eps: float) -> Norm:
+def _norm_before(weights: Weights, block: str, kind: Kind, norm_first: bool, eps: float) -> NormLayout:
     """The norm that the queries read: in front (norm_first), or the one that closed the step before."""
     stack, _, number = block.rpartition(".")
     decoder = f"{_in(block, 'norm3')}.weight" in weights.names()
@@ -280,13 +284,13 @@ def _in(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _memory_norm(weights: Weights, block: str, eps: float) -> Norm:
+def _memory_norm(weights: Weights, block: str, eps: float) -> NormLayout:
     """The norm that closed the encoder, where the checkpoint holds one beside the decoder (nn.Transformer)."""
     return _norm(weights, re.sub(r"decoder\.layers\.\d+$", "encoder.norm", block), eps)
 
 
-def _norm(weights: Weights, name: str, eps: float) -> Norm:
-    return norm(weights, name, "layer", eps) if f"{name}.weight" in weights.names() else Norm()
+def _norm(weights: Weights, name: str, eps: float) -> NormLayout:
+    return norm_layout(weights, name, "layer", eps) if f"{name}.weight" in weights.names() else NormLayout()
 
 
 @dataclass(frozen=True)
@@ -294,8 +298,8 @@ class Placed:
     """The norms that queries and keys read."""
 
     kind: Kind
-    norm: Norm = field(default_factory=Norm)
-    memory_norm: Norm | None = None
+    norm: NormLayout = field(default_factory=NormLayout)
+    memory_norm: NormLayout | None = None
     unknown: str | None = None  # why these are not known
 
 
@@ -319,8 +323,8 @@ def _norms_in_front(weights: ModuleWeights, path: str, module: nn.MultiheadAtten
     unknown = next((x for x in (queries, memory) if isinstance(x, str)), None)
     return Placed(
         "cross" if cross else "self",
-        Norm() if isinstance(queries, str) else queries,
-        Norm() if isinstance(memory, str) else memory,
+        NormLayout() if isinstance(queries, str) else queries,
+        NormLayout() if isinstance(memory, str) else memory,
         unknown,
     )
 
@@ -335,10 +339,10 @@ def _runs_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     )
 
 
-def _norm_of_stream(weights: ModuleWeights, path: str) -> Norm | str:
+def _norm_of_stream(weights: ModuleWeights, path: str) -> NormLayout | str:
     """The norm that made the input of a layer, or why that is not known: the last one of the layer before."""
     if not path:
-        return Norm()
+        return NormLayout()
     stack_path, _, number = path.rpartition(".")
     stack = weights.submodule(stack_path)
     owner_path = stack_path if type(stack) is nn.Sequential else stack_path.rpartition(".")[0]
@@ -351,27 +355,27 @@ def _norm_of_stream(weights: ModuleWeights, path: str) -> Norm | str:
         return _norm_after(weights, f"{stack_path}.{int(number) - 1}" if stack_path else str(int(number) - 1))
     root = weights.module
     alone = not owner_path or (_runs_as(root, (nn.Transformer,)) and owner_path in ("encoder", "decoder"))
-    return Norm() if alone else OUTSIDE
+    return NormLayout() if alone else OUTSIDE
 
 
-def _norm_after(weights: ModuleWeights, path: str) -> Norm | str:
+def _norm_after(weights: ModuleWeights, path: str) -> NormLayout | str:
     """The norm at the end of a layer."""
     block: Any = weights.submodule(path)
     if not _runs_as(block, BLOCKS):
         return f"the layer before it, {type(block).__name__}, may apply its norms anywhere"
     if block.norm_first:
-        return Norm()
+        return NormLayout()
     return _norm_at(weights, f"{path}.", "norm3" if isinstance(block, nn.TransformerDecoderLayer) else "norm2")
 
 
-def _norm_of_memory(weights: ModuleWeights, block_path: str) -> Norm | str:
+def _norm_of_memory(weights: ModuleWeights, block_path: str) -> NormLayout | str:
     """The norm of the stream that a decoder layer takes its keys from: the one that closed the encoder of the same
     nn.Transformer.
     """
     stack, _, _ = block_path.rpartition(".")
     owner = stack.rpartition(".")[0]
     if not block_path or (not owner and _runs_as(weights.module, STACKS)):
-        return Norm()
+        return NormLayout()
     whole_path = owner.rpartition(".")[0]
     whole: Any = weights.submodule(whole_path)
     if not _runs_as(whole, (nn.Transformer,)) or not _runs_as(whole.encoder, STACKS):
@@ -382,18 +386,18 @@ def _norm_of_memory(weights: ModuleWeights, block_path: str) -> Norm | str:
     return _norm_after(weights, f"{prefix}.layers.{len(whole.encoder.layers) - 1}")
 
 
-def _norm_at(weights: ModuleWeights, prefix: str, name: str) -> Norm | str:
+def _norm_at(weights: ModuleWeights, prefix: str, name: str) -> NormLayout | str:
     """The norm of this name, or why it is none that can be read."""
     module: Any = getattr(weights.submodule(prefix.removesuffix(".")), name)
     if isinstance(module, nn.Identity):
-        return Norm()
+        return NormLayout()
     if type(module) not in (nn.LayerNorm, nn.RMSNorm) or len(module.normalized_shape) != 1:
         return f"the norm that it reads is a {type(module).__name__}"
     eps = module.eps
     if eps is None:  # as nn.RMSNorm computes
         eps = torch.finfo(module.weight.dtype if module.weight is not None else torch.float32).eps
     kind: NormKind = "layer" if type(module) is nn.LayerNorm else "rms"
-    return norm(weights, f"{prefix}{name}", kind, eps, affine=False)
+    return norm_layout(weights, f"{prefix}{name}", kind, eps, affine=False)
 
 
 def unobservable(module: nn.Module) -> str | None:

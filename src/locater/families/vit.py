@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from locater.families.record import Block, Family
-from locater.layers.build import expect, expect_layers, integer, norm, projection
-from locater.layers.layer import AttentionLayer
+from locater.layers.build import expect_layers, integer, map_layout, norm_layout
+from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
@@ -20,11 +20,11 @@ PATTERN = (
 )
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     yield from vit_layers(weights, config, "layernorm_before")
 
 
-def vit_layers(weights: Weights, config: Config, before: str) -> Iterator[AttentionLayer]:
+def vit_layers(weights: Weights, config: Config, before: str) -> Iterator[AttentionLayout]:
     """ViT's layers; `before` names the norm in front of attention."""
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim = width // heads
@@ -33,20 +33,19 @@ def vit_layers(weights: Weights, config: Config, before: str) -> Iterator[Attent
     for match in matches:
         block, stem = match["block"], match["query"]
         key, value, out = STEMS[stem]
-        query = projection(weights, f"{block}.{stem}")
-        expect(weights, f"{block}.{stem}.weight", query.shape, (width, width), "hidden_size, hidden_size")
-        yield AttentionLayer(
+        query = map_layout(weights, f"{block}.{stem}", shape=(width, width), why="hidden_size, hidden_size")
+        yield AttentionLayout(
             name=f"{block}.{stem.rpartition('.')[0]}",
             index=int(match["layer"]),
             heads=heads,
             kv_heads=heads,
             head_dim=head_dim,
             query=query,
-            key=projection(weights, f"{block}.{key}"),
-            value=projection(weights, f"{block}.{value}"),
-            out=projection(weights, f"{block}.{out}"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.{before}", "layer", config.get("layer_norm_eps", 1e-12)),
+            key=map_layout(weights, f"{block}.{key}"),
+            logits=LogitsLayout(scale=head_dim**-0.5),
+            value=map_layout(weights, f"{block}.{value}"),
+            out=map_layout(weights, f"{block}.{out}"),
+            norm=norm_layout(weights, f"{block}.{before}", "layer", config.get("layer_norm_eps", 1e-12)),
         )
 
 

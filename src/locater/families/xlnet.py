@@ -22,19 +22,17 @@ from locater.calls.patching import Undo, argument_of, notify, replace_method
 from locater.errors import LocaterError
 from locater.families.record import Block, Family
 from locater.kernels import Terms
-from locater.layers.build import expect, expect_layers, integer, norm, read_floats, shape_of
-from locater.layers.layer import AttentionLayer, Projection
-from locater.layers.norm import Norm
-from locater.layers.relative import RelativeTerms
-from locater.numerics import upcast
-from locater.sources.settings import configuration
+from locater.layers.build import expect, expect_layers, integer, norm_layout, shape_of
+from locater.layers.layout import AttentionLayout, DistanceLayout, LogitsLayout, SinusoidLayout
+from locater.layers.map_layouts import MapLayout, NormLayout, VectorLayout
+from locater.sources.config_rules import configuration
 from locater.sources.sources import Config
 from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layer\.(?P<layer>\d+)\.rel_attn\.q"
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     causal = config.get("attn_type", "bi") == "uni"
     # half of a batch reversed; keys of an earlier segment only
     for setting in ("bi_data", *(["same_length"] if causal else [])):
@@ -50,59 +48,31 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     head_dim, eps = config.get("d_head") or width // heads, config.get("layer_norm_eps", 1e-12)
     matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, PATTERN)]
     expect_layers(weights, len(matches), config, "n_layer", "num_hidden_layers")
+    rows = (range(heads * head_dim),)
     for prefix, index in matches:
         stem = f"{prefix}layer.{index}.rel_attn"
         of_maps, of_biases = (width, heads, head_dim), (heads, head_dim)
         for part, shape in {**dict.fromkeys("qkvor", of_maps), "r_w_bias": of_biases, "r_r_bias": of_biases}.items():
             expect(weights, f"{stem}.{part}", shape_of(weights, f"{stem}.{part}"), shape, "d_model, n_head, d_head")
-        yield AttentionLayer(
+        place = DistanceLayout(
+            SinusoidLayout(width, config.get("clamp_len", -1)),
+            key=MapLayout(f"{stem}.r", of_maps, rows, transposed=True),
+            shift=(f"{stem}.r_r_bias", f"{stem}.r_w_bias"),
+        )
+        before = f"{prefix}layer.{index - 1}.ff.layer_norm"
+        yield AttentionLayout(
             name=stem,
             index=index,
             heads=heads,
             kv_heads=heads,
             head_dim=head_dim,
-            query=_into_heads(weights, f"{stem}.q", read_floats(weights, f"{stem}.r_w_bias").flatten()),
-            key=_into_heads(weights, f"{stem}.k"),
-            value=_into_heads(weights, f"{stem}.v"),
-            out=_out_of_heads(weights, f"{stem}.o"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, f"{prefix}layer.{index - 1}.ff.layer_norm", "layer", eps) if index else Norm(),
-            relative=RelativeTerms(
-                code=sinusoid(width, config.get("clamp_len", -1)),
-                key=_into_heads(weights, f"{stem}.r"),
-                shift=_difference(weights, f"{stem}.r_r_bias", f"{stem}.r_w_bias"),
-            ),
-            causal=causal,
+            query=MapLayout(f"{stem}.q", of_maps, rows, transposed=True, shift=VectorLayout(f"{stem}.r_w_bias", rows)),
+            key=MapLayout(f"{stem}.k", of_maps, rows, transposed=True),
+            logits=LogitsLayout(head_dim**-0.5, relative=place, causal=causal),
+            value=MapLayout(f"{stem}.v", of_maps, rows, transposed=True),
+            out=MapLayout(f"{stem}.o", of_maps, (range(width),)),
+            norm=norm_layout(weights, before, "layer", eps) if index else NormLayout(),
         )
-
-
-def _into_heads(weights: Weights, name: str, bias: Tensor | None = None) -> Projection:
-    width, heads, head_dim = shape_of(weights, name)
-    return Projection(lambda: read_floats(weights, name).flatten(1).mT, (heads * head_dim, width), bias)
-
-
-def _out_of_heads(weights: Weights, name: str) -> Projection:
-    width, heads, head_dim = shape_of(weights, name)
-    return Projection(lambda: read_floats(weights, name).flatten(1), (width, heads * head_dim))
-
-
-def _difference(weights: Weights, name: str, other: str) -> Callable[[], Tensor]:
-    return lambda: upcast(read_floats(weights, name)) - upcast(read_floats(weights, other))
-
-
-def sinusoid(width: int, farthest: int) -> Callable[[Tensor], Tensor]:
-    """Sines then cosines of a distance, in float32 as in the model; distances beyond `farthest` count as it, where it
-    is positive.
-    """
-    frequencies = 1 / 10_000 ** (torch.arange(0, width, 2).float() / width)
-
-    def code(distances: Tensor) -> Tensor:
-        if farthest > 0:
-            distances = distances.clamp(-farthest, farthest)
-        angle = distances.float()[:, None] * frequencies.to(distances.device)
-        return torch.cat([angle.sin(), angle.cos()], -1)
-
-    return code
 
 
 BLOCK = Block(

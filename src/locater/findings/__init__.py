@@ -1,8 +1,10 @@
-"""What stands out about a head: flags with thresholds, meaning and way out; verdicts on them; conditions of users."""
+"""What stands out about a head: flags with thresholds, meaning and remedy; verdicts on them; conditions of users."""
 
 from locater.findings.conditions import (
+    OF_FLAGS,
     QUANTITIES,
     Condition,
+    Remedy,
     comparison,
     crossings,
     explain,
@@ -22,8 +24,7 @@ from locater.findings.flags import (
     flags_of,
     key_variance,
 )
-from locater.findings.remedies import OF_FLAGS, Remedy
-from locater.findings.verdicts import UNTRAINED, Verdict, heads_by_role, judge, near_uniform, untrained
+from locater.findings.verdicts import UNTRAINED, Verdict, heads_by_role, is_near_uniform, is_untrained, judge
 
 __all__ = [
     "EXPLODING",
@@ -45,11 +46,11 @@ __all__ = [
     "explain",
     "flags_of",
     "heads_by_role",
+    "is_near_uniform",
+    "is_untrained",
     "judge",
     "key_variance",
-    "near_uniform",
     "parse_conditions",
     "reasons",
     "remedy_for",
-    "untrained",
 ]

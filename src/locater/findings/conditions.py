@@ -11,7 +11,45 @@ from typing import Any
 
 from locater.errors import LocaterError
 from locater.findings.flags import FLAG_NAMES, FLAGS, RETIRED, Flag, Numbers
-from locater.findings.remedies import LOWER_LOGITS, OF_FLAGS, RAISE_LOGITS, Remedy
+
+# What to do about a head: an action, and controls that help if they can be attached to the model.
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """`controls` are calls of classes in `locater`, the first to try first.
+
+    >>> LOWER_LOGITS.words(["QKClip()"])
+    'lower the learning rate, or attach locater.QKClip()'
+    >>> LOWER_LOGITS.words([])
+    'lower the learning rate'
+    """
+
+    action: str
+    controls: tuple[str, ...] = ()
+
+    def words(self, fitting: Sequence[str] | None = None) -> str:
+        """The action, with the controls that fit the model; None if that is not known, which names all of them."""
+        names = [f"locater.{call}" for call in (self.controls if fitting is None else fitting)]
+        if not names:
+            return self.action
+        several = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+        return f"{self.action}, or attach {several}"
+
+
+_SOFTENING = ("QKClip()", "QKNorm()", "LocAteR()")
+LOWER_LOGITS = Remedy("lower the learning rate", _SOFTENING)
+RAISE_LOGITS = Remedy("raise the query-key scale", ("LocAteR(target=2.0)",))
+OF_FLAGS = {  # for flags that a monitor can raise while a run goes on
+    "nonfinite": Remedy("restore an earlier checkpoint and lower the learning rate"),
+    "exploding": Remedy("lower the learning rate before the loss diverges", _SOFTENING),
+    "locked": Remedy(
+        "if the loss stalls or spikes, lower the learning rate", (*_SOFTENING, "EntropyPenalty(floor=0.2)")
+    ),
+}
+
+
+# Conditions: a flag, or a comparison of a column with a number.
 
 COMPARISON = r"(\w+)\s*(<=|>=|<|>)\s*(\S+)"
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -37,8 +75,8 @@ def parse_conditions(
 ) -> list[Condition]:
     """Read conditions such as `sharp,nonfinite` or `M<-1, stable_rank<2`.
 
-    `columns` and `measured` are the numbers and flags that exist; `option` names the culprit in errors,
-    and `example` is a comparison that they show.
+    `columns` and `measured` are the numbers and flags that exist. Errors name `option`, and show `example`, a
+    comparison.
 
     >>> [c.text for c in parse_conditions("sharp, M<-1", {"M"}, ["sharp"])]
     ['sharp', 'M<-1']
@@ -54,7 +92,7 @@ def _flag(part: str, measured: Sequence[str], option: str) -> Condition | None:
         raise LocaterError(f"{option} {part}: no longer a flag (docs/flags.md); {RETIRED[part]}")
     if part in FLAG_NAMES and part not in measured:
         raise LocaterError(
-            f"{option} {part}: this flag needs observation and weights alone do not show it; "
+            f"{option} {part}: this flag needs a forward pass, and weights alone do not show it; "
             f"here: {', '.join(measured)}"
         )
     return Condition(part, lambda row: part in row["flags"]) if part in measured else None
@@ -87,7 +125,7 @@ def _comparison(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that comparisons may name: what it means above or below a bound, and what to do."""
+    """A number that comparisons may use: what it means above or below a bound, and what to do."""
 
     label: str
     above: tuple[str, Remedy]  # meaning, what to do
@@ -153,7 +191,7 @@ def explain(condition: Condition, value: float | None) -> str:
 
 
 def reasons(condition: Condition, values: Sequence[float | None]) -> tuple[str, str]:
-    """A condition that holds for some heads, whose numbers are `values`: what was found, and its meaning.
+    """For a condition that holds for heads with the numbers `values`: what was found, and what it means.
 
     >>> reasons(parse_conditions("spread>5", {"spread"}, [])[0], [5.265, 8.4])[0]
     'logit spread up to 8.4 exceeds 5'
@@ -165,9 +203,9 @@ def reasons(condition: Condition, values: Sequence[float | None]) -> tuple[str, 
         return f"{flag.name}{shown}", flag.meaning
     parts = comparison(condition.text)
     if parts is None or condition.bound is None or not known:
-        return condition.text, "as asked for"
+        return condition.text, "as requested"
     column, sign, meaning, _ = parts
-    worst = _worst(known, [_against(x, condition.bound) for x in known], highest=sign.startswith(">"))
+    worst = _worst(known, [_distinct_digits(x, condition.bound) for x in known], highest=sign.startswith(">"))
     return f"{QUANTITIES[column].label} {worst} {_VERBS[sign]} {condition.bound:g}", meaning
 
 
@@ -193,8 +231,8 @@ def _worst(values: Sequence[float], texts: Sequence[str], highest: bool | None =
     return f"up to {high}" if highest else f"down to {low}"
 
 
-def _against(value: float, bound: float) -> str:
-    """With as many digits as tell a value from its bound."""
+def _distinct_digits(value: float, bound: float) -> str:
+    """A value with enough digits to tell it from its bound."""
     texts = (f"{value:.{digits}g}" for digits in range(2, 17))
     return next((text for text in texts if float(text) != bound), f"{value:g}")
 
@@ -203,8 +241,7 @@ NAMED = 6  # heads that a line names for each condition
 
 
 def crossings(conditions: Sequence[Condition], rows: Sequence[Numbers], length: int) -> str:
-    """One line about the heads that meet conditions: for each condition how many, and the worst first; empty where none
-    does.
+    """One line about the heads that meet conditions: for each condition how many, the worst first; empty if none does.
 
     >>> rows = [{"layer": 4, "head": 7, "flags": ("sharp",), "F": 1e4, "key_bias": 0.0, "M": 0.0}]
     >>> crossings(parse_conditions("sharp, M<-1", {"M"}, ["sharp"]), rows, length=256)
@@ -220,7 +257,7 @@ def _crossing(condition: Condition, rows: Sequence[Numbers], length: int) -> str
     words = bad[0][0][1]
     of_head: dict[Any, str] = {}
     for _, row in bad:  # of several scans one head can have several rows
-        of_head.setdefault((row["layer"], row["head"], row.get("source")), _place(row))
+        of_head.setdefault((row["layer"], row["head"], row.get("source")), _head_name(row))
     places = list(of_head.values())
     rest = f" and {len(places) - NAMED:,} more" if len(places) > NAMED else ""
     if condition.column is not None:
@@ -237,7 +274,7 @@ def _crossing(condition: Condition, rows: Sequence[Numbers], length: int) -> str
 
 
 def _how_bad(condition: Condition, row: Numbers, length: int) -> tuple[float, str]:
-    """How bad a head is by a condition, larger is worse, and that in words."""
+    """How bad a head is by a condition (larger is worse), and the same in words."""
     if condition.column is not None:
         value = float(row[condition.column])
         return (-value if "<" in condition.text else value), f"{value:.3g}"
@@ -252,7 +289,7 @@ def _how_bad(condition: Condition, row: Numbers, length: int) -> tuple[float, st
 
 
 def _verbs(condition: Condition, rows: Sequence[Numbers]) -> tuple[str, str]:
-    """What is said of one head, and of several."""
+    """What to say about one head, and about several."""
     flag = _flag_of(condition)
     if flag is None:
         return f"has a new {condition.text}", f"have a new {condition.text}"
@@ -260,7 +297,7 @@ def _verbs(condition: Condition, rows: Sequence[Numbers]) -> tuple[str, str]:
     return one, one.replace("is ", "are ", 1).replace("raises ", "raise ", 1)
 
 
-def _place(row: Numbers) -> str:
-    """`4.7`; of several scans also which."""
+def _head_name(row: Numbers) -> str:
+    """`4.7`; for several scans, also which scan."""
     where = f" from {row['where']}" if "where" in row else f" of {row['source']}" if "source" in row else ""
     return f"{row['layer']}.{row['head']}{where}"

@@ -1,4 +1,4 @@
-"""The flag table: which numbers raise a flag, what it means for training, and what to do about it.
+"""The table of flags: which numbers raise a flag, what it means for training, and what to do about it.
 
 Thresholds are in logit units of unit tokens (docs/theory.md section 9).
 """
@@ -32,7 +32,7 @@ class Flag:
 
     @property
     def verb(self) -> str:
-        """What a sentence says of a head that raises it: `is sharp`, `raises sink`."""
+        """What a sentence says about a head with this flag: `is sharp`, `raises sink`."""
         return f"raises {self.name}" if self.severity == "note" else f"is {self.name}"
 
 
@@ -40,7 +40,7 @@ class Flag:
 class Role:
     """What a head does, read from measured columns. `shown` is a sentence about the first column of `needs`.
 
-    A head with one of the flags `NO_ROLE` does nothing with what it attends to.
+    A head with one of the flags in `NO_ROLE` has no role: it does nothing with what it attends to.
     """
 
     name: str
@@ -195,7 +195,7 @@ ROLES: tuple[Role, ...] = (
 )
 NO_ROLE = ("nonfinite", "silent")
 FLAG_NAMES = tuple(flag.name for flag in FLAGS)
-# flags of earlier versions that are columns now, and where they went
+# flags of version 0.2 that are now columns, and where to find them
 RETIRED = {
     "few-directions": "it is the column skew of locater scan, beyond 0.75 in size: --fail-on 'skew>0.75, skew<-0.75'",
     "repels-itself": "it is the column M of locater scan, below -1: --fail-on 'M<-1'",
@@ -212,6 +212,6 @@ def flags_of(row: Numbers, length: int) -> tuple[str, ...]:
 
 
 def applies(line: Flag | Role, row: Numbers, length: int) -> bool:
-    """Whether a row has all the columns that a line of a table needs, and fulfils its rule."""
+    """Whether a row has all the columns that a flag or role needs, and fulfils its rule."""
     numbers = [row.get(column) for column in line.needs]
     return None not in numbers and line.rule(*numbers, length=length)

@@ -1,6 +1,6 @@
 """Which flags of a head are faults, and why the others are not.
 
-A head with a role is sharp on purpose, and a measurement overrules a prediction.
+A head with a role is sharp on purpose, and a measurement overrides a prediction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from locater.findings.flags import (
 # variance of logits of a nearly uniform head: trained models lie above it (docs/log.md, 2026-11-16), a new GPT-2 below
 NEAR_UNIFORM = 0.1
 UNTRAINED = 0.8  # share of nearly uniform heads, from which the model as a whole is called untrained
-RETIRED_REASON = "A flag of an earlier version of Locater, which is a column now: docs/flags.md"
+RETIRED_REASON = "A flag of an earlier version of Locater that is now a column: docs/flags.md"
 UNKNOWN_REASON = "A flag of another version of Locater: scan the model again"
 
 
@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
     """The flags of one head, judged."""
 
     faults: tuple[str, ...]  # flags that say something is wrong
-    notes: dict[str, str]  # every other flag, and why it is no fault here
+    notes: dict[str, str]  # every other flag, and why it is not a fault here
     role: str | None  # a name of ROLES
 
 
@@ -43,21 +43,21 @@ def judge(rows: Sequence[Numbers], length: int) -> list[Verdict]:
     >>> judge([{"flags": ("sharp", "locked"), "entropy_ratio": 0.03, "previous": 0.99}], length=256)[0].faults
     ()
     """
-    alike = {"uniform": untrained(rows), "silent": _started_at_zero(rows)}
+    alike = {"uniform": is_untrained(rows), "silent": _is_zero_initialised(rows)}
     return [_verdict(row, length, alike) for row in rows]
 
 
-def untrained(rows: Sequence[Numbers]) -> bool:
-    """Whether so many heads are nearly uniform that it is a property of the model and not of single heads."""
-    return bool(rows) and sum(near_uniform(row) for row in rows) >= UNTRAINED * len(rows)
+def is_untrained(rows: Sequence[Numbers]) -> bool:
+    """Whether so many heads are nearly uniform that it is a property of the model, not of single heads."""
+    return bool(rows) and sum(is_near_uniform(row) for row in rows) >= UNTRAINED * len(rows)
 
 
-def _started_at_zero(rows: Sequence[Numbers]) -> bool:
-    """Whether so many heads write nothing that the output maps have their initial value of zero."""
+def _is_zero_initialised(rows: Sequence[Numbers]) -> bool:
+    """Whether so many heads write nothing that the output maps still have their initial value, zero."""
     return bool(rows) and sum("silent" in row["flags"] for row in rows) >= UNTRAINED * len(rows)
 
 
-def near_uniform(row: Numbers) -> bool:
+def is_near_uniform(row: Numbers) -> bool:
     """Whether a softmax head treats all tokens nearly alike: as measured, or else as its weights predict."""
     ratio, F, key_bias = (row.get(column) for column in ("entropy_ratio", "F", "key_bias"))
     if ratio is not None:
@@ -68,7 +68,7 @@ def near_uniform(row: Numbers) -> bool:
 
 
 def heads_by_role(rows: Sequence[Numbers], verdicts: Sequence[Verdict]) -> dict[str, list[tuple[int, int]]]:
-    """(layer, head) of the heads with each role. A role whose columns no head has was not measured, and is left out.
+    """(layer, head) of the heads with each role. A role is left out if it was not measured: if no head has its columns.
 
     >>> rows = [{"layer": 0, "head": 3, "flags": (), "previous": 0.9, "induction": 0.1}]
     >>> heads_by_role(rows, judge(rows, length=256))
@@ -93,7 +93,7 @@ def _verdict(row: Numbers, length: int, alike: Mapping[str, bool]) -> Verdict:
 
 
 def _excuse(flag: Flag, row: Numbers, role: Role | None, alike: Mapping[str, bool]) -> str:
-    """Why a flag of this head is no fault; empty where it is one."""
+    """Why a flag of this head is not a fault; empty if it is one."""
     if flag.severity == "note":
         return flag.way_out
     if flag.on_purpose and role is not None:
@@ -102,7 +102,7 @@ def _excuse(flag: Flag, row: Numbers, role: Role | None, alike: Mapping[str, boo
         return f"{article} {role.name} head ({shown}): it is {flag.name} on purpose, leave it"
     ratio = row.get("entropy_ratio")
     if flag.confirmed is not None and ratio is not None and not flag.confirmed(ratio):
-        return f"Predicted, and not seen: its measured entropy is {ratio:.2f} of that of uniform attention"
+        return f"Predicted, but not measured: its entropy is {ratio:.2f} of that of uniform attention"
     if alike.get(flag.name):
-        return "As nearly all heads of this model: it looks untrained"
+        return "So are nearly all heads of this model: it looks untrained"
     return ""

@@ -1,1 +1,1 @@
-"""Text, images and batches for probe, explain and observation; and models to run on them."""
+"""Text, images and batches for probe, explain and observation."""

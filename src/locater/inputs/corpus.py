@@ -40,11 +40,11 @@ def embedded_text() -> str:
 
 def embedded_documents() -> list[str]:
     """The documents that `embedded_text` joins, one by one."""
-    return list(_embedded())
+    return list(_embedded_texts())
 
 
 @cache
-def _embedded() -> tuple[str, ...]:
+def _embedded_texts() -> tuple[str, ...]:
     from pydoc_data import topics
 
     pages = [topics.topics[name] for name in sorted(topics.topics)]
@@ -83,7 +83,7 @@ def split(documents: Sequence[str], share: float = SHARE) -> dict[str, list[str]
     """
     pieces = list(documents)
     if len(documents) < FEW:
-        pieces = [piece for text in documents for piece in _cut(text, documents)]
+        pieces = [piece for text in documents for piece in _split_document(text, documents)]
     random.Random(0).shuffle(pieces)
     target, splits, at = share * sum(map(len, pieces)), {}, 0
     for name in ("report", "select"):
@@ -124,15 +124,15 @@ def _docstrings(root: Path) -> Iterator[str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """What may hold a definition, in the order of `ast.walk`: no expression does, and most nodes are expressions."""
+    """Nodes that may contain a definition, in the order of `ast.walk`: expressions, most of the nodes, contain none."""
     nodes: list[ast.AST] = [tree]
-    for node in nodes:  # which grows
+    for node in nodes:  # the list grows
         yield node
         for name in BLOCKS:
             nodes += getattr(node, name, ())
 
 
-def _cut(text: str, documents: Sequence[str]) -> Iterator[str]:
+def _split_document(text: str, documents: Sequence[str]) -> Iterator[str]:
     """Pieces of a document, cut at blank lines, or at line ends where there are few blank lines.
 
     All documents together give about 2 FEW pieces.
@@ -157,15 +157,15 @@ def _texts(path: Path) -> Iterator[str]:
         for file in sorted(path.rglob("*")):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
             if file.is_file() and not hidden:
-                yield from _readable(_contents(file))
+                yield from _decode_readable(_contents(file))
     elif tarfile.is_tarfile(path):
-        yield from _readable(_contents(path))
+        yield from _decode_readable(_contents(path))
     else:
         (data,) = _contents(path)
         try:
-            yield _decoded(data)
+            yield _decode(data)
         except ValueError as error:
-            raise LocaterError(f"{path}: not text in UTF-8 ({error}); give text files, or a folder of them") from None
+            raise LocaterError(f"{path}: not UTF-8 text ({error}); give text files, or a folder of them") from None
 
 
 def _contents(path: Path) -> Iterator[bytes]:
@@ -181,16 +181,16 @@ def _contents(path: Path) -> Iterator[bytes]:
     yield {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)(data)
 
 
-def _readable(contents: Iterable[bytes]) -> Iterator[str]:
+def _decode_readable(contents: Iterable[bytes]) -> Iterator[str]:
     """The contents that are UTF-8 text; others are skipped."""
     for data in contents:
         try:
-            yield _decoded(data)
+            yield _decode(data)
         except ValueError:
             continue
 
 
-def _decoded(data: bytes) -> str:
+def _decode(data: bytes) -> str:
     if b"\0" in data:
         raise ValueError(f"a zero byte at {data.index(0)}")
     return data.decode("utf-8-sig").replace("\r\n", "\n")

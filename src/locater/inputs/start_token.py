@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 START = "<bos>"
 
 
-class WithStart:
-    """A tokenizer with one more token, `start`. `encode` gives the tokens of the text alone: whoever cuts them into
+class StartTokenizer:
+    """A tokenizer with one more token, `start`. `encode` returns only the tokens of the text: whoever cuts them into
     sequences puts `start` in front of each. The saved tokenizer puts it in front of a text.
     """
 
@@ -38,7 +38,7 @@ class WithStart:
 
 
 def without_start(text: str) -> str:
-    """A saved tokenizer without its start token; one that has none stays as it is."""
+    """A saved tokenizer without its start token; unchanged if it has none."""
     document = json.loads(text)
     others = [token for token in document["added_tokens"] if token["content"] != START]
     if len(others) == len(document["added_tokens"]):

@@ -57,20 +57,22 @@ def batches(
                 "token ids are whole numbers, (tokens,) or (sequences, tokens)"
             )
         if text.ndim == 2:
-            return _checked(model, [{"input_ids": part} for part in text.split(batch)])
-        return _checked(model, _cut(([], text.tolist(), []), length, tokens, batch, skip))
+            return _check_batches(model, [{"input_ids": part} for part in text.split(batch)])
+        return _check_batches(model, _cut_sequences(([], text.tolist(), []), length, tokens, batch, skip))
     parts = [text] if isinstance(text, str | Path | Mapping) else list(text)
     if parts and all(isinstance(part, Mapping) for part in parts):
-        return _checked(model, [dict(part) for part in parts])  # type: ignore[arg-type]
-    return _checked(model, _cut(_tokenized(model, as_text(parts), tokenizer), length, tokens, batch, skip))
+        return _check_batches(model, [dict(part) for part in parts])  # type: ignore[arg-type]
+    return _check_batches(
+        model, _cut_sequences(_tokenize(model, as_text(parts), tokenizer), length, tokens, batch, skip)
+    )
 
 
 def as_text(parts: Sequence[Any]) -> str:
     """Strings and text files joined into one text. A string that names a file is read; one that looks like the name of
     a missing file is refused.
 
-    The strings of a list are files only where all of them look like files. Otherwise all are text: a line of a corpus
-    may well be `and/or`.
+    The strings of a list are files only if all of them look like files. Otherwise all are text: a line of a corpus may
+    well be `and/or`.
     """
     if not all(isinstance(part, str | Path) for part in parts):
         wrong = next(type(part).__name__ for part in parts if not isinstance(part, str | Path))
@@ -83,7 +85,7 @@ def as_text(parts: Sequence[Any]) -> str:
 
 
 def files_named(parts: Sequence[Any]) -> list[Path | None]:
-    """The file that each part of a text names, None where the part is text itself."""
+    """The file that each part of a text names; None for a part that is text itself."""
     named = [part if isinstance(part, Path) else _file_named(part) if isinstance(part, str) else None for part in parts]
     if all(path is not None for path in named):
         return named
@@ -140,13 +142,13 @@ def tokenizer_for(model: Any, tokenizer: Any = None) -> Any:
     if tokenizer is None:
         where = getattr(model, "name_or_path", "") or saved_path(config)
     if not where:
-        raise LocaterError(f"{type(model).__name__}: it does not say where its tokenizer is: {WAY_OUT}")
+        raise LocaterError(f"{type(model).__name__}: its tokenizer is not known: {WAY_OUT}")
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         if not Path(where).exists():
-            hub_folder(where)  # fails at once without a network; transformers would retry for minutes
-        own = getattr(config, "model_type", "") in OWN  # transformers would warn of this type
+            hub_folder(where)  # fails immediately without a network, where transformers would retry for minutes
+        own = getattr(config, "model_type", "") in OWN  # transformers would warn about this type
         kind = PreTrainedTokenizerFast if own else AutoTokenizer
         loaded = kind.from_pretrained(where, trust_remote_code=False)  # None would ask whether to run code
     except ImportError:
@@ -166,7 +168,7 @@ def tokenizer_for(model: Any, tokenizer: Any = None) -> Any:
     return loaded
 
 
-def _tokenized(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+def _tokenize(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
     """Token ids of the special tokens before a text, of the text itself, and of the special tokens after it."""
     if not text.strip():
         raise LocaterError(EMPTY)
@@ -185,7 +187,9 @@ def _tokenized(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], 
     return before, ids, after
 
 
-def _cut(ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, batch: int, skip: int) -> list[Batch]:
+def _cut_sequences(
+    ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, batch: int, skip: int
+) -> list[Batch]:
     """Batches of sequences of `length` tokens, each with the special tokens; an incomplete last sequence is dropped."""
     before, text, after = ids
     size = length - len(before) - len(after)
@@ -200,7 +204,7 @@ def _cut(ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, 
 
 
 def positions_of(model: Any) -> int | None:
-    """The longest sequence that a model has positions for; None where its configuration names none."""
+    """The longest sequence that a model has positions for; None if its configuration does not say."""
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
@@ -222,8 +226,8 @@ def check_ids(model: Any, ids: Tensor) -> None:
         )
 
 
-def _checked(model: Any, batches: list[Batch]) -> list[Batch]:
-    """Refuse batches on which the model would fail later and less clearly; give encoder-decoders their decoder ids."""
+def _check_batches(model: Any, batches: list[Batch]) -> list[Batch]:
+    """Refuse batches on which the model would fail later, and less clearly. Give encoder-decoders their decoder ids."""
     config = getattr(model, "config", None)
     if config is None:
         return batches

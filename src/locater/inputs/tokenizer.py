@@ -121,7 +121,7 @@ def tokenizer_of_run(folder: Path, vocabulary: int, make: Callable[[], Tokenizer
         raise
     except Exception as error:  # the tokenizers package raises plain Exception
         raise LocaterError(
-            f"{path}: not a readable tokenizer ({error}): remove the run's folder and start again"
+            f"{path}: not a readable tokenizer ({error}): remove the folder of the run and start again"
         ) from None
 
 

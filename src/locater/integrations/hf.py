@@ -29,32 +29,32 @@ def attach(trainer: Any, controls: Control | Iterable[Control]) -> Controls:
     Controls with parameters of their own need an optimizer that has them: pass `optimizers=` to the trainer.
     """
     if getattr(trainer, KEY, None) is not None:
-        raise LocaterError("this trainer has controls already: detach(trainer) first, or attach all of them at once")
+        raise LocaterError("this trainer already has controls: detach(trainer) first, or attach all of them at once")
     for name in ("compute_loss", "add_callback", "model"):
         if not hasattr(trainer, name):
-            raise LocaterError(f"{type(trainer).__name__} is no transformers.Trainer: it has no {name}")
+            raise LocaterError(f"{type(trainer).__name__} is not a transformers.Trainer: it has no {name}")
     attached = Controls([controls] if isinstance(controls, Control) else controls)
     attached.attach(trainer.model)
     callback = _callback(attached)
-    trainer.compute_loss = _with_penalty(trainer, trainer.compute_loss, attached, callback)
-    trainer.log = _logging_penalty(trainer.log, callback)  # `on_log` would come too late: logs are stored before it
+    trainer.compute_loss = _add_penalty(trainer, trainer.compute_loss, attached, callback)
+    trainer.log = _log_penalty(trainer.log, callback)  # `on_log` would come too late: logs are stored before it
     trainer.add_callback(callback)
     setattr(trainer, KEY, (attached, callback))
     return attached
 
 
 def detach(trainer: Any) -> None:
-    """Take controls off a trainer and its model. May be called twice."""
+    """Remove the controls of a trainer and its model. May be called twice."""
     if getattr(trainer, KEY, None) is None:
         return
     controls, callback = getattr(trainer, KEY)
     controls.detach()
     trainer.remove_callback(callback)
-    del trainer.compute_loss, trainer.log  # the methods of the class are in force again
+    del trainer.compute_loss, trainer.log  # the methods of the class apply again
     delattr(trainer, KEY)
 
 
-def _with_penalty(trainer: Any, inner: Callable[..., Any], controls: Controls, callback: Any) -> Callable[..., Any]:
+def _add_penalty(trainer: Any, inner: Callable[..., Any], controls: Controls, callback: Any) -> Callable[..., Any]:
     """`compute_loss` with the penalty of the controls added while training."""
 
     def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
@@ -63,8 +63,8 @@ def _with_penalty(trainer: Any, inner: Callable[..., Any], controls: Controls, c
             return out
         penalty = controls.loss()
         callback.penalty = penalty.detach()
-        # a loss that the trainer will not divide by the accumulation steps is divided already: so is the penalty then
-        share = trainer.current_gradient_accumulation_steps if _scaled(trainer, num_items_in_batch) else 1
+        # a loss that the trainer will not divide by the accumulation steps is already divided; divide the penalty, too
+        share = trainer.current_gradient_accumulation_steps if _is_scaled(trainer, num_items_in_batch) else 1
         penalty = penalty / share
         if not return_outputs:
             return out + penalty.to(out)
@@ -73,8 +73,8 @@ def _with_penalty(trainer: Any, inner: Callable[..., Any], controls: Controls, c
     return compute_loss
 
 
-def _logging_penalty(inner: Callable[..., Any], callback: Any) -> Callable[..., Any]:
-    """`log` with the last penalty beside the loss."""
+def _log_penalty(inner: Callable[..., Any], callback: Any) -> Callable[..., Any]:
+    """`log` with the last penalty next to the loss."""
 
     def log(logs: dict[str, Any], *args: Any, **kw: Any) -> Any:
         if "loss" in logs and callback.penalty is not None:
@@ -84,7 +84,7 @@ def _logging_penalty(inner: Callable[..., Any], callback: Any) -> Callable[..., 
     return log
 
 
-def _scaled(trainer: Any, items: Any) -> bool:
+def _is_scaled(trainer: Any, items: Any) -> bool:
     """Whether the loss of a micro-batch is divided by the accumulation steps before it reaches the trainer."""
     flag = getattr(trainer, "loss_is_scaled_for_ga", None)
     if flag is not None:

@@ -19,25 +19,28 @@ from locater.calls.patching import replace_method
 from locater.runs.run_monitor import RunMonitor
 from locater.torch_private import unscales_gradients
 
-LOGGED = ("grad_norm", "penalty")  # taken from the logs of transformers.Trainer, at the steps that it logs
+LOGGED = ("grad_norm", "penalty")  # copied from the logs of transformers.Trainer, at the steps that it logs
 SEARCH = "_locater_search"  # on a replaced `get_batch_samples`: whether the search for its trainer has ended
 
 
 class Monitor(RunMonitor):
     """Observe every `every`-th step of a run, write it to sinks, and warn once per head and reason.
 
+    A callback for `transformers.Trainer` and `lightning.Trainer`; in any other loop call `attach(model)`,
+    `after_step(loss=loss)` after each step, and `detach()`.
+
     `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close();
-    without any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in
+    without any, `locater.jsonl` in the output folder of the run. `layers`, `heads` and `rows` choose a sample as in
     `observe`. `warn_on` lists flags and comparisons as --fail-on does, such as "exploding, entropy_ratio<0.1".
     `spectrum` adds M and the logit spread of each head's query-key map, from its weights. `passes="loss"` counts the
     forward passes that a loss comes from: in training mode, with gradients enabled when they begin. A reference, a
     rollout or an evaluation runs without; the log has how many were left out. `passes="all"` counts every pass in
     training mode.
 
-    A warning is a reason to look, and silence is no promise. On small runs that had no part in choosing `warn_on`, 32
-    of 66 failures were warned of 10 steps or more before the loss showed them (32 of 58 without those of bad data),
-    and 2 of 110 ordinary runs were warned of. Sudden faults, such as a jump of the rate or bad data, show in the loss
-    first (docs/monitor.md).
+    A warning is a reason to look, and silence is no promise. On small runs that had no part in choosing `warn_on`, a
+    warning came 10 steps or more before the loss showed the failure in 32 of 66 runs that failed (32 of 58 without
+    those with bad data), and in 2 of 110 ordinary runs. Sudden faults, such as a jump of the learning rate or bad data,
+    show in the loss first (docs/monitor.md).
     """
 
     _loss_sum: Any = None  # over the micro-batches of a step
@@ -49,7 +52,7 @@ class Monitor(RunMonitor):
     _last_logged = 0  # step of the trainer's last log
 
     def _add_loss(self, loss: Any) -> None:
-        """Count the loss of one micro-batch."""
+        """Add the loss of one micro-batch."""
         if self.attached and isinstance(loss, Tensor) and loss.numel() == 1:
             # a copy: a CUDA graph writes the next loss over this one
             self._loss_sum = loss.detach().clone() if self._loss_sum is None else self._loss_sum + loss.detach()
@@ -70,7 +73,7 @@ class Monitor(RunMonitor):
             self._flush(wait=True)
         self._close()
 
-    def _step_done(self, step: int, share: float = 1.0) -> None:
+    def _end_step(self, step: int, share: float = 1.0) -> None:
         """One optimizer step; its loss is `share` times the sum over its micro-batches."""
         loss = self._loss_sum if self._loss_sum is None or share == 1.0 else self._loss_sum * share
         self._loss_sum, self._micro_batches = None, 0
@@ -102,11 +105,11 @@ class Monitor(RunMonitor):
         self._step_losses_known = True
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **event: Any) -> None:
-        self._rate = _rate(optimizer) if self.due else None  # only then: reading a rate may wait for the device
+        self._rate = learning_rate(optimizer) if self.due else None  # reading a rate may wait for the device
 
     def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         if self.attached:
-            self._step_done(int(state.global_step))
+            self._end_step(int(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **event: Any) -> None:
         if not self.attached or not logs or "loss" not in logs:  # an evaluation, or the summary at the end
@@ -125,7 +128,7 @@ class Monitor(RunMonitor):
         self._begin(module, trainer.log_dir or trainer.default_root_dir, int(trainer.global_step))
 
     def on_before_optimizer_step(self, trainer: Any, module: nn.Module, optimizer: Any) -> None:
-        self._rate = _rate(optimizer) if self.due else None
+        self._rate = learning_rate(optimizer) if self.due else None
         self._grad_norm = _gradient_norm(trainer, module, optimizer) if self.due else None
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -133,7 +136,7 @@ class Monitor(RunMonitor):
         if self.attached and int(trainer.global_step) > self.step:  # once per optimizer step
             # each loss was divided by accumulate_grad_batches; the last step of an epoch may have fewer micro-batches
             whole = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            self._step_done(int(trainer.global_step), whole / max(1, self._micro_batches))
+            self._end_step(int(trainer.global_step), whole / max(1, self._micro_batches))
 
     def on_exception(self, trainer: Any, module: nn.Module, exception: BaseException) -> None:
         self._end()
@@ -150,7 +153,7 @@ class Monitor(RunMonitor):
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("on_") or name in ("setup", "teardown"):
-            return _ignore  # an event that a monitor does not need
+            return _ignore  # an event that a monitor ignores
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
 
@@ -158,21 +161,21 @@ def _ignore(*args: Any, **event: Any) -> None:
     return None
 
 
-def _rate(optimizer: Any) -> float | None:
+def learning_rate(optimizer: Any) -> float | None:
     groups = getattr(optimizer, "param_groups", None)
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
 def still_scaled(trainer: Any, optimizer: Any) -> bool:
     """Whether gradients still carry the loss scale of half precision when Lightning calls back before the optimizer
-    step. They do only where the optimizer itself divides by it, as fused Adam does.
+    step: only if the optimizer itself divides by it, as fused Adam does.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler is not None and unscales_gradients(optimizer)
 
 
 def _gradient_norm(trainer: Any, module: nn.Module, optimizer: Any) -> Tensor | None:
-    """Before clipping; None where gradients are sharded, or still carry a loss scale."""
+    """The norm before clipping; None if gradients are sharded or still carry a loss scale."""
     alone = trainer.world_size == 1 or "ddp" in type(trainer.strategy).__name__.lower()
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     if still_scaled(trainer, optimizer) or not alone or not grads or any(type(grad) is not Tensor for grad in grads):

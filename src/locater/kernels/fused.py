@@ -63,7 +63,7 @@ def attend_with_statistics(
     if backend == "triton" and (terms.has_masks or terms.positions is not None or _needs_gradient(q, k, v)):
         raise LocaterError("backend='triton' takes no masks and has no gradients here: leave the backend out")
     if backend == "triton" or (backend is None and is_fused(q, k, v, terms)):
-        return _fused(q, k, v, terms, extended)
+        return _fused_statistics(q, k, v, terms, extended)
     return attention(q, k, v, terms), row_statistics(q, k, terms, extended=extended, backend=backend)
 
 
@@ -137,14 +137,16 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: slice) -> Tensor:
     return (logits.softmax(-1)[..., :S] * seen) @ v.to(wide)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tuple[Tensor, AttentionStatistics]:
+def _fused_statistics(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool
+) -> tuple[Tensor, AttentionStatistics]:
     out, numbers = _operator(q, k, v, *terms.flat(), extended)
     return out, statistics_of(numbers, terms, k.shape[2])
 
 
 def statistics_of(numbers: Float[Tensor, "columns B H T"], terms: Terms, keys: int) -> AttentionStatistics:
     """The record of numbers per row as kernels return them, of a call without masks but causal and window."""
-    from locater.kernels.triton_kernels import visible_counts
+    from locater.kernels.triton_statistics import visible_counts
 
     lse, entropy, top, mass, *more = numbers.unbind()
     visible = visible_counts(terms, lse.shape[2], keys, lse.device).expand(lse.shape)

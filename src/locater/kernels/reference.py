@@ -42,7 +42,7 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
             received[:, :, :end] += p.sum(2)
             lookers = lookers + torch.nn.functional.pad(seen.sum(2), (0, S - end))
     columns = {
-        f.name: _joined([getattr(part, f.name) for part in parts])
+        f.name: _concatenated([getattr(part, f.name) for part in parts])
         for f in fields(AttentionStatistics)
         if f.name != "received"
     }
@@ -100,7 +100,7 @@ def weight_at(q: Tensor, k: Tensor, terms: Terms, index: Tensor, log_sum_exp: Te
     if terms.alibi is not None:
         logits = logits - terms.alibi.to(logits)[:, None] * distance.abs()[:, None]
     if terms.bias is not None:
-        bias = _picked(terms.bias, at).to(logits)
+        bias = _entries_at(terms.bias, at).to(logits)
         logits = logits + bias
     if terms.softcap is not None:
         logits = terms.softcap * torch.tanh(logits / terms.softcap)
@@ -113,14 +113,14 @@ def weight_at(q: Tensor, k: Tensor, terms: Terms, index: Tensor, log_sum_exp: Te
         seen = seen & terms.padding.gather(1, at)
     if terms.documents is not None:
         seen = seen & (terms.documents[:, terms.at(T, S, q.device)] == terms.documents.gather(1, at))
-    shown = (seen[:, None] if terms.mask is None else seen[:, None] & _picked(terms.mask, at)).expand(logits.shape)
+    shown = (seen[:, None] if terms.mask is None else seen[:, None] & _entries_at(terms.mask, at)).expand(logits.shape)
     if terms.bias is not None:
         shown = shown & (bias > -torch.inf)
     weight = torch.exp(logits - log_sum_exp)
     return torch.where(shown & (log_sum_exp != -torch.inf), weight, torch.zeros_like(weight)), shown
 
 
-def _picked(x: Tensor, at: Tensor) -> Tensor:
+def _entries_at(x: Tensor, at: Tensor) -> Tensor:
     """Entry `at` (B, T) of every row of a mask or a bias (b, h, t, S), as (B, h, T)."""
     B, T = at.shape
     wide = x.expand(B, x.shape[1], T, x.shape[-1])
@@ -171,6 +171,6 @@ def weights_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, weight: Te
     return _gradient(q, k, terms, lse, lambda p, log_p, rows: p * weight[:, :, rows, None].to(p))
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
+def _concatenated(parts: list[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
     return torch.cat(present, 2) if present else None

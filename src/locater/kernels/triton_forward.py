@@ -20,7 +20,7 @@ from torch import Tensor
 
 from locater.kernels.terms import Terms
 from locater.kernels.triton_descriptors import descriptor, takes_descriptors
-from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
+from locater.kernels.triton_launch import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
 from locater.kernels.triton_parts import EMPTY, key_span, load_rows
 from locater.kernels.triton_rows import LEAST, _lanes, _program, _terms, _unit, store_rows
 from locater.torch_private import launch_compiled
@@ -190,7 +190,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tu
     sinks = None if terms.sinks is None else terms.sinks.contiguous()
     alibi = None if terms.alibi is None else terms.alibi.float().contiguous()
     key = ("forward", replace(terms, sinks=None, alibi=None), extended, sinks is None, alibi is None, tma, q.device,
-           *(layout(x) for x in (q, k, v)))  # fmt: skip
+           *(tensor_layout(x) for x in (q, k, v)))  # fmt: skip
     bare = sinks is None and alibi is None
     if bare and key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
@@ -205,5 +205,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tu
     grid = (B * H * triton.cdiv(T, m), 1, 1)
     kernel = forward_kernel[grid](*tensors, sinks, *rest, **flags, **size)
     if bare:
-        remember(key, forward_kernel, kernel, grid, rest, len(tensors) + 1, flags)
+        keep_kernel(key, forward_kernel, kernel, grid, rest, len(tensors) + 1, flags)
     return o, out

@@ -19,23 +19,23 @@ CACHE = 24 << 20  # bytes of keys that programs running at one time share
 # Triton's: this is done for versions in which it was run, and after one launch by either way gave the same numbers.
 LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
 KERNELS: dict[tuple[Any, ...], Any] = {}  # the same by what Triton specialises on, for shapes that change at each call
-_compared: dict[torch.device, bool] = {}  # whether both ways agreed
+_launches_compared: dict[torch.device, bool] = {}  # whether both ways agreed
 
 
-def goes_past_dispatch(device: torch.device) -> bool:
+def launches_directly(device: torch.device) -> bool:
     """Whether compiled kernels are called directly on this device. Compared once, before the first is kept."""
     if not has_tested_launch(triton.__version__):
         return False
-    if device not in _compared:
+    if device not in _launches_compared:
         if (
             device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         ):  # a graph cannot wait for numbers: asked again later
             return False
-        _compared[device] = _agree(device)
-    return _compared[device]
+        _launches_compared[device] = _launches_agree(device)
+    return _launches_compared[device]
 
 
-def _agree(device: torch.device) -> bool:
+def _launches_agree(device: torch.device) -> bool:
     """Whether a kernel gives the same numbers by Triton's dispatch and past it; warns where not."""
     try:
         x = torch.arange(1, 17, dtype=torch.float32, device=device)
@@ -45,7 +45,7 @@ def _agree(device: torch.device) -> bool:
         launch_compiled(kernel, (1, 1, 1), [x, past_it, *given, *fixed])
         wanted = torch.where(torch.arange(16, device=device) < 13, x, 0.0)
         why = None if torch.equal(by_dispatch, wanted) and torch.equal(past_it, wanted) else "gave other numbers"
-    except Exception as error:
+    except Exception as error:  # a convention of calls that changed shows in any way
         why = f"failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why is not None:
         warnings.warn(
@@ -56,12 +56,12 @@ def _agree(device: torch.device) -> bool:
     return why is None
 
 
-def layout(x: Tensor | None) -> tuple[Any, ...] | None:
+def tensor_layout(x: Tensor | None) -> tuple[Any, ...] | None:
     """What Triton's dispatch asks of a tensor, besides its address."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
-def remember(
+def keep_kernel(
     key: tuple[Any, ...],
     function: Any,
     kernel: Any,
@@ -72,7 +72,7 @@ def remember(
 ) -> None:
     """Keep a compiled kernel for launches with the same key. `rest` are the arguments after the first `before`, `fixed`
     the compile-time ones."""
-    if kernel is None or not goes_past_dispatch(next(x for x in key if isinstance(x, torch.device))):
+    if kernel is None or not launches_directly(next(x for x in key if isinstance(x, torch.device))):
         return
     if len(LAUNCHES) >= 256:
         LAUNCHES.clear()
@@ -90,14 +90,14 @@ def launch(function: Any, grid: tuple[int, int, int], arguments: list[Any], fixe
     kernel = KERNELS.get(key)
     if kernel is None:
         kernel = function[grid](*arguments, **fixed)
-        if kernel is not None and goes_past_dispatch(arguments[0].device):
+        if kernel is not None and launches_directly(arguments[0].device):
             KERNELS[key] = kernel
     else:
         launch_compiled(kernel, grid, [*arguments, *(fixed[name] for name in function.arg_names[len(arguments) :])])
 
 
 def _kind(x: Any) -> Any:
-    """What Triton compiles a kernel anew for: alignment, the number 1, and more than 32 bits."""
+    """What Triton recompiles a kernel for: alignment, the number 1, and more than 32 bits."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16
     return (x == 1, x % 16 == 0, x >= 1 << 31) if isinstance(x, int) else None if x is None else float

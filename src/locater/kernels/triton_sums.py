@@ -2,6 +2,9 @@
 
 Sums of columns are float64. Of the programs of a head the first adds up its rows; the others read parts of the head's
 output and add NaN where they find a number that is not finite, so the order in which programs end changes nothing.
+
+The weight of each row on one key of its own, such as the first of its sequence, comes from a kernel without a loop over
+keys (`put_key_weights`).
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_kernels import prepared, rows_of_prepared, visible_counts
-from locater.kernels.triton_launch import LAUNCHES, layout, remember
-from locater.kernels.triton_sink import put_weights
+from locater.kernels.triton_launch import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
+from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
+from locater.kernels.triton_rows import _terms, _unit
+from locater.kernels.triton_statistics import prepare_call, rows_of_prepared, visible_counts
 from locater.torch_private import launch_compiled
 
 BLOCK, WARPS = 2048, 16  # rows at a time of the one program that adds up a head: what it costs is waiting for memory
@@ -49,10 +53,10 @@ def add_sums(
     counted = None if counted is None else counted.view(torch.int8)
     count = None
     if stats is None or rows is not None or first is not None:
-        q, k, terms = prepared(q, k, terms)
+        q, k, terms = prepare_call(q, k, terms)
         stats, count = rows_of_prepared(q, k, terms, True, False, rows, spans)
     if first is not None:
-        put_weights(q, k, terms, rows, first, stats)
+        put_key_weights(q, k, terms, rows, first, stats)
         if count is None:
             visible = visible_counts(terms, T, S, q.device)
             count = (visible if rows is None else visible[rows]).expand(stats.shape[1:]).contiguous()
@@ -69,7 +73,7 @@ def _add(
     maxima: Tensor,
     shape: tuple[Any, ...],
 ) -> None:
-    key = ("sums", shape, *(layout(x) for x in (stats, count, rows, counted, output, sums, maxima)), sums.device)
+    key = ("sums", shape, *(tensor_layout(x) for x in (stats, count, rows, counted, output, sums, maxima)), sums.device)
     tensors = (stats, count, rows, counted, output, sums, maxima)
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
@@ -86,7 +90,7 @@ def _add(
     fixed = {"V": V, "CAUSAL": causal, "WINDOW": window is not None, "SOME": rows is not None}
     fixed |= {"MASKED": counted is not None, "BLOCK": BLOCK, "BLOCK_R": tile, "BLOCK_V": wide, "num_warps": WARPS}
     made = sums_kernel[grid](*tensors, *rest, **fixed)
-    remember(key, sums_kernel, made, grid, rest, len(tensors), fixed)
+    keep_kernel(key, sums_kernel, made, grid, rest, len(tensors), fixed)
 
 
 @triton.jit(do_not_specialize=["B", "number", "total", "each"])
@@ -194,3 +198,73 @@ def sums_kernel(Stats, Count, Rows, Counted, Output, Sums, Maxima, sh, mh, ob, o
         if nothing != nothing:
             for column in tl.static_range(4, 16):
                 tl.atomic_add(Sums + column, nothing.to(tl.float64))
+
+
+# ---- weight of each row on one key
+
+
+KEY_WEIGHT = 6  # column of the statistics: weight on the first keys
+
+
+def put_key_weights(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None, at: Tensor, stats: Tensor) -> None:
+    """Put into column 6 of the statistics (8, B, H, R) the weight on the key `at` (B, T) of each row, or -1 where the
+    row may not look at it; a negative key is none. The call is one that `prepare_call` returned.
+    """
+    (B, H, _, D), number = q.shape, stats.shape[-1]
+    tensors = (q, k, stats, at, rows, terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi)
+    key = (
+        "sink",
+        terms.scale,
+        terms.causal,
+        terms.window,
+        terms.softcap,
+        q.device,
+        *(tensor_layout(x) for x in tensors),
+    )
+    if key in LAUNCHES:
+        kernel, grid, rest = LAUNCHES[key]
+        launch_compiled(kernel, grid, (*tensors, *rest))
+        return
+    arguments, fixed = launch_arguments(q, k, terms)
+    strides, (heads, group, _, _, *sizes) = arguments[5:17], arguments[17:]
+    wide = max(16, triton.next_power_of_2(D))
+    fixed = {name: x for name, x in fixed.items() if name != "PRECISION"}
+    fixed |= {"SOME": rows is not None, "BLOCK": max(16, 4096 // wide), "BLOCK_D": wide, "num_warps": 4}
+    grid = (triton.cdiv(number, fixed["BLOCK"]) * B * H, 1, 1)
+    rest = [*strides, *at.stride(), heads, group, *sizes, number, KEY_WEIGHT * B * H * number]
+    made = sink_kernel[grid](*tensors, *rest, **fixed)
+    keep_kernel(key, sink_kernel, made, grid, rest, len(tensors), fixed)
+
+
+@triton.jit(do_not_specialize=["number", "skipped"])
+def sink_kernel(Q, K, Stats, At, Rows, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt, mb, mh, mt, bb, bh, bt, fb,
+                ft, H, GROUP, T, S, scale, cap, window, number, skipped, D: tl.constexpr, CAUSAL: tl.constexpr,
+                WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr, MASK: tl.constexpr,
+                BIAS: tl.constexpr, ALIBI: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr,
+                BLOCK_D: tl.constexpr):  # fmt: skip
+    blocks = tl.cdiv(number, BLOCK)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = head // H, head % H
+    r = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < number
+    i = r
+    if SOME:
+        i = tl.load(Rows + r, mask=inside, other=0).to(tl.int32)
+    d = tl.arange(0, BLOCK_D)
+    far = i.to(tl.int64)
+    j = tl.load(At + b * fb + far * ft, mask=inside, other=-1).to(tl.int32)
+    there = inside & (j >= 0) & (j < S)
+    j = tl.where(there, j, 0)
+    q = load_rows(Q + b * qb + h * qh + far[:, None] * qt + d[None, :], d, inside, D, BLOCK_D, True)
+    k = load_rows(
+        K + b * kb + (h // GROUP) * kh + j.to(tl.int64)[:, None] * kt + d[None, :], d, there, D, BLOCK_D, True
+    )
+    x = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    x, seen = _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
+                     CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True)  # fmt: skip
+    if BIAS:
+        seen = seen & (x > EMPTY)
+    lse = tl.load(Stats + head * number + r, mask=inside, other=0.0)
+    weight = tl.exp2(x * _unit(scale, CAP, BIAS, ALIBI) - lse * LOG2E)
+    weight = tl.where(lse == float("-inf"), 0.0, weight)
+    tl.store(Stats + skipped.to(tl.int64) + head * number + r, tl.where(there & seen, weight, -1.0), mask=inside)

@@ -25,17 +25,37 @@ class Alibi:
         return -self.slopes.to(distance.device)[:, None, None] * distance
 
 
-def alibi_slopes(heads: int) -> Float[Tensor, " H"]:
+@dataclass(frozen=True)
+class RoundedAlibi(Alibi):
+    """scale * (slope * key position, rounded to bfloat16, less slope * query position): a staircase of -slope *
+    distance (Falcon).
+
+    The steps depend on the key's own position, counted from the first real token.
+    """
+
+    scale: float = 1.0
+
+    def __call__(self, queries: Int[Tensor, " T"], keys: Int[Tensor, " S"]) -> Float[Tensor, "H T S"]:
+        slopes = self.slopes.to(keys.device, torch.bfloat16)
+        there = (slopes[:, None] * keys).double()  # (H, S); the product is rounded too
+        return self.scale * (there[:, None] - slopes.double()[:, None, None] * queries[:, None])
+
+
+def published_slopes(heads: int) -> tuple[float, ...]:
     """The published slopes: a geometric sequence from 2^(-8/n), interleaved with the next one's when heads is no power
     of 2.
 
-    >>> alibi_slopes(4).tolist()
-    [0.25, 0.0625, 0.015625, 0.00390625]
+    >>> published_slopes(4)
+    (0.25, 0.0625, 0.015625, 0.00390625)
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return torch.tensor(slopes, dtype=torch.float64)
+    return tuple(slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)])
+
+
+def alibi_slopes(heads: int) -> Float[Tensor, " H"]:
+    """The same as a tensor."""
+    return torch.tensor(published_slopes(heads), dtype=torch.float64)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""The few steps that every family file shares: read a projection, read a norm, check shapes against the
-configuration.
-"""
+"""The few steps that every family file shares: name a map, name a norm, check shapes against the configuration."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,25 +12,35 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.layers.layer import AttentionLayer, Projection
+from locater.layers.map_layouts import AnyMap, MapLayout, NormLayout, VectorLayout, count
 from locater.layers.norm import Norm, NormKind
-from locater.layers.row_readers import PickedRows, StoredRows
-from locater.numerics import upcast
-from locater.sources.settings import configuration, remedy
-from locater.sources.weights import ModuleWeights, Rows, Weights
+from locater.layers.row_readers import PickedRows, read_floats
+from locater.sources.config_rules import configuration, remedy
+from locater.sources.weights import Rows, Weights
+
+# Layouts: what readers name in a source. No tensor is read here, only names and shapes.
 
 
-def optional(weights: Weights, name: str, rows: Rows | None = None) -> Tensor | None:
-    """A small tensor, if it is there: biases, gains."""
-    return read_floats(weights, name, rows) if name in weights.names() else None
+def present(weights: Weights, *names: str) -> str | None:
+    """The first of these tensors that is there."""
+    return next((name for name in names if name in weights.names()), None)
 
 
-def projection(weights: Weights, stem: str, rows: Rows | None = None) -> Projection:
-    """`stem.weight` (out, in) and `stem.bias` where present; `rows` picks and orders output rows of a fused map."""
-    return matrix(weights, f"{stem}.weight", optional(weights, f"{stem}.bias", rows), rows)
+def map_layout(
+    weights: Weights, stem: str, rows: Rows | None = None, *, shape: tuple[int, ...] = (), why: str = ""
+) -> MapLayout:
+    """`stem.weight` (out, in) and `stem.bias` where present; `rows` picks and orders output rows of a fused map.
+
+    Refused where the stored map has another `shape` than the configuration says; `why` names the settings that say it.
+    """
+    layout = named_map(weights, f"{stem}.weight", f"{stem}.bias", rows)
+    if shape:
+        expect(weights, layout.weight, layout.shape, shape, why)
+    return layout
 
 
-def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None = None) -> Projection:
-    """The map stored as `name`, (out, in); read when it is needed."""
+def named_map(weights: Weights, name: str, bias: str, rows: Rows | None = None) -> MapLayout:
+    """The map stored as `name`, (out, in), with its bias where that is there."""
     shape = shape_of(weights, name)
     if len(shape) != 2:
         raise LocaterError(
@@ -50,27 +58,47 @@ def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None =
             f"{weights.where}: {name} is quantised ({scales[0]} scales it): "
             "dequantise the checkpoint first (to bfloat16)"
         )
-    out = shape[0] if rows is None else sum(b - a for a, b in rows)
-    return Projection(stored_rows(weights, name, rows), (out, shape[1]), bias)
+    runs = (range(shape[0]),) if rows is None else tuple(range(start, stop) for start, stop in rows)
+    return MapLayout(name, shape, runs, present(weights, bias))
 
 
-def stored_rows(weights: Weights, name: str, rows: Rows | None = None) -> Callable[[], Tensor]:
-    """What reads a stored map when it is needed, and ranges of its rows. A live model has it in memory already, and may
-    have to merge adapters or gather shards for it: it is read there once, as a whole.
-    """
-    if isinstance(weights, ModuleWeights):
-        return lambda: read_floats(weights, name, rows)
-    return StoredRows(partial(read_floats, weights, name), rows)
-
-
-def read_floats(weights: Weights, name: str, rows: Rows | None = None) -> Tensor:
-    """A tensor; refused where it holds whole numbers, which stand for others."""
-    tensor = weights.read(name, rows)
-    if not tensor.is_floating_point():
+def norm_layout(
+    weights: Weights, stem: str, kind: NormKind, eps: float, offset: float = 0.0, affine: bool = True
+) -> NormLayout:
+    """`stem.weight` and `stem.bias` (or gamma and beta, the old names); `offset` is 1 where gain - 1 is stored."""
+    gain = present(weights, f"{stem}.weight", f"{stem}.gamma")
+    if gain is None and affine:
         raise LocaterError(
-            f"{weights.where}: {name} is stored as {tensor.dtype} (quantised): dequantise the checkpoint first"
+            f"{weights.where}: the gain {stem}.weight is missing; "
+            "the checkpoint is incomplete or of another architecture"
         )
-    return tensor
+    bias = present(weights, f"{stem}.bias", f"{stem}.beta")
+    return NormLayout(kind, gain, offset if gain else 0.0, bias, eps)
+
+
+def normed_rows(whole: AnyMap, inner: NormLayout, blocks: int = 1) -> MapLayout:
+    """`whole` with a norm over all its rows, or over each of so many runs of them."""
+    assert isinstance(whole, MapLayout)
+    return replace(whole, inner=inner, inner_blocks=blocks)
+
+
+def scaled_rows(weights: Weights, out: MapLayout, name: str) -> MapLayout:
+    """`out` with every output channel multiplied by the tensor `name` (layer scale), where that is there."""
+    factor = present(weights, name)
+    return out if factor is None else replace(out, factors=VectorLayout(factor, (range(count(out.rows)),)))
+
+
+# The same as tensors, for readers that build an `AttentionLayer` themselves.
+
+
+def optional(weights: Weights, name: str) -> Tensor | None:
+    """A small tensor, if it is there: biases, gains."""
+    return read_floats(weights, name) if name in weights.names() else None
+
+
+def projection(weights: Weights, stem: str, rows: Rows | None = None) -> Projection:
+    """The same as `map_layout`, with the tensors."""
+    return map_layout(weights, stem, rows).build(weights, Norm())
 
 
 def within_heads(whole: Projection, heads: int, order: Sequence[int]) -> Projection:
@@ -82,35 +110,11 @@ def within_heads(whole: Projection, heads: int, order: Sequence[int]) -> Project
 
 
 def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float = 0.0, affine: bool = True) -> Norm:
-    """`stem.weight` and `stem.bias` (or gamma and beta, the old names); `offset` is 1 where the file stores gain - 1.
-
-    The offset is added in float32 at least, as the models do: 1 + w of a bfloat16 w is not a bfloat16 number.
-    """
-    gain = first(weights, f"{stem}.weight", f"{stem}.gamma")
-    bias = first(weights, f"{stem}.bias", f"{stem}.beta")
-    if gain is None and affine:
-        raise LocaterError(
-            f"{weights.where}: the gain {stem}.weight is missing; "
-            "the checkpoint is incomplete or of another architecture"
-        )
-    return Norm(kind, upcast(gain) + offset if gain is not None and offset else gain, bias, eps)
+    """The same as `norm_layout`, with the tensors."""
+    return norm_layout(weights, stem, kind, eps, offset, affine).build(weights)
 
 
-def rescaled(weights: Weights, out: Projection | None, name: str) -> Projection | None:
-    """`out` with every output channel multiplied by the tensor `name` (layer scale), where that is there."""
-    factor = optional(weights, name)
-    if out is None or factor is None:
-        return out
-    plain, factor = out.weight, upcast(factor)  # a product of two 16-bit numbers is no 16-bit number
-    return Projection(lambda: plain() * factor[:, None], out.shape, None if out.bias is None else out.bias * factor)
-
-
-def first(weights: Weights, *names: str) -> Tensor | None:
-    for name in names:
-        tensor = optional(weights, name)
-        if tensor is not None:
-            return tensor
-    return None
+# Checks.
 
 
 def shape_of(weights: Weights, name: str) -> tuple[int, ...]:

@@ -1,23 +1,86 @@
-"""The layout of a discovered attention layer: names of tensors, rows and numbers. From it and any source of tensors an
-`AttentionLayer` is built.
+"""`AttentionLayout`: where the heads of a layer are, as data. Records and discovery make it; from it and any source of
+tensors an `AttentionLayer` is built.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from locater.layers.bias import Alibi, PairBias, PositionBias
-from locater.layers.build import read_floats
+from locater.layers.bias import Alibi, PairBias, RelativeBias, RoundedAlibi
 from locater.layers.gate import Gate
-from locater.layers.layer import AttentionLayer, Kind
-from locater.layers.map_layouts import AnyMap, MapLayout, NormLayout
+from locater.layers.layer import AttentionLayer, Kind, Provenance
+from locater.layers.map_layouts import AnyMap, MapLayout, NormLayout, Reads
 from locater.layers.norm import Norm
 from locater.layers.pairs import PairTable, PairTerms
-from locater.layers.rotary import Rotary, RotaryTable
+from locater.layers.relative import RelativeTerms, bucket, sinusoid
+from locater.layers.rotary import Rotary, RotaryTable, rotary_from_config
+from locater.layers.row_readers import read_floats
+from locater.numerics import upcast
 from locater.sources.weights import Weights
+from locater.torch_private import without_dispatch_modes
+
+
+class Part:
+    """A part of a layout that is built on its own."""
+
+    def vectors(self, weights: Weights) -> Reads:
+        """What `build` reads."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class RotaryLayout(Part):
+    """Rotary positions: the angle of each pair of channels per position."""
+
+    frequencies: tuple[float, ...]
+    amplitude: float = 1.0
+    first: int = 0  # the model's number for position 0
+
+    def build(self, weights: Weights) -> Rotary:
+        return Rotary(torch.tensor(self.frequencies, dtype=torch.float32), self.amplitude, self.first)
+
+
+def rotary_layout(
+    config: Mapping[str, Any], head_dim: int, kind: str | None = None, share: float = 1.0
+) -> RotaryLayout:
+    """`rotary_from_config` as numbers, also while the maps of a model are being recorded without data."""
+    with without_dispatch_modes():
+        rotary = rotary_from_config(config, head_dim, kind, share)
+        return RotaryLayout(tuple(rotary.frequencies.tolist()), rotary.amplitude)
+
+
+@dataclass(frozen=True)
+class AlibiLayout(Part):
+    """-slope * distance, one slope for each head."""
+
+    slopes: tuple[float, ...]
+    rounded: float | None = None  # a factor of it, where positions are rounded to bfloat16 as in Falcon
+
+    def build(self, weights: Weights) -> Alibi:
+        slopes = torch.tensor(self.slopes, dtype=torch.float64)
+        return Alibi(slopes) if self.rounded is None else RoundedAlibi(slopes, self.rounded)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """A table with a row for each bucket of distances, as that of T5."""
+
+    name: str
+    both_ways: bool
+    farthest: int = 128
+    buckets: int | None = None  # None: as many as the table has rows
+
+    def vectors(self, weights: Weights) -> Reads:
+        yield self.name, None if self.buckets is None else [(0, self.buckets)]
+
+    def build(self, weights: Weights) -> RelativeBias:
+        return RelativeBias(read_floats(weights, *next(self.vectors(weights))), self.both_ways, self.farthest)
 
 
 @dataclass(frozen=True)
@@ -28,9 +91,100 @@ class TableLayout:
     rows: tuple[tuple[int, ...], ...]  # (T, S); -1 where it is not known
     axis: int  # of heads, or of channels; all others together are rows
 
-    def build(self, weights: Weights) -> PairTable:
+    def vectors(self, weights: Weights) -> Reads:
+        yield self.name, None
+
+    def pairs(self, weights: Weights) -> PairTable:
         table = read_floats(weights, self.name).movedim(self.axis, -1)
         return PairTable(table.reshape(-1, table.shape[-1]), torch.tensor(self.rows))
+
+    def build(self, weights: Weights) -> PairBias:
+        return PairBias(self.pairs(weights))
+
+
+@dataclass(frozen=True)
+class PairTermsLayout:
+    """Vectors of pairs of positions, which queries meet."""
+
+    tables: tuple[TableLayout, ...]
+    factor: float = 1.0
+
+    def vectors(self, weights: Weights) -> Reads:
+        for table in self.tables:
+            yield from table.vectors(weights)
+
+    def build(self, weights: Weights) -> PairTerms:
+        return PairTerms(tuple(table.pairs(weights) for table in self.tables), self.factor)
+
+
+@dataclass(frozen=True)
+class SinusoidLayout(Part):
+    """A distance as sines and cosines (XLNet)."""
+
+    width: int
+    farthest: int  # distances beyond it count as it, where it is positive
+
+    def build(self, weights: Weights) -> Callable[[Tensor], Tensor]:
+        return sinusoid(self.width, self.farthest)
+
+
+@dataclass(frozen=True)
+class EmbeddingLayout:
+    """A distance as a row of a table, `span` rows on either side (DeBERTa)."""
+
+    name: str
+    span: int
+    buckets: int  # far distances share rows by logarithm, where it is positive
+    farthest: int
+    norm: NormLayout  # of the rows
+
+    def vectors(self, weights: Weights) -> Reads:
+        yield from self.norm.vectors(weights)
+
+    def build(self, weights: Weights) -> Callable[[Tensor], Tensor]:
+        norm = self.norm.build(weights)
+
+        def code(distances: Tensor) -> Tensor:
+            place = (bucket(distances, self.buckets, self.farthest) if self.buckets > 0 else distances) + self.span
+            rows = read_floats(weights, self.name).to(distances.device)[place.clamp(0, 2 * self.span - 1)]
+            return norm(upcast(rows))
+
+        return code
+
+
+@dataclass(frozen=True)
+class DistanceLayout:
+    """Keys, and queries, of the distance itself."""
+
+    code: SinusoidLayout | EmbeddingLayout
+    key: MapLayout | None = None
+    query: MapLayout | None = None
+    shift: tuple[str, str] | None = None  # of queries that meet it: the first tensor minus the second
+
+    def vectors(self, weights: Weights) -> Reads:
+        for part in (self.code, self.key, self.query):
+            yield from () if part is None else part.vectors(weights)
+
+    def build(self, weights: Weights) -> RelativeTerms:
+        key, query = (None if x is None else x.build(weights, Norm()) for x in (self.key, self.query))
+        return RelativeTerms(self.code.build(weights), key, query, self.shift and self._shift(weights, *self.shift))
+
+    @staticmethod
+    def _shift(weights: Weights, name: str, other: str) -> Callable[[], Tensor]:
+        return lambda: upcast(read_floats(weights, name)) - upcast(read_floats(weights, other))
+
+
+@dataclass(frozen=True)
+class SinksLayout:
+    """A tensor with one logit for each head."""
+
+    name: str
+
+    def vectors(self, weights: Weights) -> Reads:
+        yield self.name, None
+
+    def build(self, weights: Weights) -> Tensor:
+        return read_floats(weights, self.name).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -39,30 +193,18 @@ class LogitsLayout:
 
     scale: float = 1.0
     softcap: float | None = None
-    alibi: tuple[float, ...] | None = None  # slope of each head
-    table: TableLayout | None = None  # a bias for each head and pair of positions
-    content: tuple[TableLayout, ...] = ()  # vectors of pairs of positions, which queries meet
-    content_scale: float = 1.0
-    sinks: str | None = None
+    bias: AlibiLayout | BucketLayout | TableLayout | None = None
+    relative: PairTermsLayout | DistanceLayout | None = None
+    sinks: SinksLayout | None = None
     shifted: bool = False  # all logits of a row are off by the same number, which softmax does not see
     causal: bool = False
     window: int | None = None
     chunk: int | None = None
 
-    def bias(self, weights: Weights) -> PositionBias | None:
-        if self.alibi is not None:
-            return Alibi(torch.tensor(self.alibi, dtype=torch.float64))
-        return None if self.table is None else PairBias(self.table.build(weights))
-
-    def relative(self, weights: Weights) -> PairTerms | None:
-        if not self.content:
-            return None
-        return PairTerms(tuple(part.build(weights) for part in self.content), self.content_scale / self.scale)
-
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Everything that `AttentionLayer` has, as names and numbers."""
+    """Everything that `AttentionLayer` has, as names and numbers. Fields of one name become each other."""
 
     name: str
     heads: int
@@ -84,65 +226,65 @@ class AttentionLayout:
     query_norm: NormLayout | None = None
     key_norm: NormLayout | None = None
     norm_last: bool = False
-    frequencies: tuple[float, ...] = ()
-    amplitude: float = 1.0
-    first_position: int = 0
-    angles: tuple[tuple[float, ...], ...] = ()  # of each token of the example and each pair, in place of frequencies
+    rotary: RotaryLayout | None = None
+    angles: tuple[tuple[float, ...], ...] = ()  # of each token of the example and each pair, in place of `rotary`
     kind: Kind = "self"
+    index: int = 0
+    provenance: Provenance = "family"
     product_scale: float = 1.0  # factor of queries times factor of keys, beside their maps
     unknown_scale: str | None = None  # why only queries and keys are known
     unknown_logits: str | None = None  # the same where the factor from products to logits is known
     unknown_mask: str | None = None
     unknown_output: str | None = None
+    unknown_norm: str | None = None
     inputs_matter: str | None = None
 
-    def build(self, weights: Weights, index: int = 0) -> AttentionLayer:
+    def with_logits(self, **changes: Any) -> AttentionLayout:
+        """The same with other numbers between products and weights."""
+        return replace(self, logits=replace(self.logits, **changes))
+
+    def maps(self, weights: Weights) -> Reads:
+        """What the query and key maps are read from."""
+        yield from self.query.maps(weights)
+        yield from self.key.maps(weights)
+
+    def vectors(self, weights: Weights) -> Reads:
+        """What `build` reads: gains, biases, tables."""
+        for part in (self.query, self.key, self.value, self.out, self.gate):
+            yield from () if part is None else part.vectors(weights)
+        for part in (*(getattr(self, name) for name in _PARTS), *(getattr(self.logits, name) for name in _OF_LOGITS)):
+            yield from () if part is None else part.vectors(weights)
+
+    def build(self, weights: Weights, quantised: str | None = None) -> AttentionLayer:
         """The layer of these weights."""
-        norm = self.norm.build(weights)
-        memory = None if self.memory_norm is None else self.memory_norm.build(weights)
-        side = norm if self.kind == "self" else memory or Norm()
-        value_stream_norm = None if self.value_stream_norm is None else self.value_stream_norm.build(weights)
-        logits = self.logits
+        parts: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
+        parts |= {name: getattr(self.logits, name) for name in _NUMBERS_OF_LOGITS}
+        for layout, names in ((self, _PARTS), (self.logits, _OF_LOGITS)):
+            for name in names:
+                part = getattr(layout, name)
+                parts[name] = None if part is None else part.build(weights)
+        if self.unknown_scale is not None:
+            parts["scale"] = math.nan
+        norm = parts["norm"]
+        side = norm if self.kind == "self" else parts["memory_norm"] or Norm()
+        values = parts["value_stream_norm"] or side
         return AttentionLayer(
-            name=self.name,
-            index=index,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
+            **parts,
             query=self.query.build(weights, norm),
             key=self.key.build(weights, side),
-            value=None if self.value is None else self.value.build(weights, value_stream_norm or side),
+            value=None if self.value is None else self.value.build(weights, values),
             out=None if self.out is None else self.out.build(weights, Norm()),
-            scale=logits.scale if self.unknown_scale is None else math.nan,
-            head_value_norm=None if self.head_value_norm is None else self.head_value_norm.build(weights),
-            mixed_norm=None if self.mixed_norm is None else self.mixed_norm.build(weights),
-            mixed_norm_apart=self.mixed_norm_apart,
             gate=None if self.gate is None else Gate(self.gate.build(weights, norm), self.gate_function),
-            norm=norm,
-            memory_norm=memory,
-            value_stream_norm=value_stream_norm,
-            query_norm=None if self.query_norm is None else self.query_norm.build(weights),
-            key_norm=None if self.key_norm is None else self.key_norm.build(weights),
-            norm_last=self.norm_last,
-            rotary=self._rotary(),
             rotary_table=RotaryTable(torch.tensor(self.angles, dtype=torch.float64)) if self.angles else None,
-            relative=logits.relative(weights),
-            bias=logits.bias(weights),
-            sinks=None if logits.sinks is None else read_floats(weights, logits.sinks).reshape(-1),
-            softcap=logits.softcap,
-            causal=logits.causal,
-            window=logits.window,
-            chunk=logits.chunk,
-            kind=self.kind,
-            provenance="discovered",
-            unknown_scale=self.unknown_scale,
-            unknown_logits=self.unknown_logits,
-            unknown_mask=self.unknown_mask,
-            unknown_output=self.unknown_output,
-            inputs_matter=self.inputs_matter,
+            quantised=quantised,
         )
 
-    def _rotary(self) -> Rotary | None:
-        if not self.frequencies:
-            return None
-        return Rotary(torch.tensor(self.frequencies, dtype=torch.float32), self.amplitude, self.first_position)
+
+def _names(kind: type, built: bool) -> list[str]:
+    """The fields of a layout that a layer has too: numbers, or what is built on its own."""
+    shared = {part.name for part in fields(AttentionLayer)} - {"query", "key", "value", "out", "gate"}
+    return [part.name for part in fields(kind) if part.name in shared and ("Layout" in str(part.type)) == built]
+
+
+_NUMBERS, _PARTS = (_names(AttentionLayout, built) for built in (False, True))
+_NUMBERS_OF_LOGITS, _OF_LOGITS = (_names(LogitsLayout, built) for built in (False, True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -51,3 +52,28 @@ def by_pair(met: Float[Tensor, "B H T n"], rows: Int[Tensor, "T S"]) -> Float[Te
 
 def _heads(x: Float[Tensor, "n Hh"], heads: int) -> Float[Tensor, "H n h"]:
     return x.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+def sinusoid(width: int, farthest: int) -> Callable[[Tensor], Tensor]:
+    """Sines then cosines of a distance, in float32 as in XLNet; distances beyond `farthest` count as it, where it is
+    positive.
+    """
+    frequencies = 1 / 10_000 ** (torch.arange(0, width, 2).float() / width)
+
+    def code(distances: Tensor) -> Tensor:
+        if farthest > 0:
+            distances = distances.clamp(-farthest, farthest)
+        angle = distances.float()[:, None] * frequencies.to(distances.device)
+        return torch.cat([angle.sin(), angle.cos()], -1)
+
+    return code
+
+
+def bucket(distances: Tensor, buckets: int, farthest: int) -> Tensor:
+    """Near distances exactly, those beyond half the buckets by logarithm up to `farthest`; in float32, to round as
+    DeBERTa does.
+    """
+    half = buckets // 2
+    reach = torch.log(torch.tensor((farthest - 1) / half, device=distances.device))
+    far = (torch.log(distances.abs().clamp_min(1) / half) / reach * (half - 1)).ceil() + half
+    return torch.where(distances.abs() <= half, distances, (far * distances.sign()).long())

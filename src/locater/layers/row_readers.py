@@ -13,7 +13,19 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from locater.sources.weights import Rows
+from locater.errors import LocaterError
+from locater.sources.weights import Rows, Weights
+
+
+def read_floats(weights: Weights, name: str, rows: Rows | None = None) -> Tensor:
+    """A tensor; refused where it holds whole numbers, which stand for others."""
+    tensor = weights.read(name, rows)
+    if not tensor.is_floating_point():
+        raise LocaterError(
+            f"{weights.where}: {name} is stored as {tensor.dtype} (quantised): dequantise the checkpoint first"
+        )
+    return tensor
+
 
 RowReader = Callable[[int, int], Tensor]  # (start, stop) -> these rows
 

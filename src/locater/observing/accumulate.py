@@ -121,7 +121,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
         ):
             add_call(call, into, options, own, heads, again, Placement(*placed) if placed else None)
         accumulated.add(sums.data_ptr())
-    except Exception as error:
+    except Exception as error:  # a lenient observation does not end the user's training, whatever happens in it
         if not mailbox:
             raise
         report_uncounted(mailbox, error)

@@ -64,11 +64,11 @@ SCHEMA = (
 
 def _run(*arguments: Any) -> Placement:
     """The operator. With a `mailbox`, no row counts under masks that cannot be read, and the reason is reported."""
-    terms, (cut, heads, sizes, own, spans, mailbox) = _unpacked(arguments)
+    terms, (cut, heads, sizes, own, spans, mailbox) = _unpack(arguments)
     try:
         if 0 not in sizes:
             return _placement(terms, cut, heads, sizes, own, spans)
-    except Exception as error:
+    except Exception as error:  # as in `accumulate`
         if not mailbox:
             raise
         report_uncounted(mailbox, error)
@@ -96,14 +96,14 @@ def _placement(
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:
     """The shapes and types of the results; a plain tuple, as operators return it."""
-    terms, (cut, _, (B, _, T, S), own, spans, _) = _unpacked(arguments)
+    terms, (cut, _, (B, _, T, S), own, spans, _) = _unpack(arguments)
     placed = own and T < S and not (terms.mask is None and terms.bias is None)
     shapes = ((T if placed else 0,), (B, T), (B, T), (2, B, T) if spans else (0,), () if spans else (0,))
     types, device = (torch.int64, torch.bool, torch.int64, torch.int32, torch.int32), _device(terms, cut)
     return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, types, strict=True))
 
 
-def _unpacked(arguments: tuple[Any, ...]) -> tuple[Terms, tuple[Any, ...]]:
+def _unpack(arguments: tuple[Any, ...]) -> tuple[Terms, tuple[Any, ...]]:
     return Terms.from_flat(arguments[: Terms.ARGUMENTS]), arguments[Terms.ARGUMENTS :]
 
 

@@ -131,7 +131,7 @@ def run_checked(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
         return run_model(model, batch, gradients)
     except LocaterError:
         raise
-    except Exception as error:
+    except Exception as error:  # of the model's own code
         raise LocaterError(f"{type(model).__name__}: does not run on these inputs ({first_line(error)})") from error
 
 

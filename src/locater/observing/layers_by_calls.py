@@ -22,8 +22,8 @@ from torch import nn
 from locater.calls import attention_interface
 from locater.calls.attention_like import attention_like, folded_paths
 from locater.calls.call import Call
-from locater.calls.flex_attention import flex_calls
-from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, Saved
+from locater.calls.flex_attention import listen_to_flex
+from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, SavedTensors
 from locater.calls.listeners import Switch, begins_pass, is_listening, is_measured, run_pass
 from locater.calls.patching import Undo, replace_method
 from locater.calls.recognise import NO_SOFTMAX
@@ -82,7 +82,7 @@ def run_module(
 def run_without_mode(
     layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces the forward of a module of PyTorch, which is heard by its tap: it computes as without a mode."""
+    """Replaces the forward of a module of PyTorch, which has a tap: it computes as without a mode."""
     if begins_pass(layers.switch):
         return run_pass(
             layers.switch, module, partial(run_without_mode, layers, name, module, forward), *args, **kwargs
@@ -97,7 +97,7 @@ def run_without_mode(
 
 def code_place() -> CodePlace | None:
     """Where in the code of the innermost module a call is made; None where the attention interface makes it, which
-    announces the call itself.
+    hands on the call itself.
     """
     running, place = sys._getframe(1), []
     while running is not None and running.f_code is not run_module.__code__:
@@ -168,7 +168,7 @@ class CalledLayers:
         self.running: list[RunningModule] = []
         self.compiled = bool(
             parts_that_may_be_compiled(model)
-        )  # a graph is not interrupted: the interface alone is heard
+        )  # a graph is not interrupted: only the interface is listened to
         self.follows = True  # what modules compute themselves
         switch.lenient = True  # one call that cannot be described does not end the run; `notes` names it
         for name, module in model.named_modules():
@@ -182,7 +182,7 @@ class CalledLayers:
     # ---- while the model runs
 
     def listen(self) -> Iterator[Undo]:
-        """Follow which module runs, and hear what it computes itself; yields what ends it."""
+        """Follow which module runs, and listen to what it computes itself; yields what ends it."""
         if self.compiled:
             if any(attention_implementation(module) == "eager" for module in self.model.modules()):
                 # graphs are not guarded on a function that the table has no entry for, and those of inner frames are
@@ -196,10 +196,10 @@ class CalledLayers:
                 yield replace_method(module, "forward", partial(run_without_mode, self, name))
             elif not type(module).__module__.startswith("torch.nn."):
                 yield replace_method(module, "forward", partial(run_module, self, name))
-        yield from flex_calls(self.report)
+        yield from listen_to_flex(self.report)
 
     def begin_pass(self) -> None:
-        """The model is called anew."""
+        """A new pass of the model begins."""
         self._in_this_pass.clear()
 
     def report(self, direct: DirectCall) -> None:
@@ -208,14 +208,14 @@ class CalledLayers:
             self.running[-1].calls.append((direct, code_place()))
 
     def fail(self, error: Exception) -> None:
-        """A call of the innermost module could not be heard."""
+        """Something went wrong while the innermost module was listened to."""
         if self.running:
             self.running[-1].errors.append(error)
 
     def add(self, listener: _Listener, call: Call) -> None:
-        """Count a call that was announced for a module, in place of what was heard inside it meanwhile.
+        """Count a call that a tap or the interface hands on, in place of what was found inside the module meanwhile.
 
-        A tap announces at the end what the whole module did; the interface, what was called inside of it.
+        A tap hands on at the end what the whole module did; the interface, what was called inside of it.
         """
         running = next((running for running in reversed(self.running) if running.module is listener.module), None)
         if running is not None:
@@ -231,7 +231,7 @@ class CalledLayers:
             self._count(listener, *self._kind_and_order(listener, call, running))
         except ChoiceError:
             raise
-        except Exception as error:
+        except Exception as error:  # one call that cannot be counted is noted, and the model runs on
             self.refuse(listener.name, error)
 
     def _note_repetition(self, name: str, call: Call) -> None:
@@ -320,7 +320,7 @@ class CalledLayers:
             errors += self._count_all(listener, running)
             errors += missed
             missed.clear()
-        if not running.calls:  # else the module's own calls were heard in place of the announced one
+        if not running.calls:  # else the module's own calls count in place of the one at the interface
             errors = [*errors, *at_interface]
         for error in errors:
             self.refuse(running.name, error)
@@ -335,7 +335,7 @@ class CalledLayers:
             try:
                 call, kind, placed = self._kind_and_order(listener, direct.describe(caller), running)
                 alike.setdefault((kind, placed, place, call.query.shape[1]), []).append((direct, call))
-            except Exception as reason:
+            except Exception as reason:  # likewise
                 errors.append(reason)
         for (kind, placed, place, heads), calls in alike.items():
             try:
@@ -351,7 +351,7 @@ class CalledLayers:
                             )
             except ChoiceError:
                 raise
-            except Exception as reason:
+            except Exception as reason:  # likewise
                 errors.append(reason)
         return errors
 
@@ -388,7 +388,7 @@ class CalledLayers:
 
     @property
     def unmeasured(self) -> list[str]:
-        """Modules that look like attention and ran, but whose attention was not heard."""
+        """Modules that look like attention and ran, but in which no attention was found."""
         others = {*self.silent, *self.refused}
         return [name for name in self._unmeasured_modules() if name not in others]
 
@@ -454,10 +454,12 @@ class CalledLayers:
 
 
 def _deferred_call(call: Call) -> DirectCall:
-    """A call that the attention interface announced, and that is counted later."""
+    """A call of the attention interface that is counted later."""
     mode = current_function_mode()
     query, key = mode.steps(call) if isinstance(mode, FunctionListener) else (None, None)
-    saved = Saved(*(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None))
+    saved = SavedTensors(
+        *(x for x in (call.query, call.key, call.output, call.terms.mask, call.terms.bias) if x is not None)
+    )
 
     def describe(caller: CallingModule) -> Call:
         _ = saved.tensors  # raises where they were overwritten

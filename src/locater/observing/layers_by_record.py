@@ -3,7 +3,7 @@
 Finding the layers takes names, patterns and a configuration: milliseconds, in which a GPU waits. The form of a model is
 all that they follow from: its modules by name and class, the shapes of the parameters of attention, its configuration,
 the settings of its attention modules, and the registered families. It is compared at each observation, so that a layer
-that was replaced, pruned or adapted is found anew. Modules are referred to weakly: nothing is kept from being freed.
+that was replaced, pruned or adapted is found again. Modules are referred to weakly: nothing is kept from being freed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _cached_forms: WeakKeyDictionary[nn.Module, _CachedForm] = WeakKeyDictionary()
 def known_layers(model: nn.Module) -> tuple[KnownLayers, list[nn.Module]]:
     """The layers of a model that a family reads, and the parts of the model; raises where no family does."""
     before = _cached_forms.get(model)
-    parts = None if before is None else _unchanged(before)
+    parts = None if before is None else _unchanged_parts(before)
     if before is not None and parts is not None:
         return before.known, parts
     parts = parts_of(model)
@@ -145,7 +145,7 @@ def _form_of(known: KnownLayers, parts: list[nn.Module]) -> _CachedForm:
     return _CachedForm(known, form, configured, configurations, settings, shapes, BY_TYPE.changes)
 
 
-def _unchanged(before: _CachedForm) -> list[nn.Module] | None:
+def _unchanged_parts(before: _CachedForm) -> list[nn.Module] | None:
     """The parts of a model that is as it was; None where it is not."""
     parts = [part.module() for part in before.parts]
     for module, part in zip(parts, before.parts, strict=True):
@@ -166,7 +166,7 @@ def _unchanged(before: _CachedForm) -> list[nn.Module] | None:
             and before.settings == _settings(before.known.layers, there)
             and before.shapes == _shapes(before.known.layers, there)
         )
-    except Exception:
+    except Exception:  # attributes of a configuration that cannot be compared count as changed
         return None
     return there if same else None
 

@@ -298,7 +298,7 @@ class Observation:
 
     @property
     def notes(self) -> list[str]:
-        """What the rows leave out, each in a line: unknown maps, attention modules that never ran or were not heard."""
+        """What the rows leave out, each in a line: unknown maps, attention modules that never ran or were missed."""
         others = (
             [f"not counted: {self.elsewhere} forward passes in other threads than the one that entered observe()"]
             if self.elsewhere
@@ -365,7 +365,7 @@ class Observation:
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
         if self.by_calls is not None:
-            return f"{name}: no softmax attention was heard. {self.by_calls.why_nothing()}"
+            return f"{name}: no softmax attention was found. {self.by_calls.why_nothing()}"
         how = attention_implementation(self.model)
         implementation = f" (attn_implementation {how!r})" if how else ""
         return (
@@ -433,7 +433,7 @@ def _run_observed_pass(
             watch.by_calls.begin_pass()
     if padding is not None:
         padding.before(model, args, kw)
-    # a counter inside a graph would be compiled anew at each value
+    # a counter inside a graph would be recompiled at each value
     if watch.every and not torch.compiler.is_dynamo_compiling():
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1

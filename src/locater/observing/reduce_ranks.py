@@ -54,11 +54,11 @@ def combine_ranks(
 
 
 def _refuse_different_layers(model: nn.Module, sites: Sequence[Site], group: Any) -> None:
-    """Raise, on every rank, where ranks heard different layers: one may have had a batch with images."""
+    """Raise, on every rank, where ranks found different layers: one may have had a batch with images."""
     layers = ";".join(f"{site.number} {site.name} {site.kind} {site.count}" for site in sites)
     if not ranks_agree(model, layers, group):
         raise LocaterError(
-            f"{type(model).__name__}: ranks heard different attention layers, whose numbers cannot be combined: read "
+            f"{type(model).__name__}: ranks found different attention layers, whose numbers cannot be combined: read "
             "seen.rows on each rank, give every rank batches that reach the same towers, or reduce over the ranks of "
             "one stage of a pipeline, seen.reduce(group)"
         )

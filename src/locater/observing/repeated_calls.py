@@ -19,14 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from locater.calls.call import Call
 from locater.calls.function_listener import DirectCall
-from locater.calls.head_axes import BASE, Memory, Step, bases, labels_of
+from locater.calls.head_axes import BASE, MemoryRegion, TensorStep, labels_of, source_maps
 from locater.errors import LocaterError
 
 
 @dataclass(frozen=True)
 class RepeatedLayer:
-    """Calls of one layer: `parts` are its heads, each with the numbers of its calls. `key` tells it from other layers
-    of the same place; None where there is one alone.
+    """Calls of one layer: `parts` are its heads, each with the numbers of its calls. `key` distinguishes it from other
+    layers of the same place; None where there is one alone.
     """
 
     parts: list[list[int]]
@@ -38,12 +38,12 @@ class _Source:
     """Which weights and channels made the queries and keys of a call, of which input and tokens."""
 
     made: tuple[Any, ...]
-    fed: tuple[Memory, ...]
-    read: tuple[Memory, ...]
+    fed: tuple[MemoryRegion, ...]
+    read: tuple[MemoryRegion, ...]
     tokens: tuple[bytes, bytes]
 
     @property
-    def weights(self) -> list[Memory]:
+    def weights(self) -> list[MemoryRegion]:
         return [memory for side in self.made for memory in side[0]]
 
 
@@ -69,7 +69,7 @@ def split_into_layers(
         if len({(known[at].read, known[at].tokens[0]) for at in same}) < len(same):
             raise LocaterError(
                 f"it attends {len(calls)} times from one place of its code, more than once from the same queries: what "
-                "tells these calls apart is not known"
+                "distinguishes these calls is not known"
             )
     together: dict[Any, list[tuple[Any, list[int]]]] = {}
     for made, same in heads.items():
@@ -88,18 +88,18 @@ def _source(direct: DirectCall) -> _Source | None:
         return None
     sides, tokens = [], []
     for step in (direct.query, direct.key):
-        made = tuple(memory for base in bases(step) for memory in base.made)
+        made = tuple(memory for base in source_maps(step) for memory in base.made)
         channels, rows = _labels(step) or (None, None)
         if not made or channels is None or rows is None:
             return None
         sides.append((made, channels))
         tokens.append(rows)
-    first = bases(direct.query)
+    first = source_maps(direct.query)
     fed, read = ([memory for base in first for memory in getattr(base, name)] for name in ("fed", "read"))
     return _Source(tuple(sides), tuple(fed), tuple(read), (tokens[0], tokens[1]))
 
 
-def _labels(step: Step) -> tuple[tuple[int, ...], bytes] | None:
+def _labels(step: TensorStep) -> tuple[tuple[int, ...], bytes] | None:
     """The channels and the tokens that the rows of a tensor come from."""
     try:
         labels = labels_of(step)

@@ -67,7 +67,7 @@ def _(*args: object, **kwargs: object) -> None:
 
 
 class Padding:
-    """The padding masks of the batch that is running, by argument name; tells which tokens of a stream are real."""
+    """The padding masks of the batch that is running, by argument name, and which tokens of a stream are real."""
 
     def __init__(self) -> None:
         self.masks: dict[str, Tensor] = {}  # True where a token is real
@@ -98,15 +98,17 @@ class Padding:
         if any(part.startswith("vis") for part in parts):  # an image tower: masks are those of text tokens
             return None
         if self.pair and "decoder" in parts:
-            return self._fitting(x, "decoder_attention_mask", "tgt_key_padding_mask")
-        return self._fitting(x, "attention_mask", "src_key_padding_mask", "key_padding_mask", "tgt_key_padding_mask")
+            return self._fitting_mask(x, "decoder_attention_mask", "tgt_key_padding_mask")
+        return self._fitting_mask(
+            x, "attention_mask", "src_key_padding_mask", "key_padding_mask", "tgt_key_padding_mask"
+        )
 
     def of_memory(self, memory: Tensor) -> Tensor | None:
         """Real tokens (B, S) of the memory of cross-attention, None where every token is."""
         own = ("attention_mask", "src_key_padding_mask") if self.pair else ()
-        return self._fitting(memory, "encoder_attention_mask", "memory_key_padding_mask", *own)
+        return self._fitting_mask(memory, "encoder_attention_mask", "memory_key_padding_mask", *own)
 
-    def _fitting(self, x: Tensor, *names: str) -> Tensor | None:
+    def _fitting_mask(self, x: Tensor, *names: str) -> Tensor | None:
         """The first of these masks that there is, if it fits x; a mask over cached tokens ends with those of x."""
         mask = next((self.masks[name] for name in names if name in self.masks), None)
         if mask is None or mask.shape[0] != x.shape[0] or mask.shape[1] < x.shape[1]:
@@ -164,10 +166,10 @@ def _stacks(model: nn.Module, attention: list[str]) -> dict[str, list[str]]:
 
 def listen_to_stream(points: list[StreamPoint], padding: Padding, switch: Switch) -> list[Callable[[], None]]:
     """Listen at every block; returns functions that end it, to be called in reverse."""
-    return [replace_method(point.module, "forward", partial(_block, point, padding, switch)) for point in points]
+    return [replace_method(point.module, "forward", partial(_run_block, point, padding, switch)) for point in points]
 
 
-def _block(
+def _run_block(
     point: StreamPoint,
     padding: Padding,
     switch: Switch,

@@ -53,7 +53,7 @@ def counted_rows(call: Call, own: bool, again: bool = False) -> CountedRows:
     """
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
     terms = call.terms.checked(B, H, T, S)
-    positions, counted, first = _cached(
+    positions, counted, first = _cached_for_masks(
         _placements, call, own, again, lambda: place_queries(terms, call.cut, own, B, T, S, call.query.device)
     )
     terms = terms if positions is None else replace(terms, positions=positions)
@@ -69,10 +69,10 @@ _spans: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 def spans(call: Call, own: bool, again: bool) -> tuple[Tensor, Tensor] | None:
     """`mask_spans` of a call; `again` as in `counted_rows`."""
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
-    return _cached(_spans, call, own, again, lambda: mask_spans(call.terms.checked(B, H, T, S), B, T))
+    return _cached_for_masks(_spans, call, own, again, lambda: mask_spans(call.terms.checked(B, H, T, S), B, T))
 
 
-def _cached(
+def _cached_for_masks(
     known: dict[tuple[Any, ...], Result], call: Call, own: bool, again: bool, make: Callable[[], Result]
 ) -> Result:
     """What was made for the same masks before, where `again` says that these can be told."""

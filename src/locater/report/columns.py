@@ -1,4 +1,4 @@
-"""Columns of scans and probes: what their numbers are called, what they mean, and which of them tell most."""
+"""Columns of scans and probes: what their numbers are called, what they mean, and which of them say most."""
 
 from __future__ import annotations
 

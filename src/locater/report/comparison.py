@@ -15,12 +15,12 @@ from locater.findings import Verdict
 from locater.markup import display, table
 from locater.numerics import known_median
 from locater.report.columns import SCAN_HEADINGS, Read, column_reader, quantities, quantity_words
-from locater.report.notebook import drawn_map
+from locater.report.notebook import map_html
 from locater.report.pages import short_name
 from locater.report.plots import map_of_comparison
 from locater.report.scan import LEGEND, opening_of, page_of_scans, scan_verdict
-from locater.report.sentences import MOST_SHOWN, letters, moved, number, verdicts_of
-from locater.report.terminal import Line, empty_table, fitting, line_table, print_tables
+from locater.report.sentences import MOST_SHOWN, fault_changes, letters, number, verdicts_of
+from locater.report.terminal import Line, empty_table, fitting_columns, line_table, print_tables
 from locater.version import OLD_NOTES
 
 Document = Mapping[str, Any]
@@ -48,7 +48,7 @@ def changes_sentences(comparison: Document, a: Document, b: Document) -> list[st
     if comparison["equal"]:
         return _equal_words(comparison["tensors"])
     columns = [name for name, size in comparison["changes"]["columns"].items() if size >= NOTABLE]
-    heads = notable(comparison)
+    heads = notable_changes(comparison)
     if not heads:
         return [f"No number of any head changed by more than {NOTABLE:.0%} of its range. {UNREAD}"]
     named = "; ".join(_medians_of_two(name, a, b) for name in columns[:NAMED_COLUMNS])
@@ -57,7 +57,7 @@ def changes_sentences(comparison: Document, a: Document, b: Document) -> list[st
     return [*most, f"Heads that changed most (layer.head): {listed}."]
 
 
-def notable(comparison: Document) -> list[Document]:
+def notable_changes(comparison: Document) -> list[Document]:
     """The heads that the document lists, the largest change first, without those that hardly changed."""
     return [change for change in comparison["changes"]["heads"] if change["size"] >= NOTABLE]
 
@@ -109,7 +109,7 @@ def comparison_page(comparison: Document, a: Document, b: Document) -> str:
     )
     changed = ""
     if aligned:
-        verdict = moved(verdicts_of(a), verdicts_of(b))
+        verdict = fault_changes(verdicts_of(a), verdicts_of(b))
         changed = " ".join(changes_sentences(comparison, a, b))
     else:
         verdict = " ".join(f"{letter}: {scan_verdict(x)}" for letter, x in (("A", a), ("B", b)))
@@ -135,15 +135,15 @@ def comparison_in_notebook(comparison: Document, a: Document, b: Document) -> st
         for x in comparison["changes"]["heads"][:NAMED_CHANGES]
     ]
     listed = table(["head", "changed most", "A", "B", "B - A"], lines, left=["changed most"])
-    sentences = (moved(verdicts_of(a), verdicts_of(b)), *changes_sentences(comparison, a, b))
-    return display(title, sentences, drawn_map(map_of_comparison(comparison, a, b)), listed)
+    sentences = (fault_changes(verdicts_of(a), verdicts_of(b)), *changes_sentences(comparison, a, b))
+    return display(title, sentences, map_html(map_of_comparison(comparison, a, b)), listed)
 
 
 def print_comparison(comparison: Document, a: Document, b: Document, console: Console) -> None:
     """What changed most in words, medians of both, then the heads that changed most."""
     both = [verdicts_of(scan) for scan in (a, b)]
     if comparison["aligned"]:
-        console.print(f"[bold]{moved(*both)}[/bold]", highlight=False)
+        console.print(f"[bold]{fault_changes(*both)}[/bold]", highlight=False)
     for sentence in changes_sentences(comparison, a, b):
         console.print(escape(sentence), highlight=False)
     for letter, scan in (("A", a), ("B", b)):
@@ -199,7 +199,7 @@ def _signed(x: float | None) -> str:
 def series_sentences(series: Document, scans: Sequence[Document]) -> list[str]:
     """Which numbers changed most and between which scans; which heads; and between which scans nothing did."""
     labels, columns = letters(len(scans)), series["changes"]["between"]
-    heads = notable(series)
+    heads = notable_changes(series)
     if not heads:
         return [f"No number of any head changed by more than {NOTABLE:.0%} of its range between neighbours. {UNREAD}"]
     named = [name for name, sizes in columns.items() if max(sizes) >= NOTABLE][:NAMED_COLUMNS]
@@ -242,11 +242,11 @@ def fault_sentence(scans: Sequence[Document]) -> str:
             if count:
                 parts.append(f"{count:,} from {labels[at]} to {labels[at + 1]}")
     if not gained and not lost:
-        return "No head gained a fault, none lost one."
-    return f"Heads that gained a fault: {_listed(gained)}. Heads that lost one: {_listed(lost)}."
+        return "No head gained or lost a fault."
+    return f"Heads that gained a fault: {_list_words(gained)}. Heads that lost one: {_list_words(lost)}."
 
 
-def _listed(parts: Sequence[str]) -> str:
+def _list_words(parts: Sequence[str]) -> str:
     more = f" and {len(parts) - NAMED_CHANGES} more times" if len(parts) > NAMED_CHANGES else ""
     return (", ".join(parts[:NAMED_CHANGES]) or "none") + more
 
@@ -261,12 +261,14 @@ def print_series(series: Document, scans: Sequence[Document], console: Console) 
     places = sorted({*range(0, count, by), count - 1})
     cells = {"": list(series["medians"])}
     cells |= {labels[at]: [number(values[at]) for values in series["medians"].values()] for at in places}
-    medians = empty_table("medians over heads", shown := fitting(cells, ("", labels[0], labels[-1]), console.width))
+    medians = empty_table(
+        "medians over heads", shown := fitting_columns(cells, ("", labels[0], labels[-1]), console.width)
+    )
     for at in range(len(cells[""])):
         medians.add_row(*(cells[name][at] for name in shown))
     console.print(medians)
     heads = empty_table("heads that changed most", ("layer", "head", "from", "to", "before", "after", "number"))
-    for x in notable(series)[:MOST_SHOWN]:
+    for x in notable_changes(series)[:MOST_SHOWN]:
         place = (str(x["layer"]), str(x["head"]), labels[x["start"]], labels[x["end"]])
         heads.add_row(*place, number(x["before"]), number(x["after"]), quantity_words()[x["column"]])
     if heads.row_count:

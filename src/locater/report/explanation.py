@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from locater.report.pages import assemble, short_name, significant
-from locater.report.sentences import counted
-from locater.report.terminal import empty_table, fitting
+from locater.report.pages import assemble, round_significant, short_name
+from locater.report.sentences import amount
+from locater.report.terminal import empty_table, fitting_columns
 from locater.version import __version__
 
 Document = Mapping[str, Any]
@@ -41,7 +41,7 @@ def method_label(method: str) -> str:
     return LABELS.get(method, method.replace("_", " "))
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A token between quotes, with line ends visible."""
     return "‘" + text.replace("\n", "↵").replace("\t", "⇥") + "’"
 
@@ -51,30 +51,30 @@ def verdict(result: Document) -> str:
     if result["target"]["index"] is None:
         return "The model returns no logits: its output is explained along itself."
     if not result["predictions"]:
-        return f"The model scores {quoted(result['target']['name'])} with {result['target']['value']:.4g}."
+        return f"The model scores {quote(result['target']['name'])} with {result['target']['value']:.4g}."
     first = max(result["predictions"], key=lambda p: p["probability"])
     others = [p for p in result["predictions"] if p["index"] != first["index"]][:2]
     more = (
-        ", then " + " and ".join(f"{quoted(p['name'])} ({percent(p['probability'])})" for p in others) if others else ""
+        ", then " + " and ".join(f"{quote(p['name'])} ({percent(p['probability'])})" for p in others) if others else ""
     )
-    return f"The model's first choice is {quoted(first['name'])} ({percent(first['probability'])}){more}."
+    return f"The model's first choice is {quote(first['name'])} ({percent(first['probability'])}){more}."
 
 
 def target_sentence(result: Document) -> str:
     """Which number is explained, of what input."""
-    target, tokens = result["target"], " and ".join(_counted_tokens(result, stream) for stream in result["streams"])
+    target, tokens = result["target"], " and ".join(_token_count(result, stream) for stream in result["streams"])
     if target["index"] is None:
         return f"Explained: the mean of the output over its tokens, along itself ({target['value']:.4g}); {tokens}."
     where = "" if target["position"] is None else f" at token {target['position']}"
-    what = f"the logit of {quoted(target['name'])}{where} ({target['value']:.4g})"
+    what = f"the logit of {quote(target['name'])}{where} ({target['value']:.4g})"
     return f"Explained: {what}; {tokens}."
 
 
-def _counted_tokens(result: Document, stream: Document) -> str:
+def _token_count(result: Document, stream: Document) -> str:
     if stream["ids"] is None:
         patches = len(stream["tokens"]) - len(stream["special"])
         return f"{patches:,} patch{'es' * (patches != 1)}"
-    return counted(len(stream["tokens"]), f"{stream['name']} token" if len(result["streams"]) > 1 else "token")
+    return amount(len(stream["tokens"]), f"{stream['name']} token" if len(result["streams"]) > 1 else "token")
 
 
 def best_method(result: Document) -> str:
@@ -100,9 +100,9 @@ def percent(share: float) -> str:
     return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # + 0.0: no minus sign on zero
 
 
-def sentence(text: str) -> str:
+def as_sentence(text: str) -> str:
     """
-    >>> sentence("scores sum to the target")
+    >>> as_sentence("scores sum to the target")
     'Scores sum to the target.'
     """
     return text[:1].upper() + text[1:] + ("" if not text or text.endswith(".") else ".")
@@ -129,7 +129,7 @@ def token_rows(result: Document) -> list[dict[str, Any]]:
     return rows
 
 
-def unit(method: Document) -> str:
+def score_unit(method: Document) -> str:
     """What the scores of a method add up to, in a few words."""
     total = sum(x for x in method["scores"][main_stream(method)] if x is not None)
     if method["offset"] is None:
@@ -152,7 +152,7 @@ def heads_note(result: Document) -> str:
     which = (
         "Choose a head to see what it attends to."
         if shown == total
-        else f"Patterns of {shown:,} of {counted(total, 'head')} are here (dots): {result['assumptions']['patterns']}"
+        else f"Patterns of {shown:,} of {amount(total, 'head')} are here (dots): {result['assumptions']['patterns']}"
     )
     return f"{shares} {which}".strip()
 
@@ -227,14 +227,14 @@ def page_data(result: Document, tables: Tables) -> dict[str, Any]:
         "picture": _picture_data(result),
         "target": {name: result["target"][name] for name in ("index", "position")},
         "methods": [_method_data(method, result, places, tables) for method in result["methods"]],
-        "predictions": [[p["index"], p["name"], significant(p["probability"])] for p in result["predictions"]],
+        "predictions": [[p["index"], p["name"], round_significant(p["probability"])] for p in result["predictions"]],
         "predictions_note": "Probability of the likeliest entries; the explained one is marked.",
         "layers": [{**entry, "short": str(entry["layer"])} for entry in result["layers"]],
-        "heads": [[row["layer"], row["head"], significant(row["share"])] for row in result["heads"]],
+        "heads": [[row["layer"], row["head"], round_significant(row["share"])] for row in result["heads"]],
         "heads_note": heads_note(result),
         "patterns": [_pattern_data(pattern, places, tables) for pattern in result.get("patterns", ())],
         "first_head": _first_head(result),
-        "lengths": [[row["length"], significant(row["share"])] for row in result["lengths"]],
+        "lengths": [[row["length"], round_significant(row["share"])] for row in result["lengths"]],
         "lengths_note": _lengths_note(result),
         "deletion": [_curve_data(name, curve) for name, curve in deletion_curves(result).items()],
         "deletion_axis": _deletion_axis(result),
@@ -247,8 +247,8 @@ def _curve_data(name: str, curve: Document) -> dict[str, Any]:
     sides = (curve["largest_first"], curve["smallest_first"])
     return {
         "label": method_label(name),
-        "area": significant(curve["area"]),
-        "points": [[[x, significant(y)] for x, y in zip(curve["removed"], side, strict=True)] for side in sides],
+        "area": round_significant(curve["area"]),
+        "points": [[[x, round_significant(y)] for x, y in zip(curve["removed"], side, strict=True)] for side in sides],
     }
 
 
@@ -284,9 +284,9 @@ def _method_data(method: Document, result: Document, places: dict[str, int], tab
     return {
         "name": name,
         "label": method_label(name),
-        "unit": unit(method),
-        "exact": sentence(method["exact"]),
-        "how": sentence(method["how"]),
+        "unit": score_unit(method),
+        "exact": as_sentence(method["exact"]),
+        "how": as_sentence(method["how"]),
         "stream": places[main_stream(method)],
         "scores": [_numbers(method["scores"].get(stream)) for stream in places],
         "without": "" if shown or matrix is None else "Its matrix has no room on this page.",
@@ -305,7 +305,7 @@ def _queries(result: Document, method: Document, rows: int, places: dict[str, in
 
 
 def _numbers(values: Sequence[float | None] | None) -> list[float | None] | None:
-    return None if values is None else [None if x is None else significant(x) for x in values]
+    return None if values is None else [None if x is None else round_significant(x) for x in values]
 
 
 def _pattern_data(pattern: Document, places: dict[str, int], tables: Tables) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def _lengths_note(result: Document) -> str:
     if not result["lengths"]:
         return str(result["assumptions"].get("lengths", ""))
     largest = max(result["lengths"], key=lambda row: abs(row["share"]))
-    heads = "no head" if largest["length"] == 0 else counted(largest["length"], "head")
+    heads = "no head" if largest["length"] == 0 else amount(largest["length"], "head")
     part = f"the largest part, {percent(largest['share'])}, passes {heads}"
     return f"The target as a sum over paths, by heads passed: {part}."
 
@@ -359,7 +359,7 @@ def print_explanations(result: Document, console: Console) -> None:
         console.print(escape(best_sentence), highlight=False)
     for method in result["methods"]:
         console.print(
-            f"[bold]{escape(method_label(method['method']))}[/bold]: {escape(sentence(method['exact']))}",
+            f"[bold]{escape(method_label(method['method']))}[/bold]: {escape(as_sentence(method['exact']))}",
             highlight=False,
         )
     for note in result["assumptions"]["notes"]:
@@ -372,7 +372,7 @@ def _print_scores(result: Document, console: Console) -> None:
     first = next(iter(names))
     title = "score of each token"
     if len(rows) > LISTED_TOKENS:
-        title = f"{LISTED_TOKENS} of {counted(len(rows), 'token')}, the largest scores of {names[first]}"
+        title = f"{LISTED_TOKENS} of {amount(len(rows), 'token')}, the largest scores of {names[first]}"
         best = sorted(rows, key=lambda row: -abs(row[first] or 0.0))[:LISTED_TOKENS]
         rows = [row for row in rows if any(row is other for other in best)]
     texts = [stream["name"] for stream in result["streams"] if stream["ids"] is not None]
@@ -380,7 +380,7 @@ def _print_scores(result: Document, console: Console) -> None:
     cells = {
         **({"stream": [row["stream"] for row in rows]} if several else {}),
         "": [str(row["position"]) for row in rows],
-        "token": [_shown(row["token"], row["stream"] not in texts) for row in rows],
+        "token": [_shown_token(row["token"], row["stream"] not in texts) for row in rows],
         **{label: [_score(row[name]) for row in rows] for name, label in names.items()},
     }
     if any(method["offset"] is not None for method in result["methods"]):
@@ -388,7 +388,7 @@ def _print_scores(result: Document, console: Console) -> None:
         for name, column in cells.items():
             column.append(offsets.get(name, "(no token)" if name == "token" else ""))
     always = [name for name in cells if name in ("stream", "", "token")]
-    shown = fitting(cells, [*always, names[first]], console.width)
+    shown = fitting_columns(cells, [*always, names[first]], console.width)
     strong = {label: _strongest([row[name] for row in rows]) for name, label in names.items()}
     table = empty_table(title, shown)
     table.columns[shown.index("token")].justify = "left"
@@ -407,7 +407,7 @@ def _score(x: float | None) -> str:
     return "-" if x is None else f"{x:.3g}" if abs(x) >= 100 else f"{round(x, 3) + 0.0:.3f}"
 
 
-def _shown(token: str, patch: bool) -> str:
+def _shown_token(token: str, patch: bool) -> str:
     text = token if patch else token.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
     text = "".join(c if c.isprintable() else "\ufffd" for c in text)  # such as the start of a terminal's commands
     return text if len(text) <= LONGEST_TOKEN else text[: LONGEST_TOKEN - 1] + "…"
@@ -422,7 +422,7 @@ def explanations_in_notebook(result: Document) -> str:
     parts.append(f"{html.escape(target_sentence(result))}</p>")
     texts = [stream for stream in result["streams"] if stream["ids"] is not None]
     for method in result["methods"]:
-        name = html.escape(f"{method_label(method['method'])} ({unit(method)})")
+        name = html.escape(f"{method_label(method['method'])} ({score_unit(method)})")
         parts += [f"<p>{name}<br>{_line(method, stream)}</p>" for stream in texts if stream["name"] in method["scores"]]
     return "".join(parts) + "<p><code>.report(path)</code> writes the page, with heads, matrices and deletion.</p>"
 

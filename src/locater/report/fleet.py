@@ -1,4 +1,4 @@
-"""The summary of a fleet as a table in the terminal and as a notebook display."""
+"""The summary of a fleet: a table in the terminal and a notebook display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.markup import display, table
-from locater.report.sentences import counted
+from locater.report.sentences import amount
 from locater.report.terminal import empty_table
 
 NAMED = 5  # failed checkpoints and groups of duplicates that are named
@@ -32,15 +32,17 @@ def print_fleet(document: Mapping[str, Any], console: Console) -> None:
 def fleet_in_notebook(document: Mapping[str, Any]) -> str:
     title = f"Fleet {os.path.basename(document['source'])}"
     return display(
-        title, [state(document), *sentences(document)], table(HEADINGS, run_lines(document), left=["run", "steps"])
+        title,
+        [state_sentence(document), *sentences(document)],
+        table(HEADINGS, run_lines(document), left=["run", "steps"]),
     )
 
 
-def state(document: Mapping[str, Any]) -> str:
+def state_sentence(document: Mapping[str, Any]) -> str:
     """`12 of 14 checkpoints are done, 1 failed, 1 is to do.`"""
     counts = document["checkpoints"]
     total = sum(counts.values())
-    parts = [f"{counts['done']:,} of {counted(total, 'checkpoint')} done"]
+    parts = [f"{counts['done']:,} of {amount(total, 'checkpoint')} done"]
     parts += [f"{counts['failed']:,} failed"] if counts["failed"] else []
     parts += [f"{counts['to_do']:,} to do"] if counts["to_do"] else []
     return ", ".join(parts) + "."
@@ -100,12 +102,12 @@ def sentences(document: Mapping[str, Any]) -> list[str]:
                 f"{len(run['duplicates']) - NAMED} more groups with equal queries, keys and norms: --json lists them."
             )
         if run["without_step"]:
-            said.append(f"{counted(run['without_step'], 'checkpoint')} without a step.")
+            said.append(f"{amount(run['without_step'], 'checkpoint')} without a step.")
         found += [lead + line if several else line[0].upper() + line[1:] for line in said]
     failed = [failure for run in document["runs"] for failure in run["failed"]]
     found += [f"Failed: {_reason(failure)}" for failure in failed[:NAMED]]
     if len(failed) > NAMED:
-        found.append(f"{counted(len(failed) - NAMED, 'more failure')}: --json lists them.")
+        found.append(f"{amount(len(failed) - NAMED, 'more failure')}: --json lists them.")
     return [*found, *(f"Damaged: {line}; run the fleet again" for line in document["damaged"])]
 
 
@@ -116,7 +118,7 @@ def _flags(flags: Mapping[str, Mapping[str, Any]]) -> list[str]:
         as_fault = "no fault" if fault is None else f"a fault from {_named(fault)} on"
         if fault is not None and fault == entry["first"]:
             as_fault = "a fault"
-        parts.append(f"{name} {_named(entry['first'])} ({counted(entry['heads'], 'head')}, {as_fault})")
+        parts.append(f"{name} {_named(entry['first'])} ({amount(entry['heads'], 'head')}, {as_fault})")
     return parts
 
 

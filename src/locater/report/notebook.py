@@ -8,19 +8,24 @@ from locater.findings import Verdict, judge
 from locater.markup import display, heat_map, table
 from locater.report.columns import PROBE_HEADINGS, Read, Row
 from locater.report.plots import HeadMap, map_of_measured
-from locater.report.sentences import chosen, counted, noted, number, summary
+from locater.report.sentences import amount, choose_heads, notes_sentence, number, summary
 
 LISTED = 10  # heads in the table
 OBSERVED = ("H", "first", "max logit", "distance", "top")  # headings of a probe that an observation has too
 
 
 def observation_in_notebook(name: str, rows: Sequence[Row], passes: int, notes: Sequence[str]) -> str:
-    """What was observed so far of the model of this name; a sentence where that is nothing."""
+    """What was observed so far of the model with this name; a sentence if there is nothing yet."""
     if not rows:
-        return display(f"Observation of {name}", ["Nothing was observed yet: run the model inside the block."])
+        return display(f"Observation of {name}", ["Nothing observed yet: run the model inside the block."])
     verdicts = judge(rows, length=0)  # lengths may differ: no head is called local
     said = [f"{note[0].upper()}{note[1:]}." for note in notes]
-    sentences = (f"{counted(passes, 'forward pass')}.", summary(rows, verdicts), noted(rows, verdicts), *said)
+    sentences = (
+        f"{amount(passes, 'forward pass')}.",
+        summary(rows, verdicts),
+        notes_sentence(rows, verdicts),
+        *said,
+    )
     columns = {heading: PROBE_HEADINGS[heading] for heading in OBSERVED}
     return heads_display(f"Observation of {name}", sentences, map_of_measured(name, rows), columns, rows, verdicts)
 
@@ -34,17 +39,17 @@ def heads_display(
     verdicts: Sequence[Verdict],
 ) -> str:
     """A result with a row per head: sentences, the map of one number, and the heads with faults first."""
-    shown = chosen(rows, verdicts, LISTED)
+    shown = choose_heads(rows, verdicts, LISTED)
     lines = [
         [str(row["layer"]), str(row["head"]), *(number(read(row)) for read in columns.values()), _flags(verdict)]
         for row, verdict in shown
     ]
     listed = table(["layer", "head", *columns, "flags"], lines, left=["flags"])
-    more = f"{len(shown):,} of {counted(len(rows), 'head')} are listed." if len(shown) < len(rows) else ""
-    return display(title, [*sentences, more], drawn_map(drawn), listed)
+    more = f"{len(shown):,} of {amount(len(rows), 'head')} are listed." if len(shown) < len(rows) else ""
+    return display(title, [*sentences, more], map_html(drawn), listed)
 
 
-def drawn_map(drawn: HeadMap) -> str:
+def map_html(drawn: HeadMap) -> str:
     """The heat map of one number of all heads."""
     return heat_map(drawn.grid, drawn.label, names=drawn.layers, least=drawn.least, diverging=drawn.diverging or None)
 

@@ -32,7 +32,7 @@ def assemble(
 
     `words` are texts by mark and are escaped; `markup` is inserted as it is. The script reads `data` as JSON. `scripts`
     and `styles` are files of page/ that it uses. The page's policy lets no other script run and loads nothing;
-    `connect` is what a live page may ask for news.
+    `connect` is where a live page may ask for news.
     """
     template, values = _part(f"{name}.html"), {mark: html.escape(text) for mark, text in words.items()}
     values |= markup or {}
@@ -76,7 +76,7 @@ def short_name(source: str) -> str:
     return telling or "/".join(parts[-2:])
 
 
-def significant(x: float | None, digits: int = 4) -> float | None:
+def round_significant(x: float | None, digits: int = 4) -> float | None:
     """Rounded to significant digits, which keeps pages small."""
     if x is None or x == 0 or not math.isfinite(x):
         return 0.0 if x == 0 else None
@@ -101,7 +101,7 @@ def flag_table() -> dict[str, dict[str, Any]]:
 
 
 def excuses(verdict: Verdict) -> dict[str, str]:
-    """Why flags that are faults on other heads are none on this one."""
+    """Why flags that are faults on other heads are not faults on this one."""
     faults = (flag.name for flag in FLAGS if flag.severity == "fault")
     return {name: verdict.notes[name] for name in faults if name in verdict.notes}
 
@@ -118,10 +118,10 @@ def prose_page(text: str, figures: Mapping[str, str]) -> str:
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(rest)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     body = re.sub(r'<a href="(?!#|https?:)[^"]*">(.*?)</a>', r"\1", body)  # files of the repository: no link
-    body = re.sub(r'src="figure:([^"]+)"', lambda mark: f'src="{_embedded(figures[mark[1]])}"', body)
+    body = re.sub(r'src="figure:([^"]+)"', lambda mark: f'src="{_data_url(figures[mark[1]])}"', body)
     words = {"TITLE": f"{title} · Locater", "HEADING": title, "FOOTER": f"Made by Locater {__version__}."}
     return assemble("prose", words, markup={"PROSE": body})
 
 
-def _embedded(drawing: str) -> str:
+def _data_url(drawing: str) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(drawing.encode()).decode()}"

@@ -12,9 +12,9 @@ from rich.markup import escape
 from locater.findings import FLAGS
 from locater.report.columns import COLUMNS, KINDS, PAIRS, PROBE_HEADINGS, Pair
 from locater.report.notebook import heads_display
-from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
+from locater.report.pages import assemble, excuses, flag_table, layer_note, round_significant, short_name
 from locater.report.plots import map_of_measured
-from locater.report.sentences import counted, noted, number, roles_sentence, summary, verdicts_of
+from locater.report.sentences import amount, notes_sentence, number, roles_sentence, summary, verdicts_of
 from locater.report.terminal import named_table, print_heads
 from locater.version import __version__
 
@@ -54,16 +54,16 @@ def data_sentence(probe: Document) -> str:
     """How many heads were measured, and on what."""
     a = probe["assumptions"]
     heads, layers = (
-        counted(len(probe["heads"]), "head"),
-        counted(len({row["layer"] for row in probe["heads"]}), "attention layer"),
+        amount(len(probe["heads"]), "head"),
+        amount(len({row["layer"] for row in probe["heads"]}), "attention layer"),
     )
     data = f" of {a['data']}" if a.get("data") else ""
     other = (
-        counted(a["statistics_sequences"], "other sequence")
+        amount(a["statistics_sequences"], "other sequence")
         if a["held_out"]
         else "the same sequences: there were no others"
     )
-    sequences = counted(a["measured_sequences"], "sequence")
+    sequences = amount(a["measured_sequences"], "sequence")
     return (
         f"{heads} in {layers}, measured on {sequences} of {a['length']} tokens{data}. "
         f"Predictions use the mean and covariance of what each layer reads, taken from {other}."
@@ -156,7 +156,7 @@ def probe_page(probe: Document) -> str:
         "COLLAPSE": collapse(probe),
         "VERDICT": summary(rows, verdicts),
         "ROLES": roles_sentence(probe["roles"]),
-        "NOTED": noted(rows, verdicts),
+        "NOTED": notes_sentence(rows, verdicts),
         "FOOTER": f"Made by Locater {__version__}: measured while the model ran.",
     }
     return assemble("probe", words, page_data(probe))
@@ -170,7 +170,7 @@ def page_data(probe: Document) -> dict[str, Any]:
     return {
         "layers": [_layer_data(probe, entry) for entry in entries],
         "heads": _heads_data(probe, entries),
-        "values": {column.name: [significant(row[column.name]) for row in probe["heads"]] for column in COLUMNS},
+        "values": {column.name: [round_significant(row[column.name]) for row in probe["heads"]] for column in COLUMNS},
         "columns": [{**column._asdict(), "kind": kinds[column.name]} for column in COLUMNS],
         "pairs": [_pair_data(probe, pair) for pair in PAIRS],
         "flags": [{"name": name, **flag} for name, flag in flag_table().items()],
@@ -199,9 +199,9 @@ def _layer_data(probe: Document, entry: dict[str, Any]) -> dict[str, Any]:
     stream, statistics = stream_after(entry["name"], probe["streams"]), entry.get("input")
     if statistics is not None:
         statistics = {
-            **{name: significant(statistics[name]) for name in INPUT},
+            **{name: round_significant(statistics[name]) for name in INPUT},
             "tokens": statistics["tokens"],
-            "directions": [significant(x) for x in statistics["directions"]],
+            "directions": [round_significant(x) for x in statistics["directions"]],
         }
     return {
         "name": entry["name"],
@@ -227,8 +227,8 @@ def _streams_data(probe: Document, entries: Sequence[dict[str, Any]]) -> list[di
         entry = by_block.get((stream["stack"], stream["block"]), {})
         return [
             stream["block"],
-            *(significant(stream[name]) for name in STREAM),
-            *(significant(entry.get(name)) for name in ("typical_kept", "predicted_typical_kept")),
+            *(round_significant(stream[name]) for name in STREAM),
+            *(round_significant(entry.get(name)) for name in ("typical_kept", "predicted_typical_kept")),
         ]
 
     return [
@@ -259,7 +259,7 @@ def print_probe(probe: Document, console: Console) -> None:
     rows, verdicts = probe["heads"], verdicts_of(probe)
     console.print(escape(data_sentence(probe)), highlight=False)
     console.print(f"[bold]{summary(rows, verdicts)}[/bold]", highlight=False)
-    for sentence in filter(None, (roles_sentence(probe["roles"]), noted(rows, verdicts), collapse(probe))):
+    for sentence in filter(None, (roles_sentence(probe["roles"]), notes_sentence(rows, verdicts), collapse(probe))):
         console.print(escape(sentence), highlight=False)
     print_heads(probe, verdicts, PROBE_HEADINGS, PROBE_LEGEND, {}, console)
     _print_residuals(probe, console)
@@ -286,7 +286,7 @@ def probe_in_notebook(probe: Document) -> str:
     sentences = (
         summary(rows, verdicts),
         roles_sentence(probe["roles"]),
-        noted(rows, verdicts),
+        notes_sentence(rows, verdicts),
         data_sentence(probe),
     )
     return heads_display(title, sentences, map_of_measured(title, rows), PROBE_HEADINGS, rows, verdicts)

@@ -11,15 +11,15 @@ from rich.markup import escape
 from locater.findings import Verdict
 from locater.report.columns import SCAN_HEADINGS, Row, opening_quantity, quantities
 from locater.report.notebook import heads_display
-from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
+from locater.report.pages import assemble, excuses, flag_table, layer_note, round_significant, short_name
 from locater.report.plots import map_of_scan
 from locater.report.sentences import (
     NO_ROLES,
-    collapse_risk,
-    counted,
-    directions,
-    noted,
-    origin,
+    amount,
+    collapse_sentence,
+    directions_sentence,
+    notes_sentence,
+    origin_sentence,
     predicted_from,
     read_sentence,
     summary,
@@ -52,8 +52,8 @@ def scan_page(scan: Document) -> str:
     """The page of one scan. It draws eigenvalues and positions where the document has them."""
     rows, verdicts, layers, length = scan["heads"], verdicts_of(scan), scan["layers"], scan["assumptions"]["length"]
     sizes = ", ".join(str(size) for size in sorted({entry["head_dim"] for entry in layers}))
-    heads = f"{counted(len(rows), 'head')} in {counted(len(layers), 'attention layer')}, head size {sizes}."
-    sentences = (heads, noted(rows, verdicts), collapse_risk(layers, length), directions(rows))
+    heads = f"{amount(len(rows), 'head')} in {amount(len(layers), 'attention layer')}, head size {sizes}."
+    sentences = (heads, notes_sentence(rows, verdicts), collapse_sentence(layers, length), directions_sentence(rows))
     counts = " ".join(filter(None, sentences))
     return page_of_scans(short_name(scan["source"]), scan_verdict(scan), counts, [scan], True, opening_of(scan))
 
@@ -71,7 +71,7 @@ def page_of_scans(
         "VERDICT": verdict,
         "CHANGED": changed,
         "COUNTS": counts,
-        "ORIGIN": origin(assumed),
+        "ORIGIN": origin_sentence(assumed),
         "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}."
         + (f" {notes}." if notes else "")
         + f" {read_sentence(assumed)}"
@@ -80,7 +80,7 @@ def page_of_scans(
     }
     data = {
         "length": assumed["length"],
-        "sharp": significant(variance_at(COLLAPSED, assumed["length"]) ** 0.5),  # a line in the map of M and √F
+        "sharp": round_significant(variance_at(COLLAPSED, assumed["length"]) ** 0.5),  # a line in the map of M and √F
         "aligned": aligned,
         "metrics": {
             name: {
@@ -123,7 +123,7 @@ def _layer_data(entry: dict[str, Any]) -> dict[str, Any]:
         "note": layer_note(entry),
     }
     if "frequencies" in entry:
-        data["frequencies"] = [significant(f, 7) for f in entry["frequencies"]]
+        data["frequencies"] = [round_significant(f, 7) for f in entry["frequencies"]]
     return data
 
 
@@ -135,14 +135,14 @@ def _head_data(row: Row, verdict: Verdict, place: int, rotary: bool) -> dict[str
         "approximation": row["approximation"],
         "excused": excuses(verdict),
     }
-    data.update({name: significant(row[name]) for name in NUMBERS})
+    data.update({name: round_significant(row[name]) for name in NUMBERS})
     if row.get("eigenvalues") is not None:
-        data["eigenvalues"] = [[significant(re, 3), significant(im, 3)] for re, im in row["eigenvalues"]]
+        data["eigenvalues"] = [[round_significant(re, 3), round_significant(im, 3)] for re, im in row["eigenvalues"]]
     if row.get("profile") is not None:
-        data["profile"] = [significant(x, 3) for x in row["profile"]]
+        data["profile"] = [round_significant(x, 3) for x in row["profile"]]
     if row.get("drive") is not None and rotary:
-        data["even"], data["odd"] = ([significant(x, 3) for x in row["drive"][part]] for part in ("even", "odd"))
-        data["still"] = significant(row["drive"]["still"])
+        data["even"], data["odd"] = ([round_significant(x, 3) for x in row["drive"][part]] for part in ("even", "odd"))
+        data["still"] = round_significant(row["drive"]["still"])
     return data
 
 
@@ -154,12 +154,14 @@ def scan_verdict(scan: Document) -> str:
 def print_scan(scan: Document, console: Console) -> None:
     """The verdict, the table, what the flags mean, and what was assumed."""
     a, rows, verdicts = scan["assumptions"], scan["heads"], verdicts_of(scan)
-    console.print(f"[bold]{summary(rows, verdicts, predicted_from(a))}[/bold] {noted(rows, verdicts)}", highlight=False)
+    console.print(
+        f"[bold]{summary(rows, verdicts, predicted_from(a))}[/bold] {notes_sentence(rows, verdicts)}", highlight=False
+    )
     legend = {**LEGEND, "H": "log T - v/2, the old formula"} if OF_SCHEMA in a else LEGEND
     print_heads(scan, verdicts, SCAN_HEADINGS, legend, {"kept": "residual_kept"}, console)
-    for sentence in filter(None, (collapse_risk(scan["layers"], a["length"]), directions(rows))):
+    for sentence in filter(None, (collapse_sentence(scan["layers"], a["length"]), directions_sentence(rows))):
         console.print(escape(sentence), highlight=False)
-    console.print(escape(" ".join(filter(None, (origin(a), read_sentence(a))))), highlight=False)
+    console.print(escape(" ".join(filter(None, (origin_sentence(a), read_sentence(a))))), highlight=False)
     for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"], NO_ROLES):
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
@@ -167,7 +169,7 @@ def print_scan(scan: Document, console: Console) -> None:
 def scan_in_notebook(scan: Document) -> str:
     rows, verdicts, assumptions = scan["heads"], verdicts_of(scan), scan["assumptions"]
     verdict = summary(rows, verdicts, predicted_from(assumptions))
-    sentences = (verdict, noted(rows, verdicts), origin(assumptions))
-    title = f"{short_name(scan['source'])}: {counted(len(rows), 'head')} in "
-    title += counted(len(scan["layers"]), "attention layer")
+    sentences = (verdict, notes_sentence(rows, verdicts), origin_sentence(assumptions))
+    title = f"{short_name(scan['source'])}: {amount(len(rows), 'head')} in "
+    title += amount(len(scan["layers"]), "attention layer")
     return heads_display(title, sentences, map_of_scan(scan), SCAN_HEADINGS, rows, verdicts)

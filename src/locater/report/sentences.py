@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from locater.findings import FLAGS, Verdict, judge, near_uniform, untrained
+from locater.findings import FLAGS, Verdict, is_near_uniform, is_untrained, judge
 from locater.report.columns import Row
 
 NAMED = 6  # heads that a sentence names for each flag
@@ -15,21 +15,21 @@ MOST_SHOWN = 20  # heads of a large model that a table lists
 
 
 def verdicts_of(document: Mapping[str, Any]) -> list[Verdict]:
-    """For each head of a scan or a probe: its role, which of its flags are faults, and why the others are not."""
+    """For each head of a scan or probe: its role, which of its flags are faults, and why the others are not."""
     return judge(document["heads"], document["assumptions"]["length"])
 
 
 def summary(rows: Sequence[Row], verdicts: Sequence[Verdict], predicted: str = "") -> str:
     """Which heads have which fault. An untrained model gets one sentence, not one per head.
 
-    `predicted` says from what flags were predicted (`predicted_from`); without it they were measured.
+    `predicted` says what the flags were predicted from (`predicted_from`); without it they were measured.
     """
     if not rows:
-        return "There is no head."
+        return "There are no heads."
     sentences = []
-    if untrained(rows):
-        count = sum(near_uniform(row) for row in rows)
-        which = f"All {counted(count, 'head')}" if count == len(rows) else f"{count:,} of {counted(len(rows), 'head')}"
+    if is_untrained(rows):
+        count = sum(is_near_uniform(row) for row in rows)
+        which = f"All {amount(count, 'head')}" if count == len(rows) else f"{count:,} of {amount(len(rows), 'head')}"
         sentences.append(
             f"{which} are near uniform: this looks like an untrained model (in a trained one, attention has collapsed)."
         )
@@ -43,29 +43,29 @@ def summary(rows: Sequence[Row], verdicts: Sequence[Verdict], predicted: str = "
 
 def _fault_sentence(name: str, heads: Sequence[tuple[int, int]], of: int, predicted: str) -> str:
     """`2 of 8 heads look sharp (predicted from weights; measure with `locater probe`): 0.2, 1.4.`"""
-    count = f"{len(heads):,} of {counted(of, 'head')}"
-    if predicted and name != "nonfinite":  # which weights show, and do not predict
+    count = f"{len(heads):,} of {amount(of, 'head')}"
+    if predicted and name != "nonfinite":  # weights show it, and do not just predict it
         verb = "looks" if len(heads) == 1 else "look"
         return f"{count} {verb} {name} (predicted from {predicted}; measure with `locater probe`): {head_list(heads)}."
     return f"{count} {'is' if len(heads) == 1 else 'are'} {name}: {head_list(heads)}."
 
 
 def predicted_from(assumptions: Mapping[str, Any]) -> str:
-    """What the numbers of a scan are predicted from, in words."""
+    """What the numbers of a scan were predicted from."""
     return "weights and statistics" if assumptions.get("prediction") == "predicted" else "weights"
 
 
-def noted(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> str:
+def notes_sentence(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> str:
     """How many notes of each kind there are, without those that `summary` states for the whole model."""
     flags = Counter(name for verdict in verdicts for name in verdict.notes)
-    if untrained(rows):
+    if is_untrained(rows):
         flags.pop("uniform", None)
     kinds = ", ".join(f"{name} {count:,}" for name, count in flags.most_common())
-    return f"{counted(flags.total(), 'note')}, no fault: {kinds}." if flags else ""
+    return f"{amount(flags.total(), 'note')}, no fault: {kinds}." if flags else ""
 
 
 def roles_sentence(roles: Mapping[str, Sequence[tuple[int, int]]]) -> str:
-    """Which heads have which role, in one line; empty where no role was measured.
+    """Which heads have which role, in one line; empty if no role was measured.
 
     >>> roles_sentence({"previous-token": [(0, 2)], "induction": [(5, 1), (5, 5)], "local": []})
     'Roles (layer.head): previous-token: 0.2; induction: 5.1, 5.5; none: local.'
@@ -85,30 +85,30 @@ def head_list(heads: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{layer}.{head}" for layer, head in heads[:NAMED]) + more
 
 
-def moved(before: Sequence[Verdict], after: Sequence[Verdict]) -> str:
+def fault_changes(before: Sequence[Verdict], after: Sequence[Verdict]) -> str:
     """How many heads gained or lost a fault, between two models with the same heads."""
     gained, lost = (
         sum(bool({*x.faults} - {*y.faults}) for x, y in zip(*pair, strict=True))
         for pair in ((after, before), (before, after))
     )
     if not gained and not lost:
-        return "No head gained a fault, none lost one."
-    heads = counted(gained, "head") if gained else "No head"
+        return "No head gained or lost a fault."
+    heads = amount(gained, "head") if gained else "No head"
     return f"{heads} gained a fault, {f'{lost:,}' if lost else 'none'} lost one."
 
 
-NO_ROLES = "which role a head has (induction, previous-token, ...) is not in its weights alone: locater probe tells"
+NO_ROLES = "the role of a head (induction, previous-token, ...) does not show in its weights: locater probe measures it"
 
 
-def origin(assumptions: Mapping[str, Any]) -> str:
-    """Where the numbers of a scan come from, in a few words."""
+def origin_sentence(assumptions: Mapping[str, Any]) -> str:
+    """Where the numbers of a scan come from, in one sentence."""
     if assumptions.get("prediction") == "predicted":
         return "Predicted from weights and statistics of what the layers read; not measured."
     return "Predicted from weights alone, which is a prior; not measured on data."
 
 
 def read_sentence(assumptions: Mapping[str, Any]) -> str:
-    """How much of a model a scan read; empty where that was not counted.
+    """How much of a model a scan read; empty if that was not counted.
 
     >>> read_sentence({"read": {"maps": 75, "vectors": 5, "of": 1000}})
     'Read: queries, keys and norms, 8.0 % of the numbers of the model; nothing is known of the rest.'
@@ -123,23 +123,23 @@ def read_sentence(assumptions: Mapping[str, Any]) -> str:
     return f"Read: queries, keys and norms, {shown} % of the numbers of the model; nothing is known of the rest."
 
 
-def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
-    """How much of the differences between tokens attention alone keeps, over layers; empty where it is not known."""
+def collapse_sentence(layers: Sequence[Mapping[str, Any]], length: int) -> str:
+    """How much of the differences between tokens attention alone keeps, over layers; empty if unknown."""
     known = [(entry["residual_kept"], entry["layer"]) for entry in layers if entry.get("residual_kept") is not None]
     if not known:
         return ""
     (low, where), (high, _) = min(known), max(known)
     span = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} (layer {where}) to {high:.3f}"
     return (
-        f"Rank-collapse risk: attention alone keeps {span} of what differs between tokens; "
+        f"Rank-collapse risk: attention alone keeps {span} of the differences between tokens; "
         f"uniform attention over {length} tokens keeps {length**-0.5:.3g}, a row with a single token 1."
     )
 
 
-def directions(rows: Sequence[Row]) -> str:
-    """How many of its directions a head uses, as medians over the heads of each size; empty where it is not known.
+def directions_sentence(rows: Sequence[Row]) -> str:
+    """How many of its directions a head uses, as medians over the heads of each size; empty if unknown.
 
-    >>> directions([{"head_dim": 64, "stable_rank": 3.2, "effective_rank": 21.7}])
+    >>> directions_sentence([{"head_dim": 64, "stable_rank": 3.2, "effective_rank": 21.7}])
     'Heads of size 64 use 3.2 directions by stable rank, 21.7 by effective rank (medians).'
     """
     sizes: dict[int, list[Row]] = {}
@@ -154,10 +154,10 @@ def directions(rows: Sequence[Row]) -> str:
     return f"H{'; h'.join(parts)} (medians)." if parts else ""
 
 
-def chosen(rows: Sequence[Row], verdicts: Sequence[Verdict], most: int) -> list[tuple[Row, Verdict]]:
+def choose_heads(rows: Sequence[Row], verdicts: Sequence[Verdict], most: int) -> list[tuple[Row, Verdict]]:
     """At most `most` heads: first those with faults, then the others, both in model order.
 
-    Of too many faulty heads those with the rarest flags are chosen, so that no flag hides another.
+    If too many heads are faulty, those with the rarest flags are chosen, so that no flag hides another.
     """
     counts = Counter(name for verdict in verdicts for name in verdict.faults)
     pairs = list(zip(rows, verdicts, strict=True))
@@ -174,7 +174,7 @@ def number(x: float | None) -> str:
     return f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.3g}"  # + 0.0: no minus sign on zero
 
 
-def counted(count: int, word: str) -> str:
+def amount(count: int, word: str) -> str:
     return f"{count:,} {word}" + ("" if count == 1 else "s")
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from locater.findings import FLAGS, Verdict
 from locater.numerics import known_median
 from locater.report.columns import Read, Row
-from locater.report.sentences import MOST_SHOWN, chosen, counted, number
+from locater.report.sentences import MOST_SHOWN, amount, choose_heads, number
 
 GAP = 2  # spaces between columns
 ALL_HEADS = 48  # up to this many heads are listed one by one
@@ -33,19 +33,19 @@ def print_heads(
     of_layer: Mapping[str, str],
     console: Console,
 ) -> None:
-    """Every head, or, of many, those with faults and a line per layer; then what the flags mean."""
+    """Every head, or of many heads those with faults and a line per layer; then what the flags mean."""
     rows: Sequence[Row] = document["heads"]
     faulty = sum(bool(verdict.faults) for verdict in verdicts)
     every = len(rows) <= ALL_HEADS
     tables = []
     lines: list[Line] = [
         ((row["layer"], row["head"]), [number(read(row)) for read in columns.values()], verdict.faults, verdict.notes)
-        for row, verdict in chosen(rows, verdicts, ALL_HEADS if every else min(faulty, MOST_SHOWN))
+        for row, verdict in choose_heads(rows, verdicts, ALL_HEADS if every else min(faulty, MOST_SHOWN))
     ]
     if lines:
         title = "every head" + ", faults first" * bool(faulty)
         if not every:
-            title = f"{len(lines)} of {counted(faulty, 'head')} with faults"
+            title = f"{len(lines)} of {amount(faulty, 'head')} with faults"
         tables.append(line_table(title, list(columns), lines, console.width))
     if not every:
         tables.append(_layer_table(document, verdicts, columns, of_layer, console.width))
@@ -58,7 +58,7 @@ def line_table(title: str, names: list[str], lines: Sequence[Line], width: int) 
     cells = {"layer": [str(at[0]) for at, *_ in lines], "head": [str(at[1]) for at, *_ in lines]}
     cells |= {name: [numbers[i] for _, numbers, _, _ in lines] for i, name in enumerate(names)}
     longest = max(len(word) for _, _, faults, notes in lines for word in ("flags", *faults, *notes))
-    shown = fitting(cells, ("layer", "head"), width - longest - GAP)
+    shown = fitting_columns(cells, ("layer", "head"), width - longest - GAP)
     table = empty_table(title, shown)
     table.add_column("flags", overflow="fold")
     for i, (_, _, faults, notes) in enumerate(lines):
@@ -97,9 +97,9 @@ def _layer_table(
 
 
 def named_table(title: str, cells: dict[str, list[str]], always: Sequence[str], names: list[str], width: int) -> Table:
-    """A line per layer, with its name where there is room."""
+    """A line per layer, with its name if there is room."""
     room = min(24, max((len(name) for name in names), default=0)) + GAP if width >= NAMES_FROM else 0
-    shown = fitting(cells, always, width - room)
+    shown = fitting_columns(cells, always, width - room)
     table = empty_table(title, shown)
     if room:
         table.add_column("name", overflow="fold")
@@ -108,7 +108,7 @@ def named_table(title: str, cells: dict[str, list[str]], always: Sequence[str], 
     return table
 
 
-def fitting(cells: Mapping[str, Sequence[str]], always: Collection[str], width: int) -> list[str]:
+def fitting_columns(cells: Mapping[str, Sequence[str]], always: Collection[str], width: int) -> list[str]:
     """The columns that fit, in their order: those in `always`, then others from the left while there is room."""
     wide = {name: max(len(text) for text in (name, *column)) + GAP for name, column in cells.items()}
     left = width + GAP - sum(wide[name] for name in always)
@@ -143,7 +143,7 @@ def print_meanings(rows: Sequence[Row], verdicts: Sequence[Verdict], console: Co
     for flag in FLAGS:
         count = sum(flag.name in verdict.faults for verdict in verdicts)
         if count:
-            heads = counted(count, "head")
+            heads = amount(count, "head")
             console.print(
                 f"[bold yellow]{flag.name}[/bold yellow] ({heads}): {flag.meaning}. {flag.way_out}.", highlight=False
             )
@@ -154,7 +154,7 @@ def print_meanings(rows: Sequence[Row], verdicts: Sequence[Verdict], console: Co
                 by_reason.setdefault(verdict.notes[flag.name], []).append(f"{row['layer']}.{row['head']}")
         for reason, where in list(by_reason.items())[:NOTES_SHOWN]:
             text = f"{flag.meaning}. {reason}" if reason == flag.way_out else reason
-            heads = where[0] if len(where) == 1 else counted(len(where), "head")
+            heads = where[0] if len(where) == 1 else amount(len(where), "head")
             console.print(f"[dim]note: {flag.name} ({heads}): {escape(text)}.[/dim]", highlight=False)
         if more := sum(len(where) for where in list(by_reason.values())[NOTES_SHOWN:]):
-            console.print(f"[dim]note: {flag.name}: {counted(more, 'more such head')}.[/dim]", highlight=False)
+            console.print(f"[dim]note: {flag.name}: {amount(more, 'more such head')}.[/dim]", highlight=False)

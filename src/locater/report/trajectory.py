@@ -22,8 +22,8 @@ from locater.markup import quantile
 from locater.numerics import known_median
 from locater.report.columns import Quantity, quantities
 from locater.report.pages import assemble, flag_table, short_name
-from locater.report.sentences import counted, number
-from locater.report.terminal import empty_table, fitting
+from locater.report.sentences import amount, number
+from locater.report.terminal import empty_table, fitting_columns
 from locater.version import __version__
 
 Document = Mapping[str, Any]
@@ -74,13 +74,13 @@ def overview(document: Document) -> str:
     if len(runs) == 1:
         return f"{_run_words(runs[0])}."
     named = "; ".join(f"{labels[run['name']]}: {_run_words(run)}" for run in runs[:NAMED])
-    more = f"; and {counted(len(runs) - NAMED, 'more run')}" if len(runs) > NAMED else ""
-    return f"{counted(len(runs), 'run')}. {named}{more}."
+    more = f"; and {amount(len(runs) - NAMED, 'more run')}" if len(runs) > NAMED else ""
+    return f"{amount(len(runs), 'run')}. {named}{more}."
 
 
 def _run_words(run: Mapping[str, Any]) -> str:
     steps, heads = run["steps"], sum(layer["heads"] for layer in run["layers"])
-    what = f"{counted(len(steps), 'checkpoint')} of {counted(heads, 'head')} in {counted(len(run['layers']), 'layer')}"
+    what = f"{amount(len(steps), 'checkpoint')} of {amount(heads, 'head')} in {amount(len(run['layers']), 'layer')}"
     if not run["numbered"] or len(steps) < 2:
         return what
     distances = {b["step"] - a["step"] for a, b in pairwise(steps)}
@@ -103,7 +103,7 @@ def first_faults(document: Document) -> str:
     if len(parts) == 1:
         return f"First faults: {parts[0][1]}."
     named = "; ".join(f"{name}: {words or 'none'}" for name, words in parts[:NAMED])
-    more = f"; and {counted(len(parts) - NAMED, 'more run')}" if len(parts) > NAMED else ""
+    more = f"; and {amount(len(parts) - NAMED, 'more run')}" if len(parts) > NAMED else ""
     return f"First faults: {named}{more}."
 
 
@@ -122,18 +122,18 @@ def irregularities(document: Document) -> list[str]:
     if gaps:
         missing = sum(gap["missing"] for _, gap in gaps)
         named = ", ".join(_gap_words(gap) for _, gap in gaps[:NAMED])
-        sentences.append(f"{counted(missing, 'step')} {_are(missing)} missing: {named}{_more(gaps)}.")
+        sentences.append(f"{amount(missing, 'step')} {_are(missing)} missing: {named}{_more(gaps)}.")
     failed = document["failed"]
     if failed:
         named = "; ".join(failure_words(x["source"], x["reason"]) for x in failed[:NAMED])
-        sentences.append(f"{counted(len(failed), 'source')} could not be read: {named}{_more(failed)}.")
+        sentences.append(f"{amount(len(failed), 'source')} could not be read: {named}{_more(failed)}.")
     repeats = sum(len(group) - 1 for group in document["duplicates"])
     if repeats:
         total = sum(len(run["steps"]) for run in runs)
         have = "has" if repeats == 1 else "have"
         groups = [_group_words(group, labels) for group in document["duplicates"]]
         sentences.append(
-            f"{repeats:,} of {counted(total, 'checkpoint')} {have} the weights of another: "
+            f"{repeats:,} of {amount(total, 'checkpoint')} {have} the weights of another: "
             f"{'; '.join(groups[:NAMED])}{_more(groups)}."
         )
     for change in document["shapes"]:
@@ -143,7 +143,7 @@ def irregularities(document: Document) -> list[str]:
     if aside:
         reasons = Counter(x["reason"] for x in aside)
         named = "; ".join(f"{x['source']} ({x['reason']})" for x in aside[:NAMED])
-        sentences.append(f"{counted(reasons.total(), 'checkpoint')} not shown: {named}{_more(aside)}.")
+        sentences.append(f"{amount(reasons.total(), 'checkpoint')} not shown: {named}{_more(aside)}.")
     return sentences
 
 
@@ -302,7 +302,7 @@ def _run_data(
         "failed": sorted([x["step"], failure_words(x["source"], x["reason"]), x["reason"]] for x in failed),
         "aside": [[x["source"], x["reason"]] for x in run["aside"]],
         "findings": _findings(run, place),
-        "values": {name: _packed(run["values"][name], stored) for name in columns},
+        "values": {name: _pack_values(run["values"][name], stored) for name in columns},
     }
 
 
@@ -320,7 +320,7 @@ def _findings(run: Mapping[str, Any], place: Mapping[int, int]) -> list[list[Any
     return sorted(table, key=lambda x: (x[3][0][0], x[0], x[1]))
 
 
-def _packed(steps: Sequence[Sequence[Sequence[float | None]]], stored: Sequence[int]) -> str:
+def _pack_values(steps: Sequence[Sequence[Sequence[float | None]]], stored: Sequence[int]) -> str:
     """By head and then by step, because a head hardly changes from one step to the next."""
     table = np.array([[x for layer in steps[at] for x in layer] for at in stored], dtype=np.float64)
     return pack_numbers(table.T)
@@ -354,7 +354,7 @@ def _print_medians(run: Mapping[str, Any], label: str, console: Console) -> None
             values = (run["values"][column][at] for at in places)
             cells[heading] = [number(known_median(x for layer in step for x in layer)) for step in values]
     cells["faults"] = [str(_faults(run, x["step"])) for x in steps]
-    names = fitting(cells, ("step", "faults"), console.width)
+    names = fitting_columns(cells, ("step", "faults"), console.width)
     table = empty_table(f"{escape(label)}: medians over heads at {len(places)} of {count} checkpoints", names)
     for at in range(len(places)):
         table.add_row(*(cells[name][at] for name in names))

@@ -13,7 +13,7 @@ from locater.markup import quantile
 from locater.numerics import known_median
 from locater.report.columns import known_numbers, quantities, range_of
 from locater.results.document import Document
-from locater.results.scan import NUMERIC_COLUMNS, HeadRow, Scan, alike
+from locater.results.scan import NUMERIC_COLUMNS, HeadRow, Scan, recompute_mixed
 from locater.version import SCAN_SCHEMA
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Comparison(Document):
 
 
 def compare_scans(first: Scan, second: Scan) -> Comparison:
-    """Two scans that were made alike."""
+    """Compare two scans that were made with the same settings."""
     for setting in ("length", "weights"):
         one, other = (x.assumptions.get(setting) for x in (first, second))
         if one != other:
@@ -231,17 +231,17 @@ def compare_scans(first: Scan, second: Scan) -> Comparison:
                 f"these two cannot be compared: {setting} is {one!r} in the first and {other!r} in the second; "
                 "scan them alike"
             )
-    first, second = alike((first, second))
-    aligned = shape(first) == shape(second)
-    rows = [_change(x, y) for x, y in zip(first.rows, second.rows, strict=True)] if aligned else []
+    first, second = recompute_mixed((first, second))
+    aligned = head_shapes(first) == head_shapes(second)
+    rows = [_head_change(x, y) for x, y in zip(first.rows, second.rows, strict=True)] if aligned else []
     return Comparison(first, second, aligned, rows)
 
 
-def shape(result: Scan) -> list[tuple[int, int, str]]:
+def head_shapes(result: Scan) -> list[tuple[int, int, str]]:
     return [(row.layer, row.head, row.kind) for row in result.rows]
 
 
-def _change(a: HeadRow, b: HeadRow) -> HeadChange:
+def _head_change(a: HeadRow, b: HeadRow) -> HeadChange:
     pairs = {name: (a[name], b[name]) for name in DIFFERENCES}
     difference = {name: None if x is None or y is None else y - x for name, (x, y) in pairs.items()}
     gained, lost = (tuple(f for f in x.flags if f not in y.flags) for x, y in ((b, a), (a, b)))

@@ -1,4 +1,4 @@
-"""Which checkpoints a fleet has: patterns and lists of them, and the run and step that their names tell."""
+"""The checkpoints of a fleet: patterns and lists, and the run and step in their names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GENERIC = ("model", "pytorch_model", "adapter_model", "consolidated")  # files t
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One checkpoint of a fleet. `run` and `step` are None where nothing tells them."""
+class ListedCheckpoint:
+    """One checkpoint of a fleet. `run` and `step` are None if they are not known."""
 
     source: str
     run: str | None = None
@@ -32,23 +32,23 @@ class Listed:
 class Listing:
     """The checkpoints of a fleet, and what a user should know about how they were found."""
 
-    entries: list[Listed] = field(default_factory=list)
+    entries: list[ListedCheckpoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def listing(arguments: Sequence[str], run: str | None = None, step_pattern: str | None = None) -> Listing:
+def list_checkpoints(arguments: Sequence[str], run: str | None = None, step_pattern: str | None = None) -> Listing:
     """The checkpoints that patterns, names and lists (`@list.csv`) stand for, each once, in their order."""
-    pattern = None if step_pattern is None else _compiled(step_pattern)
+    pattern = None if step_pattern is None else _compile_pattern(step_pattern)
     found, skipped = Listing(), []
-    by_source: dict[str, Listed] = {}
+    by_source: dict[str, ListedCheckpoint] = {}
     for argument in arguments:
         if not argument:
             raise LocaterError("an empty name among the sources: give folders, files, patterns or @list.csv")
         if argument.startswith("@"):
-            entries = _from_list(Path(argument[1:]), run, pattern)
+            entries = _read_list(Path(argument[1:]), run, pattern)
         else:
             matched = expand(argument)
-            entries = [labelled(source, run, pattern) for source in matched.sources]
+            entries = [label_source(source, run, pattern) for source in matched.sources]
             skipped += matched.skipped
         for entry in entries:
             if not entry.source.isprintable():
@@ -63,37 +63,37 @@ def listing(arguments: Sequence[str], run: str | None = None, step_pattern: str 
     unknown = [entry.source for entry in found.entries if entry.step is None]
     if unknown:
         found.notes.append(
-            f"{len(unknown)} of {len(found.entries)} names tell no step (first {unknown[0]}): "
+            f"{len(unknown)} of {len(found.entries)} names have no step (first {unknown[0]}): "
             "their step is null; --step-pattern REGEX reads it"
         )
     return found
 
 
-def labelled(source: str, run: str | None = None, pattern: re.Pattern[str] | None = None) -> Listed:
-    """A source with the run and the step that its name tells.
+def label_source(source: str, run: str | None = None, pattern: re.Pattern[str] | None = None) -> ListedCheckpoint:
+    """A source with the run and the step in its name.
 
-    >>> labelled("/data/run/step-00001000")
-    Listed(source='/data/run/step-00001000', run='/data/run', step=1000)
-    >>> labelled("hf://org/model@step3000-tokens13B").step, labelled("/models/bert-2").step
+    >>> label_source("/data/run/step-00001000")
+    ListedCheckpoint(source='/data/run/step-00001000', run='/data/run', step=1000)
+    >>> label_source("hf://org/model@step3000-tokens13B").step, label_source("/models/bert-2").step
     (3000, None)
     """
     if pattern is not None:
         match = pattern.search(source)
         if match is None:
-            return Listed(source, run)
+            return ListedCheckpoint(source, run)
         start, step = match.start(), _number(match)
         if step is None:
-            return Listed(source, run)
+            return ListedCheckpoint(source, run)
     else:
         place = _step_in_name(source)
         if place is None:
-            return Listed(source, run)
+            return ListedCheckpoint(source, run)
         start, step = place
-    return Listed(source, run if run is not None else source[:start].rstrip(JOINTS) or None, step)
+    return ListedCheckpoint(source, run if run is not None else source[:start].rstrip(JOINTS) or None, step)
 
 
 def _step_in_name(source: str) -> tuple[int, int] | None:
-    """Where the last part of a name tells a step, and the step. Two different steps are none."""
+    """Where the last part of a name has a step, and the step. None if there are two different steps."""
     end = len(source.rstrip("/"))
     begin = source.rfind("/", 0, end) + 1
     stem, suffix = os.path.splitext(source[begin:end])
@@ -107,7 +107,7 @@ def _step_in_name(source: str) -> tuple[int, int] | None:
     return matches[0].start(), int(matches[0][2])
 
 
-def _compiled(text: str) -> re.Pattern[str]:
+def _compile_pattern(text: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(text)
     except re.error as error:
@@ -129,7 +129,7 @@ def _number(match: re.Match[str]) -> int | None:
     return int(digits)
 
 
-def _from_list(path: Path, run: str | None, pattern: re.Pattern[str] | None) -> Iterable[Listed]:
+def _read_list(path: Path, run: str | None, pattern: re.Pattern[str] | None) -> Iterable[ListedCheckpoint]:
     """The rows of a CSV file: a column of sources, and perhaps columns `run` and `step`."""
     regular_file(path)
     try:
@@ -147,17 +147,17 @@ def _from_list(path: Path, run: str | None, pattern: re.Pattern[str] | None) -> 
         if len(names) > 1:
             raise LocaterError(
                 f"{path}: has the columns {', '.join(map(printable, names[:6]))}, none of them named source: "
-                "name the column of checkpoints so"
+                "rename the column of checkpoints to source"
             )
         names, column, body = ["source"], 0, list(enumerate(rows, 1))  # one column without a heading
     else:
         body = list(enumerate(rows[1:], 2))
     if not body:
         raise LocaterError(f"{path}: has headings and no rows")
-    return [_row(path, number, names, column, row, run, pattern) for number, row in body]
+    return [_read_row(path, number, names, column, row, run, pattern) for number, row in body]
 
 
-def _row(
+def _read_row(
     path: Path,
     number: int,
     names: list[str],
@@ -165,7 +165,7 @@ def _row(
     row: list[str],
     run: str | None,
     pattern: re.Pattern[str] | None,
-) -> Listed:
+) -> ListedCheckpoint:
     if len(row) != len(names):
         raise LocaterError(f"{path}: row {number} has {len(row)} cells, the heading {len(names)}")
     cells = {name: cell.strip() for name, cell in zip(names, row, strict=True)}
@@ -173,10 +173,10 @@ def _row(
     if not given:
         raise LocaterError(f"{path}: row {number} names no source")
     source = full_name(given)
-    entry = labelled(source, run, pattern)
+    entry = label_source(source, run, pattern)
     step = cells.get("step") or None
     if step is not None and not re.fullmatch(r"\d{1,18}", step, re.ASCII):
         raise LocaterError(f"{path}: row {number} has the step {step!r:.40}, which is not a whole number")
-    return Listed(
+    return ListedCheckpoint(
         source, run if run is not None else cells.get("run") or entry.run, entry.step if step is None else int(step)
     )

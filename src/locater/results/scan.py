@@ -17,7 +17,7 @@ from locater.brief import brief
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
 from locater.findings import FLAGS, Verdict, flags_of, judge, key_variance
-from locater.report.sentences import counted
+from locater.report.sentences import amount
 from locater.results.document import Document
 from locater.version import COMPUTED_AGAIN, OF_SCHEMA, OLD_NUMBERS, SCAN_SCHEMA
 
@@ -25,32 +25,31 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# Checks the JSON document of a scan, so that the code which reads it can rely on the type of every value.
-
+# Checks of the JSON document of a scan, so that the code that reads it can rely on the type of every value.
 
 Check = Callable[[Any], bool]
 LARGEST = 1e300  # largest number: the difference of two of them is still finite
 NONNEGATIVE = {"frobenius_sq", "F"}  # columns whose square root is taken
 
 
-def parsed(text: str) -> Any:
+def parse_document(text: str) -> Any:
     """Parse JSON. NaN and infinities are refused: in documents a number without meaning is null."""
     return json.loads(text, parse_constant=_finite, parse_float=_finite)
 
 
 def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: Collection[str]) -> None:
-    """Raise ValueError or KeyError with the path of the first value that a scan would not write.
+    """Raise ValueError or KeyError with the path of the first value that a scan would never write.
 
     `numeric` are the columns with numbers, `optional` those that a row may lack.
     """
     for part in ("heads", "layers", "assumptions", "source"):
         document[part]  # KeyError names it
     if not _text(document["source"]):
-        raise ValueError("source is no text")
+        raise ValueError("source is not text")
     _check(document["assumptions"], ASSUMPTIONS, "assumptions", {"layers", "read"})
     for part, checks, may_lack in (("layers", LAYER, LAYER_OPTIONAL), ("heads", _head(numeric), optional)):
         if not isinstance(document[part], list):
-            raise ValueError(f"{part} is no list")
+            raise ValueError(f"{part} is not a list")
         for number, entry in enumerate(document[part]):
             _check(entry, checks, f"{part}[{number}]", may_lack)
     places = [(entry["layer"], None) for entry in document["layers"]]
@@ -61,12 +60,12 @@ def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: 
     known = {layer for layer, _ in places}
     unknown = next((layer for layer, _ in rows if layer not in known), None)
     if unknown is not None:
-        raise ValueError(f"layer {unknown} has heads and no entry in layers")
+        raise ValueError(f"layer {unknown} has heads but no entry in layers")
 
 
 def _check(entry: Any, checks: Mapping[str, Check], where: str, optional: Collection[str]) -> None:
     if not isinstance(entry, dict):
-        raise ValueError(f"{where} is no object")
+        raise ValueError(f"{where} is not an object")
     for name, check in checks.items():
         if name not in entry:
             if name in optional:
@@ -99,7 +98,7 @@ def _text(x: Any) -> bool:
     return isinstance(x, str) and not any("\ud800" <= c <= "\udfff" for c in x)
 
 
-def _switch(x: Any) -> bool:
+def _boolean(x: Any) -> bool:
     return isinstance(x, bool)
 
 
@@ -138,8 +137,8 @@ ASSUMPTIONS: dict[str, Check] = {
 LAYER: dict[str, Check] = {
     **dict.fromkeys(("layer", "heads", "kv_heads", "head_dim", "width"), _count),
     **dict.fromkeys(("name", "kind", "norm", "provenance", "quantised"), _text),
-    **dict.fromkeys(("sinks", "query_key_norm"), _switch),
-    "causal": _maybe(_switch),
+    **dict.fromkeys(("sinks", "query_key_norm"), _boolean),
+    "causal": _maybe(_boolean),
     **dict.fromkeys(("softcap", "residual_kept"), _maybe(_number)),
     "window": _maybe(_count),
     "positions": _maybe(_text),
@@ -215,7 +214,6 @@ class HeadRow:
 
 
 OPTIONAL = ("eigenvalues", "drive", "profile", "quantised")  # columns that a document has only where they are filled
-ADDED = ("residual_kept", "effective_rank")  # columns that documents of earlier versions do not have
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
 
@@ -252,7 +250,7 @@ class Scan(Document):
         return plot(map_of_scan(self.to_dict(), column))
 
     def title(self) -> str:
-        return f"{self.source}: {counted(len(self.rows), 'head')} in {counted(len(self.layers), 'attention layer')}"
+        return f"{self.source}: {amount(len(self.rows), 'head')} in {amount(len(self.layers), 'attention layer')}"
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -281,13 +279,13 @@ class Scan(Document):
         file = Path(path)
         regular_file(file)
         try:
-            document = parsed(file.read_text(encoding="utf-8"))
+            document = parse_document(file.read_text(encoding="utf-8"))
             if document["schema"] not in READ or isinstance(document["schema"], bool):
                 raise ValueError(f"schema {document['schema']!r:.40}, not {' or '.join(map(str, READ))}")
-            check_scan(document, NUMERIC_COLUMNS, OPTIONAL + ADDED)
+            check_scan(document, NUMERIC_COLUMNS, OPTIONAL)
             rows = [_row_of(head) for head in document["heads"]]
             found = cls(document["source"], document["assumptions"], document["layers"], rows)
-            return found if document["schema"] == SCAN_SCHEMA else found.labelled_old()
+            return found if document["schema"] == SCAN_SCHEMA else found.label_as_old()
         except (KeyError, TypeError, AttributeError) as error:
             raise LocaterError(
                 f"{path}: not what `locater scan --json` writes (it lacks {error}): scan the model again"
@@ -313,28 +311,31 @@ class Scan(Document):
         sources = sorted({shard.source for shard in shards})
         if len(sources) != 1 or numbers != list(range(assumptions.get("layers", len(numbers)))):
             raise LocaterError(f"these shards do not make one model: sources {sources}, layers {numbers}")
-        if any(_without_read(shard) != _without_read(shards[0]) for shard in shards):
+        if any(_other_assumptions(shard) != _other_assumptions(shards[0]) for shard in shards):
             raise LocaterError("these shards were scanned with different settings (length, raw): scan them alike")
         rows = sorted((row for shard in shards for row in shard.rows), key=lambda row: (row.layer, row.head))
-        counted = [shard.assumptions["read"] for shard in shards if "read" in shard.assumptions]
-        if len(counted) == len(shards):  # each reads the maps of its own layers, and the vectors of all
-            read = {"maps": sum(part["maps"] for part in counted), "vectors": max(part["vectors"] for part in counted)}
-            assumptions = {**assumptions, "read": {**read, "of": counted[0]["of"]}}
+        reads = [shard.assumptions["read"] for shard in shards if "read" in shard.assumptions]
+        if len(reads) == len(shards):  # each reads the maps of its own layers, and the vectors of all
+            read = {
+                "maps": sum(part["maps"] for part in reads),
+                "vectors": max(part["vectors"] for part in reads),
+            }
+            assumptions = {**assumptions, "read": {**read, "of": reads[0]["of"]}}
         return cls(sources[0], assumptions, layers, rows)
 
     @property
     def old(self) -> bool:
-        """Whether expected entropy and flags are those of a document of schema 1."""
+        """Whether expected entropy and flags come from a document of schema 1."""
         return OF_SCHEMA in self.assumptions
 
-    def labelled_old(self) -> Scan:
-        """This scan, which is of schema 1, with a label that says so."""
+    def label_as_old(self) -> Scan:
+        """This scan of schema 1, with a note that says so."""
         notes = [OLD_NUMBERS, *self.assumptions["notes"]]
         return replace(self, assumptions={**self.assumptions, OF_SCHEMA: 1, "notes": notes})
 
-    def computed_again(self) -> Scan:
-        """This scan with the expected entropy and the flags of this version, computed from the other columns of its
-        rows; itself, unless it is `old`.
+    def recompute(self) -> Scan:
+        """This scan with the expected entropy and flags of this version, computed from the other columns of its rows;
+        unchanged unless it is `old`.
         """
         if not self.old:
             return self
@@ -344,13 +345,15 @@ class Scan(Document):
         known = [row for row in self.rows if None not in (row.expected_entropy, row.F, row.key_bias)]
         variance = [float(key_variance(row.F, row.key_bias)) for row in known]
         entropies: dict[int, float] = {}
-        for row, v, entropy in zip(known, variance, _listed(expected_entropy, variance, length), strict=True):
-            old = _listed(second_order_entropy, [v], length)[0]
-            # of heads that were run on measured tokens the entropy is another, and stays
+        for row, v, entropy in zip(known, variance, _entropies(expected_entropy, variance, length), strict=True):
+            old = _entropies(second_order_entropy, [v], length)[0]
+            # heads that were run on measured tokens have another entropy, which stays
             if abs((row.expected_entropy or 0.0) - old) <= 1e-6 * (1 + old):
                 entropies[id(row)] = entropy
         rows = [
-            replace(row, expected_entropy=entropies.get(id(row), row.expected_entropy), flags=_flags_again(row, length))
+            replace(
+                row, expected_entropy=entropies.get(id(row), row.expected_entropy), flags=_recompute_flags(row, length)
+            )
             for row in self.rows
         ]
         notes = [note for note in self.assumptions["notes"] if note != OLD_NUMBERS]
@@ -359,7 +362,7 @@ class Scan(Document):
         return replace(self, assumptions=assumptions, rows=rows)
 
     def with_details(self) -> Scan:
-        """This scan with the eigenvalues, drives and profiles that a page draws; reads the source again for them."""
+        """This scan with the eigenvalues, drives and profiles that a page draws, re-reading the source for them."""
         lacking = any(_lacks_details(row) for row in self.rows)
         lacking |= any(entry.get("positions") == "rotary" and "frequencies" not in entry for entry in self.layers)
         if self.detailed is None or not lacking:
@@ -393,25 +396,25 @@ class Scan(Document):
         print_scan(self.to_dict(), console)
 
 
-def alike(scans: Iterable[Scan]) -> list[Scan]:
-    """Scans that are to be compared: where only some are of schema 1, these with numbers computed again."""
+def recompute_mixed(scans: Iterable[Scan]) -> list[Scan]:
+    """Scans to be compared: if only some are of schema 1, those are recomputed."""
     listed = list(scans)
-    return listed if all(x.old for x in listed) else [x.computed_again() for x in listed]
+    return listed if all(x.old for x in listed) else [x.recompute() for x in listed]
 
 
-def _without_read(shard: Scan) -> dict[str, Any]:
+def _other_assumptions(shard: Scan) -> dict[str, Any]:
     return {name: value for name, value in shard.assumptions.items() if name != "read"}
 
 
-def _listed(entropy: Callable[..., Any], variance: list[float], length: int) -> list[float]:
+def _entropies(entropy: Callable[..., Any], variance: list[float], length: int) -> list[float]:
     import torch
 
     values: list[float] = entropy(torch.tensor(variance, dtype=torch.float64, device="cpu"), length).tolist()
     return values
 
 
-def _flags_again(row: HeadRow, length: int) -> tuple[str, ...]:
-    """The flags that this version raises; of other mechanisms than softmax only whether its weights are finite."""
+def _recompute_flags(row: HeadRow, length: int) -> tuple[str, ...]:
+    """The flags that this version raises; for mechanisms other than softmax, only whether the weights are finite."""
     numbers = vars(row) if row.expected_entropy is not None else {}
     return flags_of({**numbers, "finite": "nonfinite" not in row.flags}, length)
 
@@ -422,6 +425,5 @@ def _lacks_details(row: HeadRow) -> bool:
 
 
 def _row_of(head: dict[str, Any]) -> HeadRow:
-    head = {**dict.fromkeys(ADDED), **head}
-    head.pop("faults", None)  # derived from the rest
-    return HeadRow(**{**head, "flags": tuple(head["flags"])})
+    stored = {name: value for name, value in head.items() if name != "faults"}  # faults are derived from the rest
+    return HeadRow(**{**stored, "flags": tuple(head["flags"])})

@@ -12,10 +12,10 @@ from locater.errors import LocaterError
 from locater.markup import quantile
 from locater.numerics import known_median
 from locater.report.sentences import letters
-from locater.results.comparison import MEDIANS, MOST_LISTED, Comparison, changes, compare_scans, ranges, shape
+from locater.results.comparison import MEDIANS, MOST_LISTED, Comparison, changes, compare_scans, head_shapes, ranges
 from locater.results.document import Document
-from locater.results.run_names import labelled
-from locater.results.scan import Scan, alike
+from locater.results.run_names import label_source
+from locater.results.scan import Scan, recompute_mixed
 from locater.results.trajectory import trajectory
 from locater.version import SCAN_SCHEMA
 
@@ -162,12 +162,12 @@ class ComparisonSeries(Document):
         print_series(self.to_dict(), [scan.to_dict() for scan in self.scans], console)
 
 
-def series(scans: list[Scan]) -> ComparisonSeries:
-    """A series of scans that were made alike, of models of one shape."""
-    scans = alike(scans)
+def compare_series(scans: list[Scan]) -> ComparisonSeries:
+    """Compare a series of scans of models of one shape that were made with the same settings."""
+    scans = recompute_mixed(scans)
     first = scans[0]
     for other in scans[1:]:
-        if shape(other) != shape(first):
+        if head_shapes(other) != head_shapes(first):
             raise LocaterError(
                 f"{other.source} has other heads than {first.source} ({_heads(other)}; {_heads(first)}): more than two "
                 "models are compared head by head, so give models of one shape, or compare two at a time"
@@ -198,6 +198,6 @@ def _steps_in(names: Sequence[str]) -> list[int] | list[None]:
     >>> _steps_in(["step-20", "ckpt1-step-400"]), _steps_in(["base", "step-400"])
     ([20, 400], [None, None])
     """
-    steps = [step for name in names if (step := labelled(name).step) is not None]
+    steps = [step for name in names if (step := label_source(name).step) is not None]
     rising = len(steps) == len(names) and all(a < b for a, b in pairwise(steps))
     return steps if rising else [None] * len(names)

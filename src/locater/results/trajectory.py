@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from locater.errors import LocaterError
-from locater.report.sentences import counted
-from locater.results.step_findings import findings_over_steps, first_of_each_flag
+from locater.report.sentences import amount
 from locater.version import SCHEMA, __version__
 
 # Steps of a run: which are missing from a regular sequence, and where sources that failed would have been.
@@ -147,7 +146,7 @@ def trajectory(rows: Iterable[Row], errors: Mapping[str, str], *, length: int | 
         for failure in (x for x in failed if x["run"] == name):
             failure["run"] = titles[_nearest(parts, failure["step"])]
         for part, title in zip(parts, titles, strict=True):
-            runs.append(_run(part, title, columns, [x["step"] for x in failed if x["run"] == title]))
+            runs.append(_run_entry(part, title, columns, [x["step"] for x in failed if x["run"] == title]))
         if len(parts) > 1:
             shapes.append({"run": name, "parts": titles})
     return {
@@ -231,7 +230,7 @@ def _part_names(run: str, parts: Sequence[Sequence[Checkpoint]]) -> list[str]:
     for part in parts:
         layers = len({row["layer"] for row in part[0].rows})
         sizes = ", ".join(str(x) for x in sorted({row.get("head_dim") or 0 for row in part[0].rows}))
-        name = f"{run} ({counted(layers, 'layer')}, {counted(len(part[0].rows), 'head')} of {sizes})"
+        name = f"{run} ({amount(layers, 'layer')}, {amount(len(part[0].rows), 'head')} of {sizes})"
         names.append(name if name not in names else f"{name} {len(names) + 1}")
     return names
 
@@ -245,8 +244,10 @@ def _nearest(parts: Sequence[Sequence[Checkpoint]], step: int) -> int:
 # ---- one run ----
 
 
-def _run(checkpoints: Sequence[Checkpoint], name: str, columns: Sequence[str], failed: Sequence[int]) -> dict[str, Any]:
-    drawn, aside = _in_order(checkpoints)
+def _run_entry(
+    checkpoints: Sequence[Checkpoint], name: str, columns: Sequence[str], failed: Sequence[int]
+) -> dict[str, Any]:
+    drawn, aside = _order_by_step(checkpoints)
     numbered = any(x.step is not None for x in drawn)
     steps: list[int] = [x.step if x.step is not None else at for at, x in enumerate(drawn)]
     seen: dict[str, int] = {}
@@ -271,7 +272,7 @@ def _run(checkpoints: Sequence[Checkpoint], name: str, columns: Sequence[str], f
     }
 
 
-def _in_order(checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], list[dict[str, Any]]]:
+def _order_by_step(checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], list[dict[str, Any]]]:
     """Checkpoints by step, and those that have no place of their own among them, with the reason."""
     if all(x.step is None for x in checkpoints):
         return list(checkpoints), []
@@ -311,16 +312,16 @@ def _layers(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _table(checkpoints: Sequence[Checkpoint], column: str, heads: Sequence[int]) -> list[list[list[float | None]]]:
     """A column by step, layer and head, rounded; None for no number."""
     numbers = np.array([[row.get(column) for row in x.rows] for x in checkpoints], dtype=np.float64)
-    short = _rounded(numbers).astype(object)
+    short = _round_digits(numbers).astype(object)
     short[~np.isfinite(numbers)] = None
     edges = np.cumsum([0, *heads]).tolist()
     return [[line[a:b] for a, b in pairwise(edges)] for line in short.tolist()]
 
 
-def _rounded(x: np.ndarray) -> np.ndarray:
+def _round_digits(x: np.ndarray) -> np.ndarray:
     """To DIGITS significant digits.
 
-    >>> _rounded(np.array([0.123456789, -98765432.1, 0.0])).tolist()
+    >>> _round_digits(np.array([0.123456789, -98765432.1, 0.0])).tolist()
     [0.123457, -98765400.0, 0.0]
     """
     size = np.where(np.isfinite(x) & (x != 0), np.abs(x), 1.0)
@@ -339,3 +340,69 @@ def _duplicates(runs: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]
                 place = {"run": run["name"], "step": x["step"], "source": x["source"]}
                 groups.setdefault(x["digest"], []).append(place)
     return [group for group in groups.values() if len(group) > 1]
+
+
+# ---- flags and faults over steps: when each is first raised, and from when to when ----
+
+
+def findings_over_steps(checkpoints: Sequence[Sequence[Row]], steps: Sequence[int]) -> list[dict[str, Any]]:
+    """One entry per head and flag: at which steps it is raised, and at which it is a fault.
+
+    `checkpoints` are the rows of each. `spans` are pairs of steps, from and to, over all checkpoints between them.
+    """
+    raised: dict[tuple[int, int, str], tuple[list[int], list[int]]] = {}
+    for at, rows in enumerate(checkpoints):
+        for row in rows:
+            faults = _texts(row, "faults")
+            for flag in _texts(row, "flags"):
+                flagged, faulty = raised.setdefault((row["layer"], row["head"], flag), ([], []))
+                flagged.append(at)
+                if flag in faults:
+                    faulty.append(at)
+    return [
+        {
+            "layer": layer,
+            "head": head,
+            "flag": flag,
+            "first": steps[flagged[0]],
+            "first_fault": steps[faulty[0]] if faulty else None,
+            "spans": _spans(flagged, steps),
+            "fault_spans": _spans(faulty, steps),
+        }
+        for (layer, head, flag), (flagged, faulty) in raised.items()
+    ]
+
+
+def _texts(row: Row, column: str) -> list[str]:
+    texts = row.get(column)
+    return [] if texts is None else [str(text) for text in texts]
+
+
+def _spans(places: Sequence[int], steps: Sequence[int]) -> list[list[int]]:
+    """Neighbouring places as pairs of steps.
+
+    >>> _spans([0, 1, 3], [100, 200, 300, 400])
+    [[100, 200], [400, 400]]
+    """
+    spans: list[list[int]] = []
+    before = -2
+    for at in places:
+        if at == before + 1:
+            spans[-1][1] = steps[at]
+        else:
+            spans.append([steps[at], steps[at]])
+        before = at
+    return spans
+
+
+def first_of_each_flag(findings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each flag of a run: the first step that raises it, the head that does, and how many heads ever do."""
+    first: dict[str, dict[str, Any]] = {}
+    for x in findings:
+        best = first.setdefault(x["flag"], {"flag": x["flag"], "step": None, "heads": 0, "fault_step": None})
+        best["heads"] += 1
+        if best["step"] is None or x["first"] < best["step"]:
+            best |= {"step": x["first"], "layer": x["layer"], "head": x["head"]}
+        if x["first_fault"] is not None and (best["fault_step"] is None or x["first_fault"] < best["fault_step"]):
+            best["fault_step"] = x["first_fault"]
+    return sorted(first.values(), key=lambda x: (x["step"], x["flag"]))

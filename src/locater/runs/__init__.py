@@ -1,4 +1,4 @@
-"""A training run, logged and warned of."""
+"""A training run: its records, sinks and logs, and the monitor that writes and warns."""
 
 from locater.runs.run_monitor import RunMonitor
 

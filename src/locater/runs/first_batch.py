@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.discovery.example_settings import BATCH, TOKENS
+from locater.discovery.record_or_discovery import Reading, reading_of
 from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError
-from locater.layers.layer import AttentionLayer
 from locater.observing.listening_site import Site
 from locater.sources.live_tensors import is_a
 from locater.sources.weights import ModuleWeights
@@ -27,8 +27,8 @@ Example = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DiscoveredLayers:
-    """Layers whose maps are known: those discovered in `part` of a model with `example`, and the site of each by its
-    place among them.
+    """Layers whose maps are known: those discovered in `part` of a model with `example`. `sites` has the site of each,
+    by its place among them.
     """
 
     part: nn.Module
@@ -36,14 +36,14 @@ class DiscoveredLayers:
     sites: dict[int, Site]
     gaps: list[str]  # why the maps of other sites are not known, a line each
 
-    def read(self, weights: ModuleWeights) -> list[AttentionLayer]:
-        return discovered_in(weights, self.example).layers
+    def read(self, weights: ModuleWeights) -> Reading:
+        return reading_of(discovered_in(weights, self.example), {})
 
 
 def discover_layers(
     sites: Sequence[Site], part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> DiscoveredLayers:
-    """The layers of the sites that a call `part(*args, **kwargs)` runs; raises where none of them can be read."""
+    """The layers of the sites that a call `part(*args, **kwargs)` runs. Raises if none of them can be read."""
     part = _inside_wrappers(part)
     weights, failure = ModuleWeights(part), ""
     for example in _examples(part, args, kwargs):
@@ -52,7 +52,7 @@ def discover_layers(
         except LocaterError as error:
             failure = failure or str(error)
             continue
-        matched = _matched(sites, weights, found)
+        matched = _match_sites(sites, weights, found)
         gaps = list(_gaps(sites, weights, found, matched))
         if matched:
             return DiscoveredLayers(part, example, matched, gaps)
@@ -72,7 +72,7 @@ def _inside_wrappers(part: Any) -> nn.Module:
 
 
 def _examples(part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Example | None]:
-    """What discovery is tried with: a few tokens of the batch, a few of its examples, and inputs that are guessed."""
+    """The inputs to try discovery with: a few tokens of the batch, a few of its examples, and guessed inputs."""
     try:
         bound = inspect.signature(part.forward).bind(*args, **kwargs)
     except TypeError:
@@ -84,7 +84,7 @@ def _examples(part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         more = named.pop(name, ())
         if isinstance(more, Mapping):
             named |= more
-        elif more:  # arguments without a name cannot be given again
+        elif more:  # arguments without a name cannot be passed again
             yield None
             return
     tensors = list(_tensors(named))
@@ -106,7 +106,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _cut(value: Any, rows: int, tokens: int) -> Any:
-    """A copy on the CPU with the first of `rows` examples, and with the first of `tokens` where that is not 0."""
+    """A copy on the CPU with the first of `rows` examples, and with the first of `tokens` unless that is 0."""
     if isinstance(value, Mapping):
         return {name: _cut(x, rows, tokens) for name, x in value.items()}
     if type(value) in (list, tuple):
@@ -122,9 +122,9 @@ def _cut(value: Any, rows: int, tokens: int) -> Any:
     return cut.cpu().clone()
 
 
-def _matched(sites: Sequence[Site], weights: ModuleWeights, found: Discovered) -> dict[int, Site]:
-    """The site of each layer by its place among those found. A module that attends in several ways has as many sites as
-    layers, in the order of its calls, or none is matched.
+def _match_sites(sites: Sequence[Site], weights: ModuleWeights, found: Discovered) -> dict[int, Site]:
+    """The site of each layer, by its place among those found. A module that attends in several ways must have as many
+    sites as layers, in the order of its calls; otherwise none is matched.
     """
     layers: dict[tuple[int, int], list[int]] = {}
     for place, layer in enumerate(found.layers):
@@ -147,4 +147,4 @@ def _gaps(
     known = {id(site) for site in matched.values()}
     for site in sites:
         if id(site) not in known:
-            yield f"{site.name}: {by_module.get(id(site.module), 'it was not met when a copy of the model ran')}"
+            yield f"{site.name}: {by_module.get(id(site.module), 'it did not run in the copy of the model')}"

@@ -1,4 +1,4 @@
-"""The numbers of every head at an observed step: from its activations, and M and the logit spread from its weights."""
+"""The numbers of every head at an observed step: from activations, and M and the logit spread from weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from locater.calls.interceptors import INTERCEPTORS, interceptors
 from locater.discovery import attention_layers
+from locater.discovery.record_or_discovery import Reading
 from locater.discovery.stacked_maps import FoldedStacks, Spectra, spectra_of
 from locater.errors import LocaterError
 from locater.findings import key_variance
@@ -31,7 +32,7 @@ COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "di
 SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of logits over unit tokens
 _MEANS = tuple(name for name in COLUMNS if name != "max_logit")
 
-ReadLayers = Callable[[ModuleWeights], list[AttentionLayer]]
+ReadModel = Callable[[ModuleWeights], Reading]
 Table = dict[tuple[int, int], dict[str, Any]]  # (layer, head): columns
 
 
@@ -64,15 +65,15 @@ def add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[list
 class WeightSpectra:
     """Reads the query-key maps of chosen layers from a model's weights, again at each step.
 
-    Layers of one shape are read together, except under changes that controls have put on attention. `layers` reads all
+    Layers of one shape are read together, except under changes that controls have put on attention. `read` finds all
     layers of the model; without it they are those of a scan.
     """
 
-    def __init__(self, model: nn.Module, numbers: Sequence[int], layers: ReadLayers | None = None) -> None:
-        self.model, self.numbers, self._layers = model, list(numbers), layers
+    def __init__(self, model: nn.Module, numbers: Sequence[int], read: ReadModel | None = None) -> None:
+        self.model, self.numbers, self._read_model = model, list(numbers), read
         self._stacks: FoldedStacks | None = None
         with contextlib.suppress(LocaterError):  # `read` raises it again, and a run goes on without
-            self._stacks = FoldedStacks(model, self.numbers, layers=layers)
+            self._stacks = FoldedStacks(model, self.numbers, read=read)
 
     @torch.no_grad()
     def read(self) -> list[Spectra]:
@@ -88,7 +89,7 @@ class WeightSpectra:
     def _layer_by_layer(self) -> list[Spectra]:
         weights = ModuleWeights(self.model)
         # re-read: norm gains are folded in as they are at this step
-        layers = attention_layers(self.model) if self._layers is None else self._layers(weights)
+        layers = attention_layers(self.model) if self._read_model is None else self._read_model(weights).layers
         return [
             spectra_of(number, changed_maps(layers[number], weights.submodule(layers[number].name)))
             for number in self.numbers
@@ -104,7 +105,7 @@ def changed_maps(layer: AttentionLayer, module: nn.Module) -> Effective:
 
 
 class DiscoveredSpectra(WeightSpectra):
-    """The same of layers that were discovered, numbered as the sites that the log has."""
+    """The same for discovered layers, numbered as in the log."""
 
     def __init__(self, discovered: DiscoveredLayers) -> None:
         super().__init__(discovered.part, list(discovered.sites), discovered.read)

@@ -24,7 +24,7 @@ WIDE = 2.0**24  # ratio of a column's largest number to its median, from which h
 
 
 class Curve:
-    """A long curve in at most MOST_POINTS points: the lowest, the highest and one NaN of every stretch.
+    """A long curve reduced to at most MOST_POINTS points: the lowest, the highest and one NaN of every stretch.
 
     Points are added one by one; when there are too many stretches, neighbours are joined.
 
@@ -54,7 +54,7 @@ class Curve:
         return MOST_POINTS if self.width == 1 else MOST_POINTS // 3
 
     def _join(self) -> None:
-        """Join stretches in pairs; the last may have no neighbour, and takes the next points."""
+        """Join stretches in pairs. The last may have no neighbour, and takes the next points."""
         pairs = [self.stretches[i : i + 2] for i in range(0, len(self.stretches), 2)]
         for first, *second in pairs:
             for point in (point for stretch in second for point in stretch if point is not None):
@@ -79,7 +79,7 @@ def _widen(stretch: list[Any], point: tuple[int, float]) -> None:
 
 
 def thin(run: Run, room: int = VALUES) -> tuple[list[Record], int]:
-    """The observed steps to draw (every n-th, the last, and those where a warning began), and n, for `room` numbers."""
+    """The observed steps to draw in `room` numbers (every n-th, the last, and those where a warning began), and n."""
     heads = sum(entry["heads"] for entry in run.header["layers"])
     most = max(2, min(MOST_STEPS, room // max(1, heads * len(columns(run)))))
     last = len(run.steps) - 1
@@ -103,14 +103,14 @@ def columns(run: Run) -> list[str]:
 def pack(
     run: Run, drawn: Sequence[Record], stride: int, keep: int = 0, curves: dict[str, Curve] | None = None
 ) -> dict[str, Any]:
-    """What the page's script reads: all but the first `keep` steps of `drawn`, which the page has already.
+    """What the page's script reads: all but the first `keep` steps of `drawn`, which the page already has.
 
-    `curves` are the loss and the scalars, where a `Follower` has them already.
+    `curves` are the loss and the scalars, if a `LogFollower` already has them.
     """
     new, names = run.with_heads(drawn[keep:]), columns(run)
     if curves is None:
         curves = {name: Curve(points) for name, points in {"loss": run.losses, **run.scalars}.items()}
-    values = {name: _encoded(run, new, name) for name in names if any(name in record["heads"] for record in new)}
+    values = {name: _encode_column(run, new, name) for name in names if any(name in record["heads"] for record in new)}
     scalars = sorted({name for record in new for name in record["scalars"]})
     layers, warnings = run.header["layers"], group_warnings(run)
     return {
@@ -122,10 +122,10 @@ def pack(
         "steps": [record["step"] for record in new],
         "values": values,
         "scalars": {
-            "loss": [_digits(record.get("loss")) for record in new],
-            **{name: [_digits(record["scalars"].get(name)) for record in new] for name in scalars},
+            "loss": [_round_digits(record.get("loss")) for record in new],
+            **{name: [_round_digits(record["scalars"].get(name)) for record in new] for name in scalars},
         },
-        "curves": {name: [[step, _digits(x)] for step, x in curve.points()] for name, curve in curves.items()},
+        "curves": {name: [[step, _round_digits(x)] for step, x in curve.points()] for name, curve in curves.items()},
         "warnings": warnings,
         "comparisons": _comparisons(warnings),
         "resumed": run.resumed,
@@ -141,11 +141,11 @@ def _layer_data(entry: Record) -> dict[str, Any]:
     return {"short": str(entry["layer"]), "name": entry["name"], "heads": entry["heads"], "kind": kind}
 
 
-def _encoded(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
+def _encode_column(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
     """[base, scale, base64, bytes per number]: one column, by step, layer and head, with NaN for null.
 
-    Numbers are in half precision, relative to the lowest where all are nearly the same. They are in double precision
-    where they lie so far apart that the small ones would become 0.
+    Numbers are in half precision, relative to the lowest if all are nearly the same. They are in double precision if
+    they are so far apart that the small ones would become 0.
     """
     empty: list[list[None]] = [[None] * entry["heads"] for entry in run.header["layers"]]
     table = np.array(
@@ -170,12 +170,12 @@ def _encoded(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
         if largest > WIDE * usual:
             size = 8
         elif largest > 0:
-            scale = 2.0 ** max(-1022, math.frexp(largest)[1] - 15)  # the largest comes to lie just below 2^15
+            scale = 2.0 ** max(-1022, math.frexp(largest)[1] - 15)  # the largest ends up just below 2^15
     return [base, scale, base64.b64encode(((table - base) / scale).astype(f"<f{size}").tobytes()).decode(), size]
 
 
 def group_warnings(run: Run) -> list[dict[str, Any]]:
-    """One entry per head and flag: the steps where it began, the last one, how often, the worst value, the message."""
+    """One entry per head and flag: the steps where it began, the last step, how often, the worst value, the message."""
     places = {entry["layer"]: place for place, entry in enumerate(run.header["layers"])}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in run.warnings:
@@ -185,27 +185,29 @@ def group_warnings(run: Run) -> list[dict[str, Any]]:
             "flag": str(record["flag"]),
             "steps": [],
             "count": 0,
-            "threshold": _digits(record.get("threshold")),
+            "threshold": _round_digits(record.get("threshold")),
             "worst": None,
             "message": str(record.get("message", "")),
         }
         group = groups.setdefault((record["layer"], record["head"], record["flag"]), new)
-        if not group["count"] or (_before(run, record["step"]) != group["last"] and len(group["steps"]) < MOST_MARKS):
-            group["steps"].append(record["step"])  # not raised at the observed step before: it begins here
+        if not group["count"] or (
+            _observed_before(run, record["step"]) != group["last"] and len(group["steps"]) < MOST_MARKS
+        ):
+            group["steps"].append(record["step"])  # not raised at the previous observed step: it begins here
         group["count"] += 1
         group["last"] = record["step"]
-        group["worst"] = _digits(_worse(group["worst"], record.get("value"), record.get("threshold")))
+        group["worst"] = _round_digits(_worse_of(group["worst"], record.get("value"), record.get("threshold")))
     return list(groups.values())
 
 
-def _before(run: Run, step: int) -> int | None:
-    """The observed step before this one; None for the first, and for a step that was not observed."""
+def _observed_before(run: Run, step: int) -> int | None:
+    """The previous observed step; None for the first, and for a step that was not observed."""
     at = bisect_left(run.steps, step, key=itemgetter("step"))
     return run.steps[at - 1]["step"] if 0 < at < len(run.steps) and run.steps[at]["step"] == step else None
 
 
 def _comparisons(warnings: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What comparisons such as "spread>5" among the warnings mean, in the form of the table of flags."""
+    """The meaning of comparisons such as "spread>5" among the warnings, in the form of the table of flags."""
     meanings = {}
     for flag in {group["flag"] for group in warnings} - set(FLAG_NAMES):
         about = comparison(flag)
@@ -216,14 +218,14 @@ def _comparisons(warnings: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]
     return meanings
 
 
-def _worse(a: Any, b: float | None, threshold: float | None) -> float | None:
-    """Whichever lies farther beyond the threshold."""
+def _worse_of(a: Any, b: float | None, threshold: float | None) -> float | None:
+    """The one that is farther beyond the threshold."""
     known = [x for x in (a, b) if isinstance(x, int | float) and math.isfinite(x)]
     return max(known, key=lambda x: abs(x - (threshold or 0.0)), default=None)
 
 
-def _digits(x: float | None) -> float | str | None:
-    """Seven significant digits, as a float32 loss has; a word for NaN and infinity, which JSON lacks; null for None."""
+def _round_digits(x: float | None) -> float | str | None:
+    """Seven significant digits, as a float32 loss has; NaN and infinity, which JSON lacks, as strings."""
     if x is None:
         return None
     if math.isfinite(x):

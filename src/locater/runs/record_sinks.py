@@ -19,17 +19,16 @@ import numpy as np
 from locater.errors import LocaterError
 from locater.numerics import finite_or_none
 from locater.runs.records import Record, is_run, line_of, shape_of
-from locater.runs.run_log import LOG, Run, first_run, read_run
+from locater.runs.run_log import LOG, Run, read_first_record, read_run
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# The numbers of a record as flat scalars: few, and named so that a tracker groups them by what they say.
-
+# The numbers of a record as flat scalars: few, and named so that a tracker groups them by meaning.
 
 BOTH = ("min", "max")
-# Which extreme of a column tells that a head fails. A column that is not listed has both, without an alarm.
+# Which extreme of a column shows that a head fails. Columns that are not listed have both.
 EXTREMES: dict[str, tuple[str, ...]] = {
     "entropy_ratio": ("min",),
     "max_logit": ("max",),
@@ -41,39 +40,40 @@ EXTREMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def flat(record: Record, layers: list[int]) -> dict[str, float]:
+def flat_scalars(record: Record, layers: list[int]) -> dict[str, float]:
     """Scalars of a record by name, without nulls; `layers` are the numbers of the layers.
 
     `attention/COLUMN/min` or `/max` is the worst head of the whole model. `layer_COLUMN/mean/03` is the mean over the
     heads of layer 3, and `layer_COLUMN/min/03` its worst head: trackers put the same number of all layers side by side.
 
-    >>> flat({"kind": "step", "step": 5, "loss": 2.0, "scalars": {}, "heads": {"sink": [[0.25, None, 0.75]]}}, [3])
+    >>> record = {"kind": "step", "step": 5, "loss": 2.0, "scalars": {}, "heads": {"sink": [[0.25, None, 0.75]]}}
+    >>> flat_scalars(record, [3])
     {'loss': 2.0, 'attention/sink/max': 0.75, 'layer_sink/mean/03': 0.5, 'layer_sink/max/03': 0.75}
     """
     scalars = {"loss": record.get("loss"), **(record.get("scalars") or {})}
     if record["kind"] == "warning":
         scalars[f"warning/{record['flag']}"] = record.get("value")
     columns = {
-        column: {layer: _known(row) for layer, row in zip(layers, rows, strict=False)}
+        column: {layer: _known_numbers(row) for layer, row in zip(layers, rows, strict=False)}
         for column, rows in (record.get("heads") or {}).items()
     }
     ordered = [*(name for name in EXTREMES if name in columns), *(name for name in columns if name not in EXTREMES)]
     for column in ordered:
-        scalars |= _of_model(column, columns[column])
+        scalars |= _model_scalars(column, columns[column])
     for column in ordered:
-        scalars |= _of_layers(column, columns[column])
+        scalars |= _layer_scalars(column, columns[column])
     return {
         name: number for name, number in scalars.items() if number is not None and finite_or_none(number) is not None
     }
 
 
-def _of_model(column: str, rows: dict[int, list[float]]) -> Iterator[tuple[str, float]]:
+def _model_scalars(column: str, rows: dict[int, list[float]]) -> Iterator[tuple[str, float]]:
     heads = [x for row in rows.values() for x in row]
     for end in EXTREMES.get(column, ()) if heads else ():
         yield f"attention/{column}/{end}", _extreme(end, heads)
 
 
-def _of_layers(column: str, rows: dict[int, list[float]]) -> Iterator[tuple[str, float]]:
+def _layer_scalars(column: str, rows: dict[int, list[float]]) -> Iterator[tuple[str, float]]:
     for layer, row in rows.items():
         if row:
             yield f"layer_{column}/mean/{layer:02d}", sum(row) / len(row)
@@ -81,7 +81,7 @@ def _of_layers(column: str, rows: dict[int, list[float]]) -> Iterator[tuple[str,
                 yield f"layer_{column}/{end}/{layer:02d}", _extreme(end, row)
 
 
-def _known(row: Iterable[float | None] | None) -> list[float]:
+def _known_numbers(row: Iterable[float | None] | None) -> list[float]:
     return [x for x in row or () if x is not None and finite_or_none(x) is not None]
 
 
@@ -89,33 +89,29 @@ def _extreme(end: str, values: list[float]) -> float:
     return min(values) if end == "min" else max(values)
 
 
-# Sinks of other people's tools: TensorBoard, Weights & Biases, trackio. Each is imported when it is opened.
-
-
 # Entropy of a run as two small pictures, for trackers: layers over steps, and every head at the last step.
 
-
 COLUMN = "entropy_ratio"
-GROWTH = 1.15  # new pictures when so many times as many steps were observed as at the last ones
+GROWTH = 1.15  # new pictures once the number of observed steps has grown by this factor
 WIDTH, HEIGHT, LAYER = 600, (192, 768), 32  # pixels: of a map, its least and largest height, one layer
 LEFT, TOP, BOTTOM, TEXT = 56, 36, 72, 22  # trackers show pictures at half of this size or less
 INK, PAPER, UNKNOWN = (40, 44, 52), (255, 255, 255), (200, 200, 200)
-STOPS = (0.0, 0.1, 0.35, 0.65, 1.0)  # of the colours: bright means that heads look at few tokens
+STOPS = (0.0, 0.1, 0.35, 0.65, 1.0)  # of the colour scale: bright means that heads look at few tokens
 COLOURS = ((253, 231, 37), (253, 174, 50), (204, 71, 120), (92, 60, 150), (20, 26, 70))
 
 
 class EntropyPictures:
-    """Collects the entropy ratios of a run. `draw(record)` gives two pictures by name now and then, none otherwise.
+    """Collects the entropy ratios of a run. `draw(record)` now and then returns two pictures by name, otherwise none.
 
-    They are drawn at the first observed step, later whenever the run has grown by a seventh (so that a long run
-    does not fill the disk with pictures), and at the end.
+    They are drawn at the first observed step, then whenever the run has grown by a seventh (so that a long run does
+    not fill the disk with pictures), and at the end.
     """
 
     def __init__(self, header: Record) -> None:
         self.layers: list[int] = [entry["layer"] for entry in header["layers"]]
         self.steps: list[int] = []
-        self.means: list[list[float]] = []  # by observed step: of each layer, NaN where nothing is known
-        self.heads: list[list[float]] = []  # of the last observed step
+        self.means: list[list[float]] = []  # by observed step and layer; NaN if unknown
+        self.heads: list[list[float]] = []  # at the last observed step
         self.drawn = 0  # observed steps at the last pictures
 
     def draw(self, record: Record) -> dict[str, Image]:
@@ -129,30 +125,30 @@ class EntropyPictures:
         if not due or count <= self.drawn:
             return {}
         self.drawn = count
-        return {"entropy_by_layer": self._history(), "entropy_by_head": self._now()}
+        return {"entropy_by_layer": self._draw_history(), "entropy_by_head": self._draw_heads()}
 
-    def _history(self) -> Image:
+    def _draw_history(self) -> Image:
         rows = [[step[layer] for step in self.means] for layer in range(len(self.layers))]
         title = "entropy ratio of layers, mean of heads"
         return self._picture(rows, title, (f"step {self.steps[0]}", str(self.steps[-1])))
 
-    def _now(self) -> Image:
+    def _draw_heads(self) -> Image:
         count = max(1, *map(len, self.heads))
         rows = [row + [math.nan] * (count - len(row)) for row in self.heads]
         return self._picture(rows, f"entropy ratio of heads, step {self.steps[-1]}", ("head 0", str(count - 1)))
 
     def _picture(self, rows: list[list[float]], title: str, ends: tuple[str, str]) -> Image:
-        """A map with its title, layers at the left, what the columns are below, and the scale."""
+        """A map with its title, layer numbers on the left, labels below, and the colour scale."""
         from PIL import Image, ImageDraw, ImageFont
 
         height = min(max(HEIGHT[0], LAYER * len(rows)), HEIGHT[1])
         low, right = TOP + height, LEFT + WIDTH
         picture = Image.new("RGB", (right + 24, low + BOTTOM), PAPER)
-        picture.paste(_map(rows, (WIDTH, height)), (LEFT, TOP))
+        picture.paste(_draw_map(rows, (WIDTH, height)), (LEFT, TOP))
         draw = ImageDraw.Draw(picture)
         text = partial(draw.text, fill=INK, font=ImageFont.load_default(TEXT))
         text((LEFT, 4), title)
-        for at in range(0, len(rows), math.ceil(TEXT * len(rows) / height)):  # as many labels as there is room for
+        for at in range(0, len(rows), math.ceil(TEXT * len(rows) / height)):  # as many labels as fit
             text((LEFT - 10, TOP + (at + 0.5) * height / len(rows)), str(self.layers[at]), anchor="rm")
         text((LEFT, low + 4), ends[0])
         text((right, low + 4), ends[1], anchor="ra")
@@ -164,8 +160,8 @@ class EntropyPictures:
         return picture
 
 
-def _map(rows: list[list[float]], size: tuple[int, int]) -> Image:
-    """Rows of ratios as coloured cells. Where there are more columns than pixels, a pixel has the mean of several."""
+def _draw_map(rows: list[list[float]], size: tuple[int, int]) -> Image:
+    """Rows of ratios as coloured cells. With more columns than pixels, a pixel shows the mean of several."""
     import numpy as np
     from PIL import Image
 
@@ -196,7 +192,7 @@ CHARTS = {  # TensorBoard's tab "Custom Scalars": a line per layer
 
 
 class _Scalars:
-    """What all trackers have in common: flat numbers of each record, and now and then two pictures."""
+    """What all trackers share: flat numbers of each record, and now and then two pictures."""
 
     def __init__(self) -> None:
         self._layers: list[int] = []
@@ -205,11 +201,11 @@ class _Scalars:
     def _numbers(self, record: Record) -> dict[str, float]:
         if record["kind"] == "run":
             self._layers = [entry["layer"] for entry in record["layers"]]
-            drawn = COLUMN in record["columns"] and find_spec("PIL") is not None
-            self._pictures = EntropyPictures(record) if drawn else None
-        return flat(record, self._layers)
+            with_pictures = COLUMN in record["columns"] and find_spec("PIL") is not None
+            self._pictures = EntropyPictures(record) if with_pictures else None
+        return flat_scalars(record, self._layers)
 
-    def _drawn(self, record: Record) -> dict[str, Image]:
+    def _new_pictures(self, record: Record) -> dict[str, Image]:
         pictures = self._pictures.draw(record) if self._pictures is not None else {}
         return {f"attention/{name}": picture for name, picture in pictures.items()}
 
@@ -221,7 +217,7 @@ class TensorBoardSink(_Scalars):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__()
-        module = imported("torch.utils.tensorboard", "tensorboard")
+        module = import_tracker("torch.utils.tensorboard", "tensorboard")
         self._writer = module.SummaryWriter(os.fspath(folder))
 
     def write(self, record: Record) -> None:
@@ -233,7 +229,7 @@ class TensorBoardSink(_Scalars):
             self._writer.add_custom_scalars({"attention": charts})
         if record["kind"] == "warning":
             self._writer.add_text("warnings", str(record["message"]), **at)
-        for name, picture in self._drawn(record).items():
+        for name, picture in self._new_pictures(record).items():
             self._writer.add_image(name, np.asarray(picture), dataformats="HWC", **at)
         if record["kind"] in ("warning", "end"):
             self._writer.flush()
@@ -249,11 +245,11 @@ class _Tracker(_Scalars):
 
     def __init__(self) -> None:
         super().__init__()
-        self._module = imported(self.name, self.name)
+        self._module = import_tracker(self.name, self.name)
 
     def write(self, record: Record) -> None:
         values: dict[str, Any] = {f"locater/{name}": number for name, number in self._numbers(record).items()}
-        values |= {f"locater/{name}": self._module.Image(x) for name, x in self._drawn(record).items()}
+        values |= {f"locater/{name}": self._module.Image(x) for name, x in self._new_pictures(record).items()}
         if values:
             self._log(values, record["step"])
 
@@ -261,7 +257,7 @@ class _Tracker(_Scalars):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing to do: the run belongs to whoever started it."""
+        """Do nothing: the run belongs to whoever started it."""
 
 
 class WandbSink(_Tracker):
@@ -305,14 +301,26 @@ class TrackioSink(_Tracker):
         self._module.log(values, step=step)
 
 
-def imported(module: str, package: str) -> Any:
+def import_tracker(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
         raise LocaterError(f"{package} is not installed: pip install {package}") from None
 
 
-__all__ = ["JsonlSink", "Run", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "flat", "open_sink", "read_run"]
+__all__ = [
+    "JsonlSink",
+    "Run",
+    "Sink",
+    "TensorBoardSink",
+    "TrackioSink",
+    "WandbSink",
+    "flat_scalars",
+    "open_sink",
+    "read_run",
+]
+
+# Sinks by name, and the log.
 
 CHOICES = "a path that ends in .jsonl, tensorboard:FOLDER, wandb, trackio"
 
@@ -327,8 +335,8 @@ class Sink(Protocol):
 
 
 def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
-    """The sink of a name: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`. A sink is returned as
-    it is.
+    """The sink with this name: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`. A sink is returned
+    unchanged.
     """
     if not isinstance(spec, str | os.PathLike):
         if isinstance(spec, Sink):
@@ -346,24 +354,24 @@ def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
         return WandbSink()
     if text == "trackio":
         return TrackioSink()
-    raise LocaterError(f"no sink {text!r}: give {CHOICES}")
+    raise LocaterError(f"no sink is called {text!r}: give {CHOICES}")
 
 
 class JsonlSink:
-    """One JSON object per line. Each record is written at once: a crash costs at most the line being written.
+    """One JSON object per line. Each record is written immediately: a crash costs at most the line being written.
 
-    An existing log is continued by a run of the same layers and heads, which adds a `run` record of its own. Any other
-    run is refused.
+    A run of the same layers and heads continues an existing log and adds a `run` record of its own. Any other run is
+    refused.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._header = b""  # a `run` record that could not be written yet, to go before the next record
+        self._header = b""  # a `run` record that could not be written yet; it goes before the next record
         try:
-            self._first = first_run(self.path)
+            self._first = read_first_record(self.path)
             self._file = self.path.open("ab", buffering=0)
             if self._ends_inside_line():
-                self._put(b"\n")  # the incomplete line stays on its own; read_run() skips it
+                self._append(b"\n")  # the incomplete line stays on its own; read_run() skips it
         except OSError as error:
             raise LocaterError(f"{self.path}: cannot be written ({error.strerror})") from None
 
@@ -374,7 +382,7 @@ class JsonlSink:
             return size > 0 and file.read(1) != b"\n"
 
     def check(self, header: Record) -> None:
-        """Refuse a run whose layers or heads are not those of the file: with both in it, it could not be read."""
+        """Refuse a run whose layers or heads differ from those of the file: a log with both could not be read."""
         if self._first is not None and not same_shape(self._first, header):
             raise LocaterError(
                 f"{self.path}: holds a run of {_shape(self._first)}, and this one has {_shape(header)}: "
@@ -388,15 +396,15 @@ class JsonlSink:
             self._header = line
         elif self._header:
             line = self._header + line
-        self._put(line)
+        self._append(line)
         self._header = b""
 
-    def _put(self, line: bytes) -> None:
+    def _append(self, line: bytes) -> None:
         remaining = memoryview(line)
         try:
             start = self._file.seek(0, os.SEEK_END)
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was deleted: records would be lost unnoticed
-                raise LocaterError(f"{self.path}: was removed while the run wrote to it")
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was deleted: records would be lost silently
+                raise LocaterError(f"{self.path}: was deleted while the run was writing to it")
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
@@ -425,9 +433,9 @@ def _shape(header: Record) -> str:
 
 
 class RecordSinks:
-    """`specs` are the sinks as a user names them; none stands for `locater.jsonl` in the run's folder.
+    """`specs` are the sinks that the user named; without any, `locater.jsonl` in the run's folder.
 
-    `report(message, about)` is called when something goes wrong; `about` is the sink, so that each is reported once.
+    `report(message, about)` is called when something goes wrong. `about` is the sink, so that each is reported once.
     """
 
     def __init__(self, specs: Sequence[str | os.PathLike[str] | Sink], report: Callable[..., None]) -> None:
@@ -438,13 +446,13 @@ class RecordSinks:
         """Whether any sink is open."""
         return bool(self._sinks)
 
-    def where(self) -> str:
-        """Which logs are written, and what shows them; nothing where there is none."""
+    def log_hint(self) -> str:
+        """Where the log is and how to view it, as the end of a sentence; empty if there is no log."""
         paths = [str(sink.path) for sink in self._sinks if isinstance(sink, JsonlSink)]
         return f"; the log is {paths[0]} (locater watch {shlex.quote(paths[0])})" if paths else ""
 
     def open(self, folder: Path, header: dict[str, Any]) -> None:
-        """Open every sink. A log that holds another model's run is refused if the user named it, avoided otherwise."""
+        """Open every sink. A log with the run of another model is refused if the user named it, else avoided."""
         if not self._specs:
             with contextlib.suppress(OSError):  # a folder that cannot be made is reported by the sink
                 folder.mkdir(parents=True, exist_ok=True)
@@ -458,16 +466,16 @@ class RecordSinks:
             raise
 
     def _default_log(self, folder: Path, header: dict[str, Any]) -> Path:
-        """`locater.jsonl`; where that holds a run of another shape, `locater-2.jsonl` and so on."""
+        """`locater.jsonl`; if that has a run of another shape, `locater-2.jsonl` and so on."""
         taken = ""
         for count in itertools.count(1):
             path = folder / (LOG if count == 1 else f"{Path(LOG).stem}-{count}.jsonl")
-            previous = first_run(path)
+            previous = read_first_record(path)
             if previous is None or same_shape(previous, header):
                 break
             taken = taken or path.name
         if taken:
-            self._report(f"{folder / taken} holds a run of another model: this run is written to {path}")
+            self._report(f"{folder / taken} has a run of another model: this run is written to {path}")
         return path
 
     def write(self, record: dict[str, Any]) -> None:
@@ -475,7 +483,7 @@ class RecordSinks:
             try:
                 sink.write(record)
             except Exception as error:  # of any tracker: a full disk, a lost connection; the next record is tried
-                self._report(f"the run goes on without records: {type(sink).__name__}: {error}", about=sink)
+                self._report(f"the run continues without records: {type(sink).__name__}: {error}", about=sink)
 
     def close(self) -> None:
         """May be called twice."""

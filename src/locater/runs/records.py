@@ -1,8 +1,8 @@
 """The records of a run log, and the line of JSON that each is written as.
 
 A record has a `kind`: `run` (what is observed), `step` (numbers of every head), `loss` (a step that was not observed),
-`warning`, `end`. docs/watch.md lists their fields. A number that is not known is left out of its line; NaN and the
-infinities are words ("NaN"), so that each line stays JSON.
+`warning`, `end`. docs/watch.md lists their fields. Unknown numbers are left out; NaN and the infinities are strings
+("NaN"), so that each line stays valid JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Record = dict[str, Any]
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as float() reads them
 
 
-def parse(line: bytes) -> Record | None:
-    """The record on a line; None where the line is incomplete or no JSON object."""
+def parse_record(line: bytes) -> Record | None:
+    """The record on a line; None if the line is incomplete or not a JSON object."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -34,12 +34,12 @@ def is_run(record: Record | None) -> bool:
 
 
 def shape_of(header: Record) -> list[tuple[int, int, str]]:
-    """Number, heads and name of each layer: these must be the same for a run to continue a log."""
+    """Number, heads and name of each layer. A run can continue a log only if these are the same."""
     return [(int(entry["layer"]), int(entry["heads"]), str(entry["name"])) for entry in header["layers"]]
 
 
 def number(x: Any) -> float | None:
-    """A number from a log, where NaN and the infinities are words; None for anything else.
+    """A number from a log, where NaN and the infinities are strings; None for anything else.
 
     >>> number(2), number("NaN"), number("low")
     (2.0, nan, None)
@@ -53,51 +53,51 @@ def number(x: Any) -> float | None:
 
 
 def line_of(record: Record) -> bytes:
-    """A record as a line. Unknown numbers are left out; those of heads are null, which keeps their places.
+    """A record as a line. Unknown numbers are left out; those of heads become null, which keeps their places.
 
     >>> numbers = {"loss": float("nan"), "scalars": {"rate": None}, "heads": {"sink": [[float("nan")]]}}
     >>> line_of({"kind": "step", "step": 3, **numbers})
     b'{"kind":"step","step":3,"loss":"NaN","scalars":{},"heads":{"sink":[[null]]}}\\n'
     """
-    fields = {name: value if name == "heads" else _spelled(value) for name, value in record.items()}
+    fields = {name: value if name == "heads" else _spell_nonfinite(value) for name, value in record.items()}
     if fields.get("loss", 0) is None:
         del fields["loss"]
     if isinstance(fields.get("scalars"), dict):
         fields["scalars"] = {name: value for name, value in fields["scalars"].items() if value is not None}
-    return json.dumps(plain(fields), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return json.dumps(json_values(fields), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def _spelled(x: Any) -> Any:
-    """NaN and the infinities as words, at any depth of a dict."""
+def _spell_nonfinite(x: Any) -> Any:
+    """NaN and the infinities as strings, at any depth of a dict."""
     if hasattr(x, "tolist"):
         x = x.tolist()
     if isinstance(x, dict):
-        return {name: _spelled(value) for name, value in x.items()}
+        return {name: _spell_nonfinite(value) for name, value in x.items()}
     if isinstance(x, float) and not math.isfinite(x):
         return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
     return x
 
 
-def plain(x: Any) -> Any:
-    """As JSON can hold it: arrays as lists, NaN and infinity as null.
+def json_values(x: Any) -> Any:
+    """Values that JSON can hold: arrays become lists, NaN and infinity become null.
 
-    >>> plain({"a": (1.5, float("nan"))})
+    >>> json_values({"a": (1.5, float("nan"))})
     {'a': [1.5, None]}
     """
     if isinstance(x, float):
         return x if math.isfinite(x) else None
     if isinstance(x, dict):
-        return {str(key): plain(value) for key, value in x.items()}
+        return {str(key): json_values(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
-        return [plain(value) for value in x]
-    return plain(x.tolist()) if hasattr(x, "tolist") else x
+        return [json_values(value) for value in x]
+    return json_values(x.tolist()) if hasattr(x, "tolist") else x
 
 
 # What a run writes: one function for each kind.
 
 
 def header(source: str, every: int, layers: list[Record], columns: Iterable[str], passes: str = "") -> Record:
-    """The first record of a run: what is observed, and of which passes."""
+    """The first record of a run: what is observed, and in which passes."""
     return {
         "kind": "run",
         "schema": 1,
@@ -112,8 +112,8 @@ def header(source: str, every: int, layers: list[Record], columns: Iterable[str]
 
 
 def step_record(step: int, numbers: dict[str, float], heads: dict[str, list[list[Any]]], left_out: int) -> Record:
-    """An observed step: `numbers` of the run by name, the loss among them if known, per column those of every head, and
-    how many passes without gradients were left out.
+    """An observed step: `numbers` of the run by name (with the loss, if known), `heads` with the numbers of every head
+    by column, and how many passes without gradients were left out.
     """
     scalars = {name: number for name, number in numbers.items() if name != "loss"}
     loss = {"loss": numbers["loss"]} if "loss" in numbers else {}
@@ -134,7 +134,7 @@ def end_record(step: int) -> Record:
 def warning_record(
     step: int, layer: int, head: int, name: str, row: Record, condition: Condition, advice: str
 ) -> Record:
-    """A head that meets a condition. `row` has its columns, `name` is that of its layer."""
+    """A head that meets a condition. `row` has its columns, `name` is the name of its layer."""
     flag = next((f for f in FLAGS if f.name == condition.text), None)
     column = condition.column or (flag.needs[0] if flag else None)
     value = row.get(column) if column else None

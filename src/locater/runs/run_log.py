@@ -1,4 +1,4 @@
-"""Run logs on disk: the log in a folder, the run that it holds, read line by line with each record checked."""
+"""Run logs on disk: find the log in a folder and read its run line by line, with every record checked."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any, BinaryIO, NoReturn
 
 from locater.errors import LocaterError
 from locater.files import JSON_LIMIT
-from locater.runs.records import Record, is_run, number, parse, plain, shape_of
+from locater.runs.records import Record, is_run, json_values, number, parse_record, shape_of
 from locater.version import SCHEMA, __version__
 
-LOG, OWN = "locater.jsonl", "locater*.jsonl"  # the names that `Monitor` gives logs by itself
-SWEEP = "results.jsonl"  # what `locater train` writes beside the folders of several runs
+LOG, OWN = "locater.jsonl", "locater*.jsonl"  # the names that `Monitor` chooses for logs
+SWEEP = "results.jsonl"  # written by `locater train` next to the folders of several runs
 logger = logging.getLogger("locater")
-Points = list[tuple[int, float]]  # (step, number), steps rise
+Points = list[tuple[int, float]]  # (step, number), steps increase
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, as far as its log goes. Steps rise and each occurs once: where a resumed run went back to an
+    """A training run, as far as its log goes. Steps increase and each occurs once: where a resumed run went back to an
     earlier step, the records that it replaced are left out.
     """
 
@@ -48,7 +48,7 @@ class Run:
         return max([0, *(record["step"] for record in self.steps[-1:]), *(step for step, _ in self.losses[-1:])])
 
     def summary(self) -> str:
-        """One line: what was observed, how far it got, what was warned of."""
+        """One line: what was observed, how far the run got, which warnings it gave."""
         heads = {(warning["layer"], warning["head"], str(warning["flag"])) for warning in self.warnings}
         flags = Counter(flag for _, _, flag in heads).most_common()
         raised = ", ".join(f"{flag} at {count} head{'s' * (count > 1)}" for flag, count in flags) or "no warnings"
@@ -72,27 +72,27 @@ class Run:
         }
 
     def to_json(self) -> str:
-        return json.dumps(plain(self.to_dict()), allow_nan=False)
+        return json.dumps(json_values(self.to_dict()), allow_nan=False)
 
 
 @dataclass(frozen=True)
 class TwoRuns:
-    """A run, and another to compare it with. The document is that of the first, with the second as `other`."""
+    """Two runs to compare. The document is that of the first, with the second as `other`."""
 
     first: Run
     other: Run
 
     def to_json(self) -> str:
-        return json.dumps(plain({**self.first.to_dict(), "other": self.other.to_dict()}), allow_nan=False)
+        return json.dumps(json_values({**self.first.to_dict(), "other": self.other.to_dict()}), allow_nan=False)
 
 
 def read_run(path: str | os.PathLike[str], stored: bool = False) -> Run:
-    """Read a log, or the one log in a folder. An incomplete last line is skipped; any other line that is no record is
-    refused. With `stored` the numbers of heads stay in the log, until they are asked for (`Run.with_heads`).
+    """Read a log, or the log in a folder. An incomplete last line is skipped; any other line that is not a record is
+    refused. With `stored` the numbers of heads stay on disk until they are asked for (`Run.with_heads`).
     """
     file = find_log(path)
     if file is None:
-        raise LocaterError(f"{path}: no run log there; locater.Monitor writes one that ends in .jsonl")
+        raise LocaterError(f"{path}: no run log there; locater.Monitor writes one (.jsonl)")
     reader = RunReader(file, stored)
     try:
         with file.open("rb") as log:
@@ -101,12 +101,12 @@ def read_run(path: str | os.PathLike[str], stored: bool = False) -> Run:
         raise LocaterError(f"{file}: cannot be read ({error.strerror})") from None
     run = reader.run()
     if run is None:
-        raise LocaterError(f"{file}: holds no run yet: its first line is missing or incomplete")
+        raise LocaterError(f"{file}: has no run yet: its first line is missing or incomplete")
     return run
 
 
 def lines_of(log: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Lines as they come; a file without any could fill the memory."""
+    """Lines one by one, with a limit on their length: a file without line ends could fill the memory."""
     while line := log.readline(JSON_LIMIT + 1):
         if len(line) > JSON_LIMIT:
             raise LocaterError(f"{path}: a line of more than {JSON_LIMIT:,} bytes, too large for a record of a run")
@@ -114,8 +114,8 @@ def lines_of(log: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def find_log(path: str | os.PathLike[str]) -> Path | None:
-    """The log at a path; None if there is none yet. In a folder it is the only log, or else the newest with a name that
-    `Monitor` chose, and a warning says which.
+    """The log at a path; None if there is none yet. In a folder: the only log, or the newest with a name that `Monitor`
+    chooses, and a warning says which.
     """
     place = Path(path)
     if not place.is_dir():
@@ -130,30 +130,33 @@ def find_log(path: str | os.PathLike[str]) -> Path | None:
     if len(logs) > 1 and own:
         newest = max(own, key=lambda log: (log.stat().st_mtime_ns, len(log.name), log.name))
         logger.warning(
-            "%s: holds %d logs: reading %s, the newest; name another to read that", place, len(logs), newest.name
+            "%s: has %d logs: reading %s, the newest; name another to read that",
+            place,
+            len(logs),
+            newest.name,
         )
         return newest
     if len(logs) > 1:
         raise LocaterError(
-            f"{place}: holds {len(logs)} logs ({', '.join(log.name for log in logs[:4])}): name one of them"
+            f"{place}: has {len(logs)} logs ({', '.join(log.name for log in logs[:4])}): name one of them"
         )
     return logs[0] if logs else None
 
 
-def first_run(path: Path) -> Record | None:
-    """The `run` record with which a log begins; None if it is missing or incomplete. A file that is no log is
+def read_first_record(path: Path) -> Record | None:
+    """The `run` record at the start of a log; None if it is missing or incomplete. A file that is not a log is
     refused.
     """
     if not path.exists() or path.stat().st_size == 0:
         return None
     with path.open("rb") as file:
         for line in (file.readline(), file.readline()):
-            record, whole = parse(line), line.endswith(b"\n")
+            record, whole = parse_record(line), line.endswith(b"\n")
             if is_run(record) or (not whole and line[:1] in (b"", b"{")):
                 return record if whole else None
             if record is not None or line[:1] != b"{":  # else a crash cut the first line short: look at the next
                 break
-    raise LocaterError(f"{path}: holds something else than a run log; give the run a file of its own")
+    raise LocaterError(f"{path}: is not a run log; give the run a file of its own")
 
 
 NUMBER = {int, float, type(None)}  # types of a number in a log, which bool is not
@@ -162,22 +165,22 @@ FIELDS = {"loss": (), "step": ("heads",), "warning": ("flag", "layer", "head"), 
 
 
 class RunReader:
-    """Takes lines as they come; `run` is the run so far. An incomplete line is accepted at the end of a log, and where
-    a resumed run follows it.
+    """Reads lines as they arrive; `run` is the run so far. An incomplete line is accepted at the end of a log, and
+    before the first line of a resumed run.
 
-    With `stored` the numbers of heads, nearly all of a log, are not kept: `with_heads` reads those of some steps again.
-    The lines that are fed must then be all of the file, from its beginning.
+    With `stored` the numbers of heads, nearly all of a log, are not kept in memory: `with_heads` re-reads those of
+    chosen steps. The lines that are fed must then be the whole file, from its beginning.
     """
 
     def __init__(self, path: Path, stored: bool = False) -> None:
         self.path, self.stored = path, stored
         self.offset = 0  # of the line being read
         self.places: dict[int, tuple[int, int]] = {}  # offset and length of the line of each observed step
-        self.number = self.torn = 0  # the number of the line being read; that of an incomplete line before it
+        self.number = self.incomplete = 0  # the number of the line being read; that of an incomplete line before it
         self.header: Record | None = None
         self.steps: list[Record] = []
         self.curves: dict[str, Points] = {"loss": []}
-        self.rewrites = 0  # changes to steps or curves that were no append
+        self.rewrites = 0  # changes to steps or curves other than appending
         self.warnings: list[Record] = []
         self.resumed: list[int] = []
         self.ended = self.resuming = False
@@ -185,24 +188,24 @@ class RunReader:
     def feed(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             self.number += 1
-            self._take(line)
+            self._read_line(line)
             self.offset += len(line)
 
-    def _take(self, line: bytes) -> None:
+    def _read_line(self, line: bytes) -> None:
         if not line.strip():
             return
-        record = parse(line)
-        if self.torn and not is_run(record):
-            self._refuse("is not a JSON object", self.torn)
-        self.torn = 0 if record is not None else self.number
+        record = parse_record(line)
+        if self.incomplete and not is_run(record):
+            self._refuse("is not a JSON object", self.incomplete)
+        self.incomplete = 0 if record is not None else self.number
         if record is not None:
-            self._add(record)
+            self._add_record(record)
             if self.stored and record.get("kind") == "step":
                 self.places[record["step"]] = (self.offset, len(line))
                 record["heads"] = dict.fromkeys(record["heads"])
 
     def with_heads(self, records: Sequence[Record]) -> Sequence[Record]:
-        """Observed steps with the numbers of their heads, from the log where they are not kept."""
+        """Observed steps with the numbers of their heads, re-read from the log if they are not in memory."""
         if not self.stored:
             return records
         found: list[Record] = []
@@ -210,7 +213,7 @@ class RunReader:
             for record in records:
                 offset, length = self.places[record["step"]]
                 file.seek(offset)
-                stored = parse(file.read(length)) or {}
+                stored = parse_record(file.read(length)) or {}
                 if stored.get("step") != record["step"] or stored.get("heads", {}).keys() != record["heads"].keys():
                     raise LocaterError(f"{self.path}: changed while it was read: start again")
                 self._check_heads(stored, self.header or {})
@@ -218,7 +221,7 @@ class RunReader:
         return found
 
     def run(self) -> Run | None:
-        """The run so far, None before its first record. Nothing is copied: its lists grow when more is fed."""
+        """The run so far; None before its first record. Nothing is copied: its lists grow when more lines are fed."""
         if self.header is None:
             return None
         scalars = {name: points for name, points in self.curves.items() if name != "loss"}
@@ -233,10 +236,10 @@ class RunReader:
             self.with_heads,
         )
 
-    def _add(self, record: Record) -> None:
+    def _add_record(self, record: Record) -> None:
         kind = record.get("kind")
         if kind == "run":
-            self._begin(record)
+            self._begin_part(record)
             return
         if self.header is None:
             self._refuse("comes before any run record: not a run log")
@@ -257,10 +260,10 @@ class RunReader:
             self._add_numbers(record)
         if kind == "step":
             self._check_heads(record, self.header)
-            self._place(self.steps, record, itemgetter("step"))
+            self._insert(self.steps, record, itemgetter("step"))
 
     def _add_numbers(self, record: Record) -> None:
-        """Loss and scalars of a line. Null counts as not known: logs of earlier versions wrote it."""
+        """Loss and scalars of a line. Null counts as not known: other writers may put it."""
         value = record.get("loss")
         if value is None:
             record.pop("loss", None)
@@ -268,7 +271,7 @@ class RunReader:
             self._refuse(f"has the loss {value!r}, not a number")
         else:
             record["loss"] = loss
-            self._place(self.curves["loss"], (record["step"], loss), itemgetter(0))
+            self._insert(self.curves["loss"], (record["step"], loss), itemgetter(0))
         scalars = record.get("scalars", {})
         if not isinstance(scalars, dict):
             self._refuse("has scalars that are not numbers by name")
@@ -280,9 +283,9 @@ class RunReader:
             if scalar is None:
                 self._refuse(f"has the scalar {name} {value!r}, which is not a number")
             record["scalars"][name] = scalar
-            self._place(self.curves.setdefault(name, []), (record["step"], scalar), itemgetter(0))
+            self._insert(self.curves.setdefault(name, []), (record["step"], scalar), itemgetter(0))
 
-    def _place(self, entries: list[Any], entry: Any, step_of: Any) -> None:
+    def _insert(self, entries: list[Any], entry: Any, step_of: Any) -> None:
         """Insert an entry at its step, nearly always the end. An earlier entry of the same step is replaced."""
         step = step_of(entry)
         if not entries or step_of(entries[-1]) < step:
@@ -301,7 +304,7 @@ class RunReader:
             {name: number(x) for name, x in zip(("value", "threshold"), numbers, strict=True) if name in record}
         )
 
-    def _begin(self, record: Record) -> None:
+    def _begin_part(self, record: Record) -> None:
         if record.get("schema") != SCHEMA:
             self._refuse(f"has schema {record.get('schema')!r}; this version reads {SCHEMA}")
         try:
@@ -320,7 +323,7 @@ class RunReader:
         self.header, self.ended = record, False
 
     def _go_back(self, step: int) -> None:
-        """A resumed run starts at `step`: drop the earlier records from there on, since training did not go on from
+        """A resumed run starts at `step`: drop the earlier records from there on, since training did not continue from
         them.
         """
         self.resuming = False

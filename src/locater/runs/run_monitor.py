@@ -46,11 +46,10 @@ from locater.runs.records import Record, end_record, header, loss_record, step_r
 
 # Losses on their way from the device to the log: copied without waiting, and read once they have arrived.
 
-
 SLOTS = 256  # most losses under way at a time
 
 
-class Pending:
+class PendingLosses:
     """A queue of losses in the order of their steps.
 
     On the CPU each is a number at once. On CUDA a copy to pinned memory runs behind the step, so that a killed run
@@ -82,7 +81,7 @@ class Pending:
 
     def take(self, wait: bool = False) -> Iterator[tuple[int, float]]:
         """Steps and losses that have arrived, the earliest first; with `wait` all of them."""
-        while self._queue and (wait or _arrived(*self._queue[0][1:])):
+        while self._queue and (wait or _has_arrived(*self._queue[0][1:])):
             step, loss, arrived = self._queue.popleft()
             if arrived is not None:
                 arrived.synchronize()
@@ -92,18 +91,17 @@ class Pending:
         self._queue.clear()
 
 
-def _arrived(loss: Any, copied: torch.cuda.Event | None) -> bool:
+def _has_arrived(loss: Any, copied: torch.cuda.Event | None) -> bool:
     return isinstance(loss, float) if copied is None else copied.query()
 
 
-# What a monitor says of failing heads: for each step and reason a line that names them, and what helps this model.
-
+# What a monitor says about failing heads: for each step and reason a line that names them, and what helps this model.
 
 NAMED = 12  # heads in a line
 
 
 def controls_that_fit(model: nn.Module, remedy: Remedy) -> list[str]:
-    """Those of its controls that could be attached to the model as it is."""
+    """The controls of a remedy that could be attached to the model as it is."""
     from locater import control
 
     fitting = []
@@ -122,7 +120,7 @@ def warning_line(step: int, condition: Condition, records: Sequence[Record]) -> 
     return f"step {step}: {crossed} at {', '.join(heads[:NAMED])}{more}: {meaning}"
 
 
-# chosen on the runs of docs/results/early-warning.md; docs/results/early-warning-unseen.md has its worth on others
+# chosen on the runs of docs/results/early-warning.md; how it does on others: docs/results/early-warning-unseen.md
 WARN_ON = "nonfinite, exploding, spread>5"
 logger = logging.getLogger("locater")
 
@@ -153,10 +151,10 @@ class RunMonitor:
         self.observation: Observation | None = None
         self._sample = (StatisticsOptions(rows or 0), layers, heads)
         self._sinks = RecordSinks(sinks, self._report_once)
-        self._pending = Pending()
+        self._pending = PendingLosses()
         self._reported: set[Any] = set()
-        self._advice: dict[str, str] = {}  # what helps this model, by condition
-        self._together = True  # whether the numbers are those of all ranks, so that all of them warn alike
+        self._advice: dict[str, str] = {}  # by condition: what helps this model
+        self._reduced = True  # whether the numbers are those of all ranks, so that all ranks give the same warnings
         self._columns: tuple[str, ...] = ()
         self._weights: WeightSpectra | None = None
         self._log_sites: list[Site] = []  # the layers of the log
@@ -172,9 +170,9 @@ class RunMonitor:
         return self.observation is not None and self.observation.switch.on
 
     def attach(self, model: nn.Module, folder: str | os.PathLike[str] = ".") -> Self:
-        """Begin. The next step is observed; call `after_step` after each, and `detach` at the end."""
+        """Start. The next step is observed; call `after_step` after each step, and `detach` at the end."""
         if self.observation is not None:
-            raise LocaterError("this monitor is attached already: detach it first, or make another")
+            raise LocaterError("this monitor is already attached: detach it first, or create another")
         self._reported.clear()
         self._advice.clear()
         self._pending.clear()
@@ -195,15 +193,15 @@ class RunMonitor:
         self._weights = WeightSpectra(model, [site.number for site in observation.sites]) if spectra else None
         if begin is not None:
             self._sinks.write(begin)
-        self._arm()
+        self._observe_if_due()
         return self
 
     def after_step(
         self, loss: Tensor | float | None = None, step: int | None = None, **scalars: Tensor | float
     ) -> list[Record]:
-        """Call after each optimizer step. Returns the warnings that are new, which every rank gets."""
+        """Call after each optimizer step. Returns the new warnings, the same on every rank."""
         if self.observation is None:
-            raise LocaterError("this monitor is not attached: monitor.attach(model) comes first")
+            raise LocaterError("this monitor is not attached: call monitor.attach(model) first")
         for name, value in {"loss": loss, **scalars}.items():
             if isinstance(value, Tensor) and value.numel() != 1:  # refused now, not at the next observed step
                 raise LocaterError(
@@ -218,11 +216,11 @@ class RunMonitor:
             if loss is not None:
                 self._pending.add(self.step, loss)
             self._flush()
-        self._arm()
+        self._observe_if_due()
         return warnings
 
     def detach(self) -> None:
-        """End: take the listeners off, write what is left, close the sinks. May be called twice."""
+        """Stop: remove the listeners, write what is left, close the sinks. May be called twice."""
         if self.observation is None:
             return
         try:
@@ -232,22 +230,21 @@ class RunMonitor:
             self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of the run needs: the step, and what was warned of. The same on every rank."""
+        """What a checkpoint of the run needs: the step, and the warnings given so far. The same on every rank."""
         return {"step": self.step, "warned": [list(key) for key in sorted(self.warned)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the step of a checkpoint, without repeating its warnings; before or after `attach`."""
-        if not state:  # of an earlier version, which saved nothing
-            return
+        """Continue after the step of a checkpoint, without repeating its warnings; before or after `attach`."""
         if state.keys() != {"step", "warned"}:
-            raise LocaterError(f"Monitor: this state holds {', '.join(state)}, and step, warned was expected")
+            held = ", ".join(state) or "nothing"
+            raise LocaterError(f"Monitor: this state holds {held}, and step, warned was expected")
         self.step = int(state["step"])
         self.warned = {(int(layer), int(head), str(reason)) for layer, head, reason in state["warned"]}
         if self.observation is not None:
-            self._arm()
+            self._observe_if_due()
 
-    def _arm(self) -> None:
-        """Observe the coming step, or not. Decided per step: a trainer may call parts of its module only."""
+    def _observe_if_due(self) -> None:
+        """Decide whether the coming step is observed. Per step, since a trainer may call only parts of its module."""
         assert self.observation is not None
         switch = self.observation.switch
         switch.on, switch.counts_pass, switch.left_out = self.step % self.every == 0, None, 0
@@ -260,7 +257,7 @@ class RunMonitor:
         self._sinks.close()
 
     def _open_log(self, observation: Observation) -> Record:
-        """Open the sinks for the layers of the log; returns the first record, which is not written yet."""
+        """Open the sinks for the layers of the log. Returns the first record, which is not written yet."""
         layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in self._log_sites]
         begin = header(type(observation.model).__name__, self.every, layers, self._columns, self.passes)
         if is_first_rank():
@@ -268,7 +265,7 @@ class RunMonitor:
         return begin
 
     def _layers_of_log(self, observation: Observation) -> list[Site]:
-        """The layers of the log; those found by their calls are fixed at the first observed step that has any."""
+        """The layers of the log. Layers found by their calls are fixed at the first observed step that has any."""
         if observation.by_calls is None:
             return self._log_sites
         if not self._log_sites and observation.sites:
@@ -280,37 +277,37 @@ class RunMonitor:
                 self._report_once(note)
         later = [site.name for site in observation.sites[len(self._log_sites) :]]
         if later:
-            self._report_once(f"layers that ran later than others for the first time are not in the log: {later[0]}")
+            self._report_once(f"layers that first ran after the log had begun are not in it: {later[0]}")
         return self._log_sites
 
     def _discover_maps(self, observation: Observation) -> None:
-        """Find the query-key maps of layers that were found by their calls, with the batch of their first pass."""
+        """Discover the query-key maps of layers that were found by their calls, with the batch of their first pass."""
         call, observation.switch.keeps_call = observation.switch.call, False
-        if call is None or not self._together:
+        if call is None or not self._reduced:
             return
-        found, reason = None, "ranks found other layers than this one"
+        found, reason = None, "other ranks found other layers"
         try:
             found = discover_layers(self._log_sites, *call)
         except Exception as error:  # a copy of a foreign model runs, and its errors must not end a training run
             reason = first_line(error)
-        # maps that are split over ranks are read by all of them or by none
+        # maps that are split over ranks are read by all ranks or by none
         numbers = [] if found is None else [site.number for site in found.sites.values()]
         if not ranks_agree(observation.model, repr(numbers)) or found is None:
-            self._report_once(f"the run goes on without M and spread: {reason}")
+            self._report_once(f"the run continues without M and spread: {reason}")
             return
         self._weights = DiscoveredSpectra(found)
         if found.gaps:
-            self._report_once(f"M and spread are not known of some layers: {'; '.join(found.gaps[:3])}")
+            self._report_once(f"M and spread of some layers are not known: {'; '.join(found.gaps[:3])}")
 
     def _log_observed_step(self, loss: Any, scalars: dict[str, Any]) -> list[Record]:
-        """Write the step and its warnings. All is computed before any of it is read: the device is waited for once."""
+        """Write the step and its warnings. All is computed before any of it is read: one wait for the device."""
         assert self.observation is not None
-        self._together = True
+        self._reduced = True
         try:
             self.observation.reduce()
         except LocaterError as reason:
-            self._together = False
-            self._report_once(f"the run goes on with the numbers of this rank alone: {reason}")
+            self._reduced = False
+            self._report_once(f"the run continues with the numbers of this rank alone: {reason}")
         sites, (spectra, error) = self._layers_of_log(self.observation), self._read_spectra()
         values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
         plain = [name for name, x in values.items() if type(x) in (Tensor, nn.Parameter)]
@@ -321,7 +318,7 @@ class RunMonitor:
         add_spectra(table, spectra, list(islice(fetched_numbers, len(of_weights))))
         values |= {name: number for name, (number,) in zip(plain, fetched_numbers, strict=True)}
         numbers = {name: float(x.detach() if isinstance(x, Tensor) else x) for name, x in values.items()}
-        self._flush(wait=True)  # the device has been waited for
+        self._flush(wait=True)  # this no longer waits for the device
         self._report_gaps(table, error)
         heads = {
             name: [[table.get((site.number, head), {}).get(name) for head in range(site.count)] for site in sites]
@@ -331,7 +328,7 @@ class RunMonitor:
         return self._warn(table)
 
     def _read_spectra(self) -> tuple[list[Spectra], Exception | None]:
-        """Of the weights as they are now, or why they cannot be read."""
+        """The spectra of the current weights, or the error that stopped them from being read."""
         if not self.spectrum or self._weights is None:
             return [], None
         try:
@@ -346,7 +343,7 @@ class RunMonitor:
         if switch.missed:
             lost = switch.missed.pop()
             self._report_once(
-                f"the run goes on; calls that could not be counted are left out: {type(lost).__name__}: {lost}",
+                f"the run continues; calls that could not be counted are left out: {type(lost).__name__}: {lost}",
                 about=switch,
             )
         elif not table and switch.left_out:
@@ -360,10 +357,10 @@ class RunMonitor:
             self._report_once(reason, about=self.observation)
         if error is not None and table:
             self.spectrum = False
-            self._report_once(f"the run goes on without M and spread: {type(error).__name__}: {error}")
+            self._report_once(f"the run continues without M and spread: {type(error).__name__}: {error}")
 
     def _warn(self, table: Table) -> list[Record]:
-        """Write the warnings that are new at this step, and log a line for each reason."""
+        """Write the new warnings of this step, and log a line for each reason."""
         assert self.observation is not None
         names = {site.number: site.name for site in self._log_sites}
         warnings: list[Record] = []
@@ -384,18 +381,18 @@ class RunMonitor:
                 self._sinks.write(record)
             if is_first_rank():
                 logger.warning(warning_line(self.step, condition, records), extra={"about_heads": True})
-            self._report_once(f"{advice}{self._sinks.where()}", about=advice, about_heads=True)
+            self._report_once(f"{advice}{self._sinks.log_hint()}", about=advice, about_heads=True)
             warnings += records
         return warnings
 
     def _advice_for(self, condition: Condition) -> str:
-        """What to do about a reason, with the controls that this model takes. They are tried on all ranks or on none,
-        since reading weights that are split over ranks takes all of them.
+        """What to do about a condition, with the controls that fit this model. They are tried on all ranks or on none,
+        since reading weights that are split over ranks involves every rank.
         """
         assert self.observation is not None
         if condition.text not in self._advice:
             remedy = remedy_for(condition)
-            fitting = controls_that_fit(self.observation.model, remedy) if self._together else []
+            fitting = controls_that_fit(self.observation.model, remedy) if self._reduced else []
             self._advice[condition.text] = remedy.words(fitting)
         return self._advice[condition.text]
 
@@ -405,8 +402,8 @@ class RunMonitor:
             self._sinks.write(loss_record(step, loss))
 
     def _report_once(self, message: str, about: Any = None, about_heads: bool = False) -> None:
-        """Log trouble of the monitor itself, once about each thing: it must not end a training run. What is about heads
-        of the model is marked, for handlers of the log.
+        """Log a problem of the monitor itself once per subject, since it must not end a training run. Messages about
+        heads of the model are marked, for log handlers.
         """
         key = message if about is None else about if isinstance(about, str) else id(about)
         if key not in self._reported and is_first_rank():

@@ -32,34 +32,33 @@ from locater.runs.records import Record
 from locater.runs.run_log import Run, RunReader, find_log, lines_of
 from locater.version import __version__
 
-# Reads the log of a run while it grows, and tells a live page what has come since its last request.
+# The log of a run while it grows, and what is new in it since the last request of a live page.
+
+FINGERPRINT = 4_096  # bytes at both ends of the part that was read; they identify the file
 
 
-FINGERPRINT = 4_096  # bytes at both ends of the part that was read, by which the file is recognized
-
-
-class Follower:
-    """Follows one log. Each look costs as much as what was appended since the last, not as the whole file."""
+class LogFollower:
+    """Follows one log. Each reading costs as much as what was appended since the last one, not as the whole file."""
 
     def __init__(self, path: str | os.PathLike[str], room: int = VALUES) -> None:
         self.path = Path(path)
         self.room = room  # numbers that a page has room for
         self._lock = threading.Lock()
-        self._revision = time.time_ns() // 1_000_000  # differs from those of an earlier server, whose pages may be open
-        self._log: Path | None = None  # the log in the folder; stays the same if others appear beside it
+        self._revision = time.time_ns() // 1_000_000  # differs from those of an earlier server
+        self._log: Path | None = None  # the log in the folder; stays the same if others appear next to it
         self._restart()
 
     def _restart(self) -> None:
         self._reader: RunReader | None = None
         self._offset, self._file, self._changed, self._error = 0, (0, 0), 0.0, ""
         self._fingerprint = b"", b""  # of the part that has been read
-        self._sent: dict[int, list[Record]] = {}  # the steps that were drawn at the last few revisions
+        self._sent: dict[int, list[Record]] = {}  # the steps drawn at the last few revisions
         self._curves: dict[str, Curve] = {}
-        self._drawn: dict[int, tuple[Record, Record]] = {}  # by step: a record, and the same with its heads' numbers
+        self._drawn: dict[int, tuple[Record, Record]] = {}  # by step: a record without and with numbers of heads
         self._rewrites = 0
 
-    def look(self) -> None:
-        """Read what has been written since the last look, up to the last complete line."""
+    def read_new_lines(self) -> None:
+        """Read what was written since the last call, up to the last complete line."""
         if self._log is None or not self._log.is_file():
             self._log = find_log(self.path)
         log = self._log
@@ -72,7 +71,7 @@ class Follower:
                 or status.st_size < self._offset
                 or self._fingerprint_of(file) != self._fingerprint
             ):
-                self._restart()  # another file under this name, or the same one written anew
+                self._restart()  # another file under this name, or the same one rewritten
                 self._file, self._reader = (status.st_dev, status.st_ino), RunReader(log, stored=True)
             self._changed = status.st_mtime
             if self._reader is None or self._error or status.st_size == self._offset:
@@ -109,25 +108,27 @@ class Follower:
         return head, file.read(size)
 
     def waiting(self) -> str:
-        """Why there is nothing to draw yet; empty when there is a run."""
+        """Why there is nothing to draw yet; empty once there is a run."""
         if self._reader is None:
             return f"no log in {self.path} yet" if self.path.is_dir() else f"{self.path} does not exist yet"
         if self._reader.header is not None:
             return ""
-        if self._reader.torn:
-            raise LocaterError(f"{self._reader.path}: not a run log: line {self._reader.torn} is not a run record")
+        if self._reader.incomplete:
+            raise LocaterError(
+                f"{self._reader.path}: not a run log: line {self._reader.incomplete} is not a run record"
+            )
         empty = not self._reader.path.stat().st_size
         return f"{self._reader.path} {'is empty' if empty else 'has no whole line yet'}"
 
     def answer(self, after: int) -> dict[str, Any]:
-        """What a page that knows revision `after` lacks, and the log's `age` in seconds.
+        """What is new for a page at revision `after`, and the `age` of the log in seconds.
 
-        It is `waiting` before the first record, and `error` for a file that is not a log.
+        It has the key `waiting` before the first record, and `error` for a file that is not a log.
         """
         with self._lock:
             try:
-                self.look()
-                if self._error:  # nothing below a bad line can be trusted, until the file is replaced
+                self.read_new_lines()
+                if self._error:  # nothing after a bad line can be trusted until the file is replaced
                     return {"error": self._error}
                 if self.waiting() or self._reader is None:
                     return {"waiting": str(self.path)}
@@ -154,7 +155,7 @@ class Follower:
         return pack(drawn_run, drawn, stride, same, self._curves)
 
     def _read_heads(self, reader: RunReader, drawn: list[Record]) -> None:
-        """Keep the numbers of the steps that are drawn, and no others: pages have room for so many."""
+        """Keep the numbers of the drawn steps and no others, since a page has room for only so many."""
         kept = {record["step"]: self._drawn.get(record["step"], (None, record)) for record in drawn}
         missing = [record for record in drawn if kept[record["step"]][0] is not record]
         found = reader.with_heads(missing) if missing else []  # the log may be gone
@@ -171,11 +172,11 @@ def _check_beginning(file: BinaryIO, log: Path) -> None:
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # each page has a stricter one of its own
-FILES = ("/run.json", "/other.json")  # what is new in the first run, and in the second
+FILES = ("/run.json", "/other.json")  # news of the first run, and of the second
 THREADS = 128  # clients that are answered at the same time; others wait in the backlog
-# While others wait, a client is ended that has not sent its whole request in so many seconds, or not taken its answer.
+# While others wait, a client is disconnected if it has not sent its whole request, or not read its answer, by then.
 REQUEST_SECONDS, ANSWER_SECONDS = 0.4, 1.0
-LOOKS = 5  # at a slow client before it is ended: a busy machine may be late to read what a fast one sent
+LOOKS = 5  # at a slow client before it is disconnected: a busy machine may be late to read what a fast one sent
 
 
 def watch_page(
@@ -183,8 +184,8 @@ def watch_page(
 ) -> str:
     """One self-contained page. With `live` it polls the server that `serve` starts; without, it is a document.
 
-    The curves of `other` are drawn dashed over those of `run`; `names` tell the two apart. Both share the room that a
-    page has for numbers.
+    The curves of `other` are drawn dashed over those of `run`; `names` are the names of the two. Both share the room
+    that a page has for numbers.
     """
     if other is None:
         return run_page(short_name(str(run.header.get("source", "run"))), pack(run, *thin(run)), live)
@@ -192,10 +193,10 @@ def watch_page(
     return run_page(" and ".join(names), {**first, "other": second, "names": list(names)}, live)
 
 
-def names_of_two(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> tuple[str, str]:
-    """What to call two runs: the last part of their paths that differs.
+def names_apart(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> tuple[str, str]:
+    """Names for two runs: the last part of their paths that differs.
 
-    >>> names_of_two("runs/small/run.jsonl", "runs/large/run.jsonl"), names_of_two("run", "run")
+    >>> names_apart("runs/small/run.jsonl", "runs/large/run.jsonl"), names_apart("run", "run")
     (('small', 'large'), ('first run', 'second run'))
     """
     pairs = zip(reversed(Path(first).parts), reversed(Path(second).parts), strict=False)
@@ -223,31 +224,31 @@ def run_page(name: str, data: dict[str, Any], live: bool) -> str:
 class _Client:
     """An open connection."""
 
-    since: float  # when it began to be waited for
+    since: float  # since when it is being waited for
     asked: bool = False  # whether it has sent its request
     looks: int = 0  # how often it was found to be slow
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page at / and news for it at /run.json?after=REVISION, to this machine only.
+    """Serves the page at / and its updates at /run.json?after=REVISION, to this machine only.
 
-    News of a second run are at /other.json.
+    Updates of a second run are at /other.json.
     """
 
     daemon_threads = True
-    patience = 10.0  # seconds for a client to send its request and take the answer
+    patience = 10.0  # seconds for a client to send its request and read the answer
     request_queue_size = 1_024  # connections that wait to be accepted; the operating system may allow fewer
 
     def __init__(
         self, path: str | os.PathLike[str], port: int = 0, other: str | os.PathLike[str] | None = None
     ) -> None:
         paths = [path] if other is None else [path, other]
-        self.followers = [Follower(x, VALUES // len(paths)) for x in paths]
+        self.followers = [LogFollower(x, VALUES // len(paths)) for x in paths]
         for follower in self.followers:
-            follower.look()  # refuses a file that is not a log before anything is served
+            follower.read_new_lines()  # refuses a file that is not a log before anything is served
         self.waiting = "; ".join(filter(None, (follower.waiting() for follower in self.followers)))
         self._free = threading.BoundedSemaphore(THREADS)
-        self._since: dict[socket.socket, _Client] = {}
+        self._clients: dict[socket.socket, _Client] = {}
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
@@ -256,7 +257,7 @@ class Server(ThreadingHTTPServer):
             ) from None
 
     @property
-    def follower(self) -> Follower:
+    def follower(self) -> LogFollower:
         """Of the first run."""
         return self.followers[0]
 
@@ -267,38 +268,38 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         while not self._free.acquire(timeout=0.05):
             self._end_slow(REQUEST_SECONDS, ANSWER_SECONDS, LOOKS)
-        self._since[request] = _Client(time.monotonic())
+        self._clients[request] = _Client(time.monotonic())
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started
-            self._done(request)
+            self._forget_client(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._done(request)
+            self._forget_client(request)
 
-    def _done(self, request: Any) -> None:
-        self._since.pop(request, None)
+    def _forget_client(self, request: Any) -> None:
+        self._clients.pop(request, None)
         self._free.release()
 
-    def asked(self, request: socket.socket) -> None:
-        """A client has sent its request: while the answer is made, it is not waited for."""
-        self._since[request] = _Client(math.inf, True)
+    def request_received(self, request: socket.socket) -> None:
+        """A client has sent its request: it is not waited for while the answer is prepared."""
+        self._clients[request] = _Client(math.inf, True)
 
-    def answers(self, request: socket.socket) -> None:
-        """Its answer is ready to be taken."""
-        self._since[request] = _Client(time.monotonic(), True)
+    def answer_ready(self, request: socket.socket) -> None:
+        """Its answer is ready to be read."""
+        self._clients[request] = _Client(time.monotonic(), True)
 
     def service_actions(self) -> None:
-        """Close connections that take too long in all; the timeout of a socket starts again with each byte."""
+        """Close connections that take too long altogether: the timeout of a socket starts again with each byte."""
         self._end_slow(self.patience, self.patience)
 
     def _end_slow(self, to_ask: float, to_take: float, looks: int = 1) -> None:
         now = time.monotonic()
-        for request, client in list(self._since.items()):
+        for request, client in list(self._clients.items()):
             if now - client.since > (to_take if client.asked else to_ask):
                 client.looks += 1
                 if client.looks >= looks:
@@ -306,7 +307,7 @@ class Server(ThreadingHTTPServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Quiet where the client went away or took too long."""
+        """Stay quiet if the client went away or took too long."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -320,7 +321,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         whole = super().parse_request()
-        self.server.asked(self.connection)
+        self.server.request_received(self.connection)
         return whole
 
     def do_GET(self) -> None:
@@ -339,7 +340,7 @@ class _Handler(BaseHTTPRequestHandler):
             empty = [{"waiting": str(follower.path)} for follower in self.server.followers]
             data: dict[str, Any] = {**empty[0]}
             if len(empty) == 2:
-                names = names_of_two(*(follower.path for follower in self.server.followers))
+                names = names_apart(*(follower.path for follower in self.server.followers))
                 data |= {"other": empty[1], "names": list(names)}
             self._send(200, "text/html", run_page(self.server.follower.path.name, data, live=True))
         elif url.path in FILES[: len(self.server.followers)]:
@@ -350,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
-        self.server.answers(self.connection)
+        self.server.answer_ready(self.connection)
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -360,7 +361,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the page asks every two seconds, and a line for each would be noise."""
+        """Log nothing: the page asks every two seconds, and a line for each request would be noise."""
 
 
 def serve(

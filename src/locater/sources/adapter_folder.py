@@ -22,9 +22,9 @@ from torch import Tensor
 from locater.errors import LocaterError, first_line, printable
 from locater.files import CONFIG_LIMIT, is_there, read_json
 from locater.numerics import upcast
+from locater.sources.config_rules import FINITE_OR_NULL, FLAG, Rule, fault
 from locater.sources.pickle_file import open_pickles
 from locater.sources.safetensors_file import SafetensorsWeights
-from locater.sources.settings import FINITE_OR_NULL, FLAG, Rule, fault
 from locater.sources.weights import Rows, Weights, quantised_names, take_rows
 
 SETTINGS, BASE = "adapter_config.json", "base_model_name_or_path"
@@ -103,9 +103,9 @@ class AdaptedWeights:
         self._transposed = model_type in TRANSPOSED if model_type else bool(settings.get("fan_in_fan_out"))
         self._adapters: dict[str, Adapter] = {}  # by the base's name of the weight
         self._replaced: dict[str, str] = {}  # the base's name -> the adapter's
-        self._places = _Places(base.names())
+        self._index = _NameIndex(base.names())
         for name in own.names():
-            self._sort_in(name)
+            self._assign(name)
         alphas = _Alphas(settings, f"{where}/{SETTINGS}")
         for weight, adapter in self._adapters.items():
             self._check(weight, adapter)
@@ -137,9 +137,9 @@ class AdaptedWeights:
             return (upcast(base) + self._adapters[weight].scale * more).to(upcast(base).dtype)
         if not {"lora_A", "lora_B"} <= adapter.tensors.keys() or len(self._base.shape(name)) != 2:
             raise LocaterError(f"{self.where}: the adapter of {name} is not one of a linear map: merge it first")
-        return self._adapted(upcast(base), name, adapter, rows)
+        return self._adapted_map(upcast(base), name, adapter, rows)
 
-    def _adapted(self, base: Tensor, name: str, adapter: Adapter, rows: Rows | None) -> Tensor:
+    def _adapted_map(self, base: Tensor, name: str, adapter: Adapter, rows: Rows | None) -> Tensor:
         """The map as it acts, in the base's precision; the sum is in that of the adapter where this is higher."""
         parts = {part: upcast(self._own.read(stored)) for part, stored in adapter.tensors.items()}
         dtype = max((base, *parts.values()), key=lambda tensor: tensor.dtype.itemsize).dtype
@@ -163,13 +163,13 @@ class AdaptedWeights:
             return changed
         return take_rows(size.reshape(-1, 1), rows) * changed / changed.norm(dim=1, keepdim=True)
 
-    def _sort_in(self, name: str) -> None:
+    def _assign(self, name: str) -> None:
         """Put one tensor of the adapter where it acts."""
         path = name.removeprefix("base_model.model.")
         match = PART.fullmatch(path)
         if match is None:
             path = path.replace(".base_layer.", ".")
-            if self._places.ends_like(".".join(path.split(".")[-2:])):  # others are new: a head of a task
+            if self._index.ends_like(".".join(path.split(".")[-2:])):  # others are new: a head of a task
                 self._replace(self._in_base(path, name), name)
             return
         weight = self._in_base(f"{match['map']}.weight", name)
@@ -190,7 +190,7 @@ class AdaptedWeights:
         if self._own.shape(name) != self._base.shape(place):
             sizes = f"{list(self._own.shape(name))}, the base has {list(self._base.shape(place))}"
             raise LocaterError(f"{self.where}: {printable(name)} has the shape {sizes}: it is of another base")
-        self._dtype(name)
+        self._check_dtype(name)
         self._replaced[place] = name
 
     def _check(self, weight: str, adapter: Adapter) -> None:
@@ -198,8 +198,8 @@ class AdaptedWeights:
         shapes = {part: self._own.shape(name) for part, name in adapter.tensors.items()}
         shape, (a, b) = self._base.shape(weight), (shapes.get("lora_A"), shapes.get("lora_B"))
         for name in adapter.tensors.values():
-            self._dtype(name)
-        self._agrees(weight, adapter)
+            self._check_dtype(name)
+        self._check_settings(weight, adapter)
         if a is None or b is None or len(shape) != 2:
             return
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
@@ -217,7 +217,7 @@ class AdaptedWeights:
                     f"{self.where}: {part} of {printable(weight)} is {list(shapes[part])}, where {b[0]} numbers belong"
                 )
 
-    def _agrees(self, weight: str, adapter: Adapter) -> None:
+    def _check_settings(self, weight: str, adapter: Adapter) -> None:
         """Refuse tensors that peft would leave out by the settings, and settings whose tensors are missing."""
         targets = self._settings.get("target_modules")
         if isinstance(targets, list):
@@ -236,7 +236,7 @@ class AdaptedWeights:
                     "another adapter"
                 )
 
-    def _dtype(self, name: str) -> None:
+    def _check_dtype(self, name: str) -> None:
         shape = self._own.shape(name)
         dtype = self._own.read(name, [(0, 0)] if shape else None).dtype
         if not dtype.is_floating_point:
@@ -246,7 +246,7 @@ class AdaptedWeights:
         """The base's name of a tensor. A base may be stored with or without the name of the model around its layers."""
         if live in self._base.names():
             return live
-        near = self._places.near(live)
+        near = self._index.near(live)
         if len(near) != 1:
             raise LocaterError(
                 f"{self.where}: the adapter has {printable(name)}, which its base model {self._base.where} has not "
@@ -255,7 +255,7 @@ class AdaptedWeights:
         return near[0]
 
 
-class _Places:
+class _NameIndex:
     """Names of tensors by the parts they end with."""
 
     def __init__(self, names: Collection[str]) -> None:
@@ -290,7 +290,7 @@ class _Alphas:
     def __init__(self, settings: Mapping[str, Any], where: str) -> None:
         self._alpha, self._where = settings.get("lora_alpha"), where
         self._patterns = [
-            (*self._compiled(key), key, alpha) for key, alpha in (settings.get("alpha_pattern") or {}).items()
+            (*self._compile_pattern(key), key, alpha) for key, alpha in (settings.get("alpha_pattern") or {}).items()
         ]
         self._left = STEPS
 
@@ -307,7 +307,7 @@ class _Alphas:
             )
         return float(self._alpha)
 
-    def _compiled(self, key: str) -> tuple[re.Pattern[str], int, int]:
+    def _compile_pattern(self, key: str) -> tuple[re.Pattern[str], int, int]:
         """The pattern as peft makes it, and how its time grows with a path: factor * length ** power."""
         whole = rf"(.*\.)?({key})$"
         if LITERAL.fullmatch(key):

@@ -57,7 +57,7 @@ class StoredTensor:
     pieces: tuple[Piece, ...]
 
 
-class Record:
+class DcpRecord:
     """In place of a class of PyTorch: attributes, and nothing else."""
 
     def __setstate__(self, state: Any) -> None:
@@ -66,13 +66,13 @@ class Record:
         vars(self).update(state if isinstance(state, dict) else {"state": state})
 
 
-class Metadata(Record): ...
+class Metadata(DcpRecord): ...
 
 
-class TensorEntry(Record): ...
+class DcpTensorEntry(DcpRecord): ...
 
 
-class OtherEntry(Record): ...
+class OtherEntry(DcpRecord): ...
 
 
 def _text(*parts: str) -> str:
@@ -88,8 +88,8 @@ def _size(numbers: Any = ()) -> tuple[Any, ...]:
     return tuple(numbers)
 
 
-def _record(*_: Any) -> Record:
-    return Record()
+def _record(*_: Any) -> DcpRecord:
+    return DcpRecord()
 
 
 def _no_items() -> dict[Any, Any]:
@@ -98,18 +98,18 @@ def _no_items() -> dict[Any, Any]:
 
 _METADATA = {
     "Metadata": Metadata,
-    "TensorStorageMetadata": TensorEntry,
+    "TensorStorageMetadata": DcpTensorEntry,
     "BytesStorageMetadata": OtherEntry,
-    "TensorProperties": Record,
-    "ChunkStorageMetadata": Record,
-    "MetadataIndex": Record,
-    "StorageMeta": Record,
+    "TensorProperties": DcpRecord,
+    "ChunkStorageMetadata": DcpRecord,
+    "MetadataIndex": DcpRecord,
+    "StorageMeta": DcpRecord,
     "_MEM_FORMAT_ENCODING": _record,
 }
 KNOWN: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "torch.distributed.checkpoint.metadata": _METADATA,
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": Record, "MEM_FORMAT_ENCODING": _record},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": Record},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": DcpRecord, "MEM_FORMAT_ENCODING": _record},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": DcpRecord},
     "torch": {"Size": _size},
     "torch.serialization": {"_get_layout": _text},
     "pathlib": dict.fromkeys(("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"), _text),
@@ -123,7 +123,7 @@ class _RefusedNameError(Exception):
 
 def _plain_key(key: Any) -> Any:
     """The key of a dictionary: text, a number or a record. Tuples of tuples can be short here, and endless to hash."""
-    if not isinstance(key, str | int | Record):
+    if not isinstance(key, str | int | DcpRecord):
         raise pickle.UnpicklingError(f"a dictionary has a key of type {type(key).__name__}")
     return key
 
@@ -160,9 +160,9 @@ class _Unpickler(pickle._Unpickler):
     def _load_build(self) -> None:
         """Attributes are for records alone: those of a function or a class would stay when the next file is read."""
         state, record = self.stack.pop(), self.stack[-1]
-        if not isinstance(record, Record):
+        if not isinstance(record, DcpRecord):
             raise pickle.UnpicklingError(f"attributes of a {type(record).__name__}")
-        Record.__setstate__(record, state)
+        DcpRecord.__setstate__(record, state)
 
     def _load_other(self) -> None:
         raise pickle.UnpicklingError("a call that such a file does not have")
@@ -211,7 +211,7 @@ def _tensors(path: Path, content: Any, most: int) -> dict[str, StoredTensor]:
     paths = getattr(content, "planner_data", None) or {}
     tensors, pieces = {}, 0
     for name, entry in content.state_dict_metadata.items():  # type: ignore[attr-defined]
-        if isinstance(entry, TensorEntry):
+        if isinstance(entry, DcpTensorEntry):
             if not isinstance(name, str) or not name.isprintable():
                 raise LocaterError(f"{path}: {_short(name)} is not the name of a tensor: {DAMAGED}")
             keys = _keys(paths.get(_name(name), (name,)))
@@ -308,7 +308,7 @@ class DcpWeights:
 
     def __init__(self, folder: Path) -> None:
         self.where, self._folder = str(folder), folder
-        self._tensors = _of_model(read_metadata(folder), self.where)
+        self._tensors = _model_tensors(read_metadata(folder), self.where)
         ends: dict[str, int] = {}  # of the pieces in each file
         taken: dict[str, int] = {}  # bytes of each file by pieces with numbers in them
         for piece in (piece for tensor in self._tensors.values() for piece in tensor.pieces):
@@ -393,7 +393,7 @@ def _loaded(data: io.BytesIO, where: str) -> Tensor:
     return values
 
 
-def _of_model(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
+def _model_tensors(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
     """The tensors of the model, without the keys under which a trainer has saved it beside its other state."""
     groups: dict[tuple[str, ...], dict[str, StoredTensor]] = {}
     for tensor in tensors.values():

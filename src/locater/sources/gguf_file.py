@@ -2,7 +2,7 @@
 
 Files of architecture "llama" store the rows of queries and keys in another order, in which neighbouring channels rotate
 together. That order is undone here: it does not change moments at offset 0, but it does change logits at other offsets.
-Gains of Gemma are stored as 1 + w and returned as w. `gguf_header.py` reads the header; the `gguf` package dequantises.
+Gains of Gemma are stored as 1 + w and returned as w. The header is read here; the `gguf` package dequantises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError, printable
 from locater.files import regular_file
-from locater.sources.settings import ROPE, RULES, Rule, fault
+from locater.sources.config_rules import ROPE, RULES, Rule, fault
 from locater.sources.weights import Rows, take_rows
 
 # Read the header of a GGUF file: the metadata, and the position of each tensor. As strict as llama.cpp.
@@ -42,7 +42,7 @@ COUNT, KIND, AXIS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<q"
 ALIGNMENT = "general.alignment"
 
 
-class TensorEntry(NamedTuple):
+class GgufTensorEntry(NamedTuple):
     """The position of a tensor in the file. `shape` lists axes from the fastest to the slowest, as the file does."""
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Array(NamedTuple):
 @dataclass(frozen=True)
 class Header:
     fields: dict[str, Any]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, GgufTensorEntry]
     data: np.memmap[Any, Any]  # the whole file, mapped
 
 
@@ -182,7 +182,7 @@ class _Cursor:
         self.at = at
 
 
-def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, TensorEntry]:
+def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, GgufTensorEntry]:
     """The entries of all tensors. Their offsets count from the end of the header, padded to the alignment."""
     entries: dict[str, tuple[tuple[int, ...], Any, int, int]] = {}
     for _ in range(count):
@@ -207,7 +207,7 @@ def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, T
             cursor.refuse(
                 f"truncated: the tensor {printable(name)} ends at byte {begin + offset + size:,} of {cursor.size:,}"
             )
-        tensors[name] = TensorEntry(shape, kind, begin + offset, size)
+        tensors[name] = GgufTensorEntry(shape, kind, begin + offset, size)
         expected += padded(size)
     return tensors
 
@@ -283,7 +283,7 @@ def open_gguf(path: Path) -> tuple[GGUFWeights, dict[str, Any]]:
     if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
         known = ", ".join(sorted(MODEL_TYPES))
         raise LocaterError(f"{path}: GGUF architecture {architecture!r:.40} is not supported (known: {known})")
-    settings = Settings(path, architecture, header.fields)
+    settings = GgufSettings(path, architecture, header.fields)
     divisors = header.tensors.get("rope_freqs.weight")
     factors = None if divisors is None else _floats(path, header, "rope_freqs.weight").flatten().tolist()
     config = _config(settings, factors)
@@ -349,7 +349,7 @@ class GGUFWeights:
         places = None  # of the rows in the file
         if self._architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
-            places = _turn_halves(torch.arange(self.shape(name)[0]), self._config[heads])
+            places = _rows_in_halves(torch.arange(self.shape(name)[0]), self._config[heads])
         if rows is not None:
             places = take_rows(torch.arange(self.shape(name)[0]) if places is None else places, rows)
         data = _floats(Path(self.where), self._header, self._stored[name], places)
@@ -358,13 +358,13 @@ class GGUFWeights:
         return data
 
 
-def _turn_halves(rows: Tensor, heads: int) -> Tensor:
+def _rows_in_halves(rows: Tensor, heads: int) -> Tensor:
     """Rows of each head from pairs (0, 1), (2, 3), ... to halves (i, i + n/2)."""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
 @dataclass(frozen=True)
-class Settings:
+class GgufSettings:
     """The metadata of one architecture. Each setting is checked when it is read: a count, a number or a text."""
 
     path: Path
@@ -372,7 +372,7 @@ class Settings:
     fields: dict[str, Any]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting, checked against the rules of `settings.py`; `default` where the file does not have it."""
+        """A setting, checked against the rules of `config_rules.py`; `default` where the file does not have it."""
         name = f"{self.architecture}.{key}"
         value = self.fields.get(name, default)
         if value is None:
@@ -384,7 +384,7 @@ class Settings:
         return value
 
 
-def _config(settings: Settings, factors: list[float] | None) -> dict[str, Any]:
+def _config(settings: GgufSettings, factors: list[float] | None) -> dict[str, Any]:
     architecture = settings.architecture
     values = {ours: settings.get(key) for key, ours in KEYS.items()}
     config = {name: value for name, value in values.items() if value is not None}
@@ -406,7 +406,7 @@ def _config(settings: Settings, factors: list[float] | None) -> dict[str, Any]:
     return config
 
 
-def _rope(settings: Settings, config: dict[str, Any], factors: list[float] | None) -> dict[str, Any]:
+def _rope(settings: GgufSettings, config: dict[str, Any], factors: list[float] | None) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if "rope_theta" in config:
         rope["rope_theta"] = config["rope_theta"]

@@ -1,4 +1,4 @@
-"""Checkpoints of this machine, the hub, buckets and URLs as lists: what a pattern matches, and what tells that a
+"""Checkpoints of this machine, the hub, buckets and URLs as lists: what a pattern matches, and what shows that a
 checkpoint has changed.
 """
 
@@ -18,9 +18,9 @@ from locater.sources.adapter_folder import ADAPTERS, BASE, base_on_the_hub, base
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
 from locater.sources.remote.address import BUCKETS, WILD, Address, hub_address, natural_key, remote_address
 from locater.sources.remote.address import WEIGHTS as REMOTE_WEIGHTS
+from locater.sources.remote.buckets import listing
 from locater.sources.remote.folders import RemoteFolder, folder_of, remote_json
 from locater.sources.remote.hub import hub_revisions
-from locater.sources.remote.objects import listing
 from locater.sources.safetensors_file import shards_of
 
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".distcp")
@@ -33,23 +33,23 @@ GLOB = frozenset("*?[")
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedSources:
     """Sources that a pattern matches, and what else it matched."""
 
     sources: list[str]
     skipped: list[str]  # files that are no weights, folders without any
 
 
-def _expand_local(pattern: str) -> Matched:
+def _expand_local(pattern: str) -> MatchedSources:
     """The checkpoints that a pattern such as `run/step-*` matches, as absolute paths in their order.
 
     A name without `*`, `?` or `[` is taken as it is, whether it can be read or not.
     """
     if os.path.lexists(pattern):
         _refuse_a_folder_of_checkpoints(Path(pattern))
-        return Matched([os.path.abspath(pattern)], [])
+        return MatchedSources([os.path.abspath(pattern)], [])
     if not GLOB & set(pattern):
-        return Matched([os.path.abspath(pattern)], [])
+        return MatchedSources([os.path.abspath(pattern)], [])
     found = sorted(glob.glob(pattern, recursive=True))
     if not found:
         raise LocaterError(f"{pattern}: matches nothing: no checkpoint has such a name")
@@ -57,7 +57,7 @@ def _expand_local(pattern: str) -> Matched:
     skipped = [path for path in found if not holds_weights(Path(path))]
     if not sources:
         raise LocaterError(f"{pattern}: matches no checkpoint (it matches {', '.join(skipped[:4])}, without weights)")
-    return Matched(sources, skipped)
+    return MatchedSources(sources, skipped)
 
 
 def holds_weights(path: Path) -> bool:
@@ -146,11 +146,11 @@ def _shards_below(index: Path) -> list[Path]:
     return [index.parent / shard for shard in sorted(shards) if "/" in shard and os.path.lexists(index.parent / shard)]
 
 
-def expand(pattern: str) -> Matched:
+def expand(pattern: str) -> MatchedSources:
     """The checkpoints that a pattern matches, each under the one name that it always has."""
     if remote_address(pattern) is None:
         return _expand_local(pattern)
-    return Matched([full_name(source) for source in expand_remote(pattern)], [])
+    return MatchedSources([full_name(source) for source in expand_remote(pattern)], [])
 
 
 def full_name(source: str) -> str:
@@ -251,8 +251,8 @@ def remote_identity(source: str, below: tuple[str, ...] = ()) -> str:
     """
     address = remote_address(source) or hub_address(source)
     folder = folder_of(address)
-    facts = folder.digests() if folder.names() is not None else _asked(folder, address)
-    facts = _read_ones(facts, address)
+    facts = folder.digests() if folder.names() is not None else _ask_for_each_file(folder, address)
+    facts = _files_read(facts, address)
     if not any(name not in (CONFIG, ADAPTER) for name in facts):
         raise LocaterError(f"{address}: no weights there")
     settings = remote_json(folder, ADAPTER) if ADAPTER in facts else None
@@ -265,7 +265,7 @@ def remote_identity(source: str, below: tuple[str, ...] = ()) -> str:
     return f"{address.scheme}:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _read_ones(facts: Mapping[str, str], address: Address) -> dict[str, str]:
+def _files_read(facts: Mapping[str, str], address: Address) -> dict[str, str]:
     """Those of the files that a reader would open: configuration, and the weights in the form that comes first."""
     read = {name: fact for name, fact in facts.items() if name in (CONFIG, ADAPTER)}
     if address.names_a_file and not address.path.endswith(".index.json"):
@@ -279,7 +279,7 @@ def _read_ones(facts: Mapping[str, str], address: Address) -> dict[str, str]:
     return read
 
 
-def _asked(folder: RemoteFolder, address: Address) -> dict[str, str]:
+def _ask_for_each_file(folder: RemoteFolder, address: Address) -> dict[str, str]:
     """The files of a server that lists none, each asked for by its name."""
     names = [CONFIG, address.name] if address.names_a_file else [CONFIG, ADAPTER]
     if not address.names_a_file or address.path.endswith(".index.json"):

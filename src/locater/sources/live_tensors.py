@@ -23,7 +23,7 @@ from locater.numerics import upcast
 from locater.torch_private import own_buffers, own_children, own_parameters, updates_in_training
 
 if TYPE_CHECKING:
-    from locater.sources.quantised.stored import Stored
+    from locater.sources.quantised.stored_map import Stored
 
 
 # peft's classes of LoRA around linear layers: plain, and of bitsandbytes
@@ -70,9 +70,9 @@ class LiveTensor:
 
     def read(self) -> Tensor:
         """The tensor that the model computes with, gathered in full. Gradients flow to all parameters behind it."""
-        tensor = self._stored().read() if self.packed else _own(self.module, self.attribute)
+        tensor = self._stored().read() if self.packed else _own_tensor(self.module, self.attribute)
         for adapter in self.adapters:
-            tensor = _adapted(adapter, self.name, self.attribute, tensor)
+            tensor = _with_adapter(adapter, self.name, self.attribute, tensor)
         return tensor
 
 
@@ -123,22 +123,24 @@ def stored_map(module: nn.Module) -> Stored | None:
     plain = weight is None or (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
     if plain and "weight_packed" not in own_parameters(module) and getattr(weight, "quant_state", None) is None:
         return None
-    from locater.sources.quantised.view import live_map  # it reads through `weights`, which reads through this file
+    from locater.sources.quantised.dequantised import (
+        live_map,  # it reads through `weights`, which reads through this file
+    )
 
     return live_map(module)
 
 
-def _own(module: nn.Module, attribute: str) -> Tensor:
+def _own_tensor(module: nn.Module, attribute: str) -> Tensor:
     if parametrize.is_parametrized(module, attribute) and module.training and not torch.compiler.is_compiling():
         parametrization: nn.Module = module.parametrizations[attribute]  # type: ignore[index,assignment]
         before = [(part, part.training) for part in parametrization.modules()]
         parametrization.eval()  # in training, some update their state at every call; reading must not
         try:
-            return _whole(getattr(module, attribute))
+            return _full_tensor(getattr(module, attribute))
         finally:
             for part, training in before:
                 part.training = training
-    return _whole(getattr(module, attribute))
+    return _full_tensor(getattr(module, attribute))
 
 
 @contextmanager
@@ -146,7 +148,7 @@ def next_training_pass(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, tensors are those that the next training pass will compute with. Some parametrizations move on in each
     training pass, as the power iteration of a spectral norm does: these move on here too, and are put back.
     """
-    moving = [(part, name, one) for part in parts for name, one in _parametrizations(part) if _moves_on(one)]
+    moving = [(part, name, one) for part in parts for name, one in _parametrizations(part) if _changes_in_training(one)]
     before = [(buffer, buffer.clone()) for _, _, one in moving for buffer in one.buffers()]
     try:
         with torch.no_grad():
@@ -169,17 +171,17 @@ def _parametrizations(part: nn.Module) -> list[tuple[str, Any]]:
     return [] if parametrized is None or not parametrize.is_parametrized(part) else list(parametrized.items())
 
 
-def _moves_on(steps: Any) -> bool:
+def _changes_in_training(steps: Any) -> bool:
     """Whether parametrizations change in a training pass: one that a control has put there says so by `advance`."""
     return any(hasattr(step, "advance") or updates_in_training(step) for step in steps)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a DTensor, by one gather that gradients pass; other tensors as they are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
+def _with_adapter(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
     kind = f"{type(adapter).__module__.split('.')[-2]} {type(adapter).__name__}"  # as in "ia3 Linear"
     if adapter.disable_adapters and adapter.merged:
         raise LocaterError(f"{name}: its adapter is both merged and switched off: unmerge it, or switch it on")
@@ -200,7 +202,7 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
     for one in active:
         if attribute == "bias":
             extra = adapter.lora_B[one].bias
-            total = total if extra is None else total + adapter.scaling[one] * upcast(_whole(extra))
+            total = total if extra is None else total + adapter.scaling[one] * upcast(_full_tensor(extra))
         elif one in adapter.lora_variant:
             total = _dora(adapter, one, base, total)
         else:
@@ -210,7 +212,7 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
 
 def _product(adapter: Any, one: str) -> Tensor:
     """scale B A, with the axes in the order of the stored weight."""
-    b, a = (upcast(_whole(part[one].weight)) for part in (adapter.lora_B, adapter.lora_A))
+    b, a = (upcast(_full_tensor(part[one].weight)) for part in (adapter.lora_B, adapter.lora_A))
     delta = b @ a * adapter.scaling[one]
     return delta.mT if adapter.fan_in_fan_out else delta
 
@@ -223,7 +225,7 @@ def _dora(adapter: Any, one: str, base: Tensor, total: Tensor) -> Tensor:
     delta = _product(adapter, one)
     inputs = 0 if adapter.fan_in_fan_out else 1  # axis
     size = (base + delta).norm(dim=inputs, keepdim=True).detach()
-    return upcast(_whole(adapter.lora_magnitude_vector[one].weight)).unsqueeze(inputs) / size * (total + delta)
+    return upcast(_full_tensor(adapter.lora_magnitude_vector[one].weight)).unsqueeze(inputs) / size * (total + delta)
 
 
 def is_a(part: object, module: str, name: str) -> bool:

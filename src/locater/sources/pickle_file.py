@@ -24,7 +24,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
-from locater.sources.weights import DictWeights, has_dense_data, joined
+from locater.sources.weights import DictWeights, has_dense_data, join_files
 from locater.torch_private import read_archive_record, storage_id
 
 # Walk a pickle before it is loaded: what would cost more than its bytes is refused.
@@ -34,15 +34,15 @@ KEY_PARTS = 64  # of a tuple that is hashed, with the tuples inside it
 AXES = 64  # PyTorch has no more
 
 
-class Stand:
+class StandIn:
     """Stands for an object. Text, numbers, None and lists stand for themselves."""
 
 
-class Name(Stand, str):
+class Name(StandIn, str):
     """A class or a function, by its full name."""
 
 
-class Tuple(Stand):
+class Tuple(StandIn):
     """`parts` counts what is hashed with it: itself, its items, and the items of tuples inside."""
 
     def __init__(self, items: Sequence[Any]) -> None:
@@ -50,18 +50,18 @@ class Tuple(Stand):
         self.parts = 1 + sum(_parts(item) for item in self.items)
 
 
-class Table(Stand):
+class Table(StandIn):
     """A dictionary or a set: only how much was put into it counts."""
 
     length = 0
 
 
-class Storage(Stand):
+class Storage(StandIn):
     def __init__(self, numbers: int) -> None:
         self.numbers = numbers
 
 
-class Made(Stand):
+class BuiltObject(StandIn):
     """A tensor or another object. `wide`: it claims more numbers than are stored, as an expanded tensor does."""
 
     def __init__(self, wide: bool = False) -> None:
@@ -81,7 +81,7 @@ def check_legacy_pickles(file: Any, room: int, where: str) -> None:
     # PyTorch quotes the first two in messages, and looks up the keys
     if type(magic) is not int or type(version) is not int or not isinstance(keys, list):
         raise pickle.UnpicklingError("not what torch.save writes")
-    walk.hashed(keys)
+    walk.check_hashed(keys)
 
 
 def _parts(value: Any) -> int:
@@ -155,17 +155,17 @@ class _Walk:
             if not isinstance(stack[-1], Table):
                 raise pickle.UnpicklingError("Can only set items of dictionaries")
             stack[-1].length += len(items) // 2
-            self.hashed(items[::2])
+            self.check_hashed(items[::2])
         elif name == "BINPERSID":
             stack.append(self._storage(items[0]))
         elif name in ("REDUCE", "NEWOBJ"):
-            stack.append(self._called(*items))
+            stack.append(self._call_result(*items))
         elif name == "BUILD":
             self.spend(_length(items[0]))
-            if not isinstance(stack[-1], Table | Made) or not _entries(self, items):
+            if not isinstance(stack[-1], Table | BuiltObject) or not _entries(self, items):
                 raise pickle.UnpicklingError("Can only build Tensor, Parameter, OrderedDict")
 
-    def hashed(self, keys: Sequence[Any]) -> None:
+    def check_hashed(self, keys: Sequence[Any]) -> None:
         for key in keys:
             if _parts(key) > KEY_PARTS:
                 self.refuse(f"has a key of more than {KEY_PARTS} parts")
@@ -193,19 +193,19 @@ class _Walk:
             )
         return Storage(items[4])
 
-    def _called(self, function: Any, arguments: Any) -> Any:
+    def _call_result(self, function: Any, arguments: Any) -> Any:
         """What stands for the result of a call."""
         if not isinstance(function, Name) or not isinstance(arguments, Tuple):
             raise pickle.UnpicklingError("Unsupported call")
         given = arguments.items
         self.spend(1 + sum(_length(value) for value in given))
-        wide = any(isinstance(value, Made) and value.wide for value in given)
+        wide = any(isinstance(value, BuiltObject) and value.wide for value in given)
         if function == "torch._tensor._rebuild_from_type_v2" and len(given) == 4:
-            return self._called(given[0], given[2])
+            return self._call_result(given[0], given[2])
         if function in TENSORS:
             return self.tensor(given)
         if function in SAME:
-            return Made(wide)
+            return BuiltObject(wide)
         if function in CHECKED:
             if wide or not CHECKED[function](self, given):
                 self.refuse(f"calls {function} with other than it takes")
@@ -213,18 +213,18 @@ class _Walk:
                 return Table()
             if function == "_codecs.encode":
                 return given[0].encode("latin-1", "replace")
-            return given[0] if function == "torch.Size" else Made()
+            return given[0] if function == "torch.Size" else BuiltObject()
         if function not in self.allowed:
             raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {function}")
         if wide:
             self.refuse(f"calls {function} with a tensor of more numbers than are stored")
-        return Made()
+        return BuiltObject()
 
-    def tensor(self, given: Sequence[Any]) -> Made:
+    def tensor(self, given: Sequence[Any]) -> BuiltObject:
         """A tensor of a storage: offset, size, strides."""
         if len(given) < 4 or not isinstance(given[0], Storage) or not _sizes(given[2]):
             raise pickle.UnpicklingError("a tensor without a storage and a size")
-        return Made(prod(given[2].items) > given[0].numbers)
+        return BuiltObject(prod(given[2].items) > given[0].numbers)
 
 
 def _sizes(value: Any) -> bool:
@@ -240,7 +240,7 @@ def _flat(value: Any) -> bool:
 def _flat_inside(value: Any) -> bool:
     items = value.items if isinstance(value, Tuple) else ()
     return not isinstance(value, list) and all(
-        _flat(item) and not (isinstance(item, Made) and item.wide) for item in items
+        _flat(item) and not (isinstance(item, BuiltObject) and item.wide) for item in items
     )
 
 
@@ -252,7 +252,7 @@ def _entries(walk: _Walk, given: Sequence[Any]) -> bool:
     for item in items if isinstance(items, tuple | list) else ():
         pair = item.items if isinstance(item, Tuple) else item if isinstance(item, list) else ()
         walk.spend(1)
-        walk.hashed([item, *pair[:2]])
+        walk.check_hashed([item, *pair[:2]])
     return True
 
 
@@ -343,7 +343,7 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 def open_pickles(files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> DictWeights:
     """The tensors of one or several files; `file_of` names the file of each tensor where there is an index."""
-    return DictWeights(joined(((path, _load(path)) for path in files), where, file_of), where)
+    return DictWeights(join_files(((path, _load(path)) for path in files), where, file_of), where)
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError, printable
-from locater.files import VALUES, no_duplicates, regular_file
-from locater.sources.weights import Rows, joined
+from locater.files import VALUES, refuse_duplicates, regular_file
+from locater.sources.weights import Rows, join_files
 
 DTYPES = {  # those that are read; whole numbers stand for quantised weights, which `quantised/` makes floats of
     "F64": torch.float64,
@@ -97,7 +97,7 @@ class SafetensorsWeights(StoredTensors[Path]):
         self.where = where
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._entries = joined(((path, _located(path)) for path in files), where, file_of)
+        self._entries = join_files(((path, _locate_tensors(path)) for path in files), where, file_of)
 
     def _bytes(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
         """`size` bytes from `offset` on. The file is opened for each read, so threads do not share a position in it."""
@@ -122,7 +122,7 @@ class SafetensorsWeights(StoredTensors[Path]):
         return torch.frombuffer(buffer, dtype=dtype)
 
 
-def _located(path: Path) -> dict[str, tuple[Path, int, Entry]]:
+def _locate_tensors(path: Path) -> dict[str, tuple[Path, int, Entry]]:
     start, header = safetensors_header(path)
     return {name: (path, start, entry) for name, entry in header.items()}
 
@@ -145,7 +145,7 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
 def parsed_header(path: object, text: bytes, room: int) -> dict[str, Entry]:
     """The entries of a header, in front of `room` bytes of data; `path` names the file in messages."""
     try:
-        header = _parsed(text)
+        header = _parse_header(text)
     except RecursionError:
         raise LocaterError(
             f"{path}: its safetensors header is not readable (nested too deep): download it again"
@@ -156,7 +156,7 @@ def parsed_header(path: object, text: bytes, room: int) -> dict[str, Entry]:
     return header
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse_header(text: bytes) -> dict[str, Any]:
     """The header without its metadata. Fractions, NaN and negative numbers, which Python's JSON allows, are refused."""
     if text[:1] != b"{":
         raise ValueError("it does not begin with '{'")
@@ -168,7 +168,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
         raise ValueError(f"more than {VALUES:,} values")
     header: dict[str, Any] = json.loads(
         decoded,
-        object_pairs_hook=no_duplicates,
+        object_pairs_hook=refuse_duplicates,
         parse_float=_refuse_number,
         parse_constant=_refuse_number,
         parse_int=_natural,

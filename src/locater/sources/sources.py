@@ -24,12 +24,13 @@ from locater.sources.adapter_folder import (
     open_adapter,
 )
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
+from locater.sources.config_rules import checked_config
 from locater.sources.dcp_folder import DcpWeights, is_dcp
 from locater.sources.pickle_file import open_pickles
-from locater.sources.quantised import seen_through
+from locater.sources.quantised import dequantised_view
 from locater.sources.remote.address import hub_address, remote_address
-from locater.sources.remote.hub import asked
-from locater.sources.remote.opening import open_remote
+from locater.sources.remote.hub import ask_hub
+from locater.sources.remote.open_remote import open_remote
 from locater.sources.safetensors_file import (
     SafetensorsWeights,
     refuse_lost,
@@ -37,14 +38,13 @@ from locater.sources.safetensors_file import (
     refuse_one_of_many,
     shards_of,
 )
-from locater.sources.settings import checked_config
 from locater.sources.weights import ModuleWeights, Weights
 
 Config = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wrapped:
+class WrappedSource:
     """A source whose weights are wrapped when it is opened, for callers that want to see what is read from it."""
 
     source: str
@@ -54,7 +54,7 @@ class Wrapped:
         return self.source
 
 
-Source = nn.Module | str | os.PathLike[str] | Wrapped
+Source = nn.Module | str | os.PathLike[str] | WrappedSource
 
 
 class Opener(Protocol):
@@ -64,7 +64,7 @@ class Opener(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Opening:
+class OpeningOptions:
     """How a source is opened, and those that it leads to: downloads, what is in a cache, the base of an adapter."""
 
     download: bool = False
@@ -82,22 +82,22 @@ def open_source(source: Source, download: bool = False, base: str | None = None)
     weights: Weights
     if isinstance(source, nn.Module):
         weights, config = ModuleWeights(source), config_of(source)
-    elif isinstance(source, Wrapped):
+    elif isinstance(source, WrappedSource):
         stored, config = open_source(source.source, download, base)
         return source.wrap(stored), config
     else:
-        weights, config = _seen(source, Opening(download, base))
+        weights, config = _open_dequantised(source, OpeningOptions(download, base))
     if base is not None and base_name_of(weights) is None:
         raise LocaterError(f"{weights.where}: not an adapter, so it has no base: leave out --base")
     return weights, config
 
 
-def _seen(source: str | os.PathLike[str], opening: Opening) -> tuple[Weights, Config]:
-    weights, config = _opened(source, opening)
-    return seen_through(weights, config), config
+def _open_dequantised(source: str | os.PathLike[str], opening: OpeningOptions) -> tuple[Weights, Config]:
+    weights, config = _open_stored(source, opening)
+    return dequantised_view(weights, config), config
 
 
-def _opened(source: str | os.PathLike[str], opening: Opening) -> tuple[Weights, Config]:
+def _open_stored(source: str | os.PathLike[str], opening: OpeningOptions) -> tuple[Weights, Config]:
     """The weights as they are stored, and the configuration."""
     if not isinstance(source, str | os.PathLike):
         raise LocaterError(f"{source!r:.60} is not a model: give an nn.Module, a folder, a file or a hub id")
@@ -109,7 +109,9 @@ def _opened(source: str | os.PathLike[str], opening: Opening) -> tuple[Weights, 
     if address is not None or not is_there(path):
         there = dataclasses.replace(opening, elsewhere=True)
         address = address or hub_address(str(source))
-        return open_remote(address, partial(_seen, opening=there), partial(_open_base, there), opening.download)
+        return open_remote(
+            address, partial(_open_dequantised, opening=there), partial(_open_base, there), opening.download
+        )
     if path.suffix == ".gguf":
         from locater.sources.gguf_file import open_gguf
 
@@ -118,7 +120,7 @@ def _opened(source: str | os.PathLike[str], opening: Opening) -> tuple[Weights, 
 
 
 def _open_base(
-    opening: Opening, settings: Mapping[str, Any], where: str, folder: Path | None
+    opening: OpeningOptions, settings: Mapping[str, Any], where: str, folder: Path | None
 ) -> tuple[Weights, Config, str]:
     """The base model of an adapter, and its name: the one that the user gave, or the one that the adapter names.
 
@@ -136,7 +138,7 @@ def _open_base(
     else:
         base = _base_of_a_local_adapter(settings, folder)
     try:
-        return *_seen(base, inner), str(remote_address(base) or base)
+        return *_open_dequantised(base, inner), str(remote_address(base) or base)
     except LocaterError as error:
         raise LocaterError(f"{where}: its base model cannot be opened: {error}") from None
 
@@ -258,4 +260,4 @@ def hub_folder(name: str, patterns: Sequence[str] = ("config.json",)) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise LocaterError(f"{name}: no such file or folder; to read it from the hub, install locater[hf]") from None
-    return Path(asked(address, lambda: snapshot_download(name, allow_patterns=list(patterns))))
+    return Path(ask_hub(address, lambda: snapshot_download(name, allow_patterns=list(patterns))))

@@ -92,7 +92,7 @@ def has_dense_data(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def joined(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: Mapping[str, F] | None) -> dict[str, T]:
+def join_files(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: Mapping[str, F] | None) -> dict[str, T]:
     """The tensors of several files in one dictionary.
 
     A tensor that is in two files, or in another file than the index says (`file_of`), is refused.
@@ -132,19 +132,24 @@ def row_ranges(rows: Sequence[int]) -> tuple[Rows, Tensor | None]:
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
+def without_wrappers(path: str) -> str:
+    """A path without the names of wrappers. Few paths have one, and every name of a model is asked for."""
+    return WRAPPERS.sub("", path) if "_module." in path or "_orig_mod." in path else path
+
+
 class ModuleWeights:
     """The tensors that a live model computes with, neither copied nor detached: gradients flow through `read`.
 
     Wrappers that compile, checkpoint or shard a module add their own name to its path; it is removed here. Each `read`
-    applies adapters and parametrizations and gathers shards (`checkpoints/live_tensors.py`).
+    applies adapters and parametrizations and gathers shards (`live_tensors.py`).
     """
 
     def __init__(self, module: nn.Module) -> None:
         tensors, modules = live_tensors(module)
         self.where = type(module).__name__
         self.module = module
-        self._live = {WRAPPERS.sub("", tensor.name): tensor for tensor in tensors}
-        self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in modules.items()}
+        self._live = {without_wrappers(tensor.name): tensor for tensor in tensors}
+        self._modules = {without_wrappers(f"{path}.").removesuffix("."): part for path, part in modules.items()}
 
     @property
     def quantised(self) -> dict[str, str]:
@@ -198,6 +203,6 @@ def numbered(weights: Weights, pattern: str) -> Iterator[tuple[re.Match[str], st
     yield from sorted(matches, key=lambda pair: (pair[0].groupdict().get("prefix", ""), int(pair[0]["layer"])))
 
 
-def natural(parts: Iterable[str]) -> list[tuple[int, str]]:
+def natural_sort_key(parts: Iterable[str]) -> list[tuple[int, str]]:
     """Sort key for the parts of a name: numbers by their value, so that layer 10 comes after layer 9."""
     return [(int(part), "") if re.fullmatch("[0-9]{1,9}", part) else (-1, part) for part in parts]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from locater.cli.shell import Command, check_writable, examples, show_progress, stdout_console
+from locater.cli.shell import Command, check_writable, examples_text, show_progress, stdout_console
 from locater.errors import LocaterError
 from locater.files import write_whole
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from locater_lab.engine.reproduction import Paper
 
 HELP = (
-    "Test the claims of a paper: stated beside measured, with spread and verdict. "
+    "Test the claims of a paper: what it states beside what is measured, with spread and verdict. "
     "A claim that fails is a finding, not an error."
 )
 EXAMPLES = (
@@ -39,7 +39,7 @@ def command() -> None:
 
 def build() -> Any:
     app = typer.Typer(add_completion=False)
-    app.command("reproduce", cls=Command, help=HELP, epilog=examples(*EXAMPLES))(run)
+    app.command("reproduce", cls=Command, help=HELP, epilog=examples_text(*EXAMPLES))(run)
     return typer.main.get_command(app)
 
 
@@ -49,9 +49,7 @@ def build() -> Any:
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="[PAPER]...", help="Names of papers from --list; without any, all papers.")
 ]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="Take minutes on two cores: smaller measurements in place of long ones.")
-]
+Quick = Annotated[bool, typer.Option("--quick", help="Run smaller measurements, which take minutes on two cores.")]
 Listed = Annotated[bool, typer.Option("--list", help="List papers and their claims; measure nothing.")]
 ClaimId = Annotated[
     str | None, typer.Option("--claim", metavar="ID", help="Test one claim (a2), or all claims of a letter (a).")
@@ -59,7 +57,9 @@ ClaimId = Annotated[
 Json = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="PATH", help="Write the data as JSON; - for standard output; NAME in it is the paper's name."
+        "--json",
+        metavar="PATH",
+        help="Write the data as JSON; - for standard output; NAME in the path stands for the paper's name.",
     ),
 ]
 Report = Annotated[
@@ -75,7 +75,7 @@ Figures = Annotated[
     ),
 ]
 Models = Annotated[
-    str | None, typer.Option("--models", metavar="FOLDER", help="Folder with more trained models to test claims on.")
+    str | None, typer.Option("--models", metavar="FOLDER", help="Folder of further trained models to test claims on.")
 ]
 Runs = Annotated[
     str | None,
@@ -99,7 +99,7 @@ Jobs = Annotated[
 Earlier = Annotated[
     list[str] | None,
     typer.Option(
-        "--from", metavar="PATH", help="Read the JSON of an earlier run in place of measuring; several are joined."
+        "--from", metavar="PATH", help="Read the JSON of an earlier run instead of measuring; several are joined."
     ),
 ]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args, get_type_hin
 import typer
 
 from locater.cli.options import JsonPath
-from locater.cli.shell import Command, check_writable, examples
+from locater.cli.shell import Command, check_writable, examples_text
 from locater.errors import LocaterError
 from locater.escapes import one_line, terminal_behind
 from locater.files import write_whole
@@ -42,7 +42,7 @@ def command() -> None:
 
 def build() -> Any:
     app = typer.Typer(add_completion=False)
-    app.command("train", cls=Command, help=HELP, epilog=examples(*EXAMPLES))(with_plan_options(train))
+    app.command("train", cls=Command, help=HELP, epilog=examples_text(*EXAMPLES))(with_plan_options(train))
     return typer.main.get_command(app)
 
 

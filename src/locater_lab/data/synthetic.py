@@ -184,9 +184,9 @@ class NgramSource:
         """
         parents = self.parents if parents is None else tuple(parents)
         start, alpha = max((*parents, 0)), self.concentration
-        codes = contexts(rows, parents, self.tokens)
-        same_context = earlier(codes).double()
-        same_token = earlier(codes * self.tokens + rows[:, start:]).double()
+        codes = context_codes(rows, parents, self.tokens)
+        same_context = count_earlier(codes).double()
+        same_token = count_earlier(codes * self.tokens + rows[:, start:]).double()
         late = -torch.log((same_token + alpha) / (same_context + self.tokens * alpha))
         early = late.new_full((len(rows), start), math.log(self.tokens))
         return torch.cat([early, late], 1)
@@ -199,10 +199,10 @@ class NgramSource:
         return {",".join(map(str, part)): float(self.surprise(rows, part)[:, 1:].mean()) for part in parts}
 
 
-def contexts(rows: Int[Tensor, "B T"], parents: Sequence[int], tokens: int) -> Int[Tensor, "B n"]:
+def context_codes(rows: Int[Tensor, "B T"], parents: Sequence[int], tokens: int) -> Int[Tensor, "B n"]:
     """The parents of each token from the first that has all of them on, as one number.
 
-    >>> contexts(torch.tensor([[2, 0, 1, 1]]), (1, 2), 3).tolist()  # (0, 2), (1, 0)
+    >>> context_codes(torch.tensor([[2, 0, 1, 1]]), (1, 2), 3).tolist()  # (0, 2), (1, 0)
     [[2, 3]]
     """
     start, length = max((*parents, 0)), rows.shape[1]
@@ -212,10 +212,10 @@ def contexts(rows: Int[Tensor, "B T"], parents: Sequence[int], tokens: int) -> I
     return codes
 
 
-def earlier(codes: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+def count_earlier(codes: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """How many entries before each one, in its row, are equal to it.
 
-    >>> earlier(torch.tensor([[5, 2, 5, 5, 2]])).tolist()
+    >>> count_earlier(torch.tensor([[5, 2, 5, 5, 2]])).tolist()
     [[0, 0, 1, 2, 1]]
     """
     sorted_codes, order = codes.sort(dim=1, stable=True)

@@ -1,6 +1,6 @@
 """Claims judged by training runs: arms seed by seed against each other, from the lines of a file.
 
-Differences are taken within a seed, which fixes first weights and order of the data; `significance.py` says what they
+Differences are taken within a seed, which fixes first weights and order of the data; `claims.py` says what they
 decide.
 """
 
@@ -19,7 +19,7 @@ from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing
 
 Line = Mapping[str, Any]
-What = str | Callable[[Line], float]
+Quantity = str | Callable[[Line], float]
 Judge = Callable[[Runs], Results | Mapping[str, Measurement | None]]
 NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER to make those that it lacks"
 
@@ -34,16 +34,16 @@ def study_of_arms(
 def study_of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], list[Row]], judge: Judge) -> Study:
     """A study that reads these runs, and makes those that are missing when told to."""
 
-    def measured(setting: Setting) -> Results | Mapping[str, Measurement | None]:
+    def measure(setting: Setting) -> Results | Mapping[str, Measurement | None]:
         if setting.runs is None:
             return {}
         runs = Runs(setting.runs, setting.more_runs)
         if setting.jobs:
             assert setting.data is not None
-            train_missing(rows, runs, setting.data, setting.jobs, setting.tell)
+            train_missing(rows, runs, setting.data, setting.jobs, setting.log)
         return judge(runs)
 
-    return Study(title, claims, measured, NEEDS, on_runs=True, rows=rows)
+    return Study(title, claims, measure, NEEDS, on_runs=True, rows=rows)
 
 
 def known_measurements(found: Mapping[str, Measurement | None]) -> dict[str, Measurement]:
@@ -51,12 +51,12 @@ def known_measurements(found: Mapping[str, Measurement | None]) -> dict[str, Mea
 
 
 def difference(
-    runs: Runs, arm: Arm, against: Arm, what: What, more: Mapping[str, Any] | None = None
+    runs: Runs, arm: Arm, against: Arm, what: Quantity, more: Mapping[str, Any] | None = None
 ) -> Measurement | None:
     """Of the ends of two arms, by the seeds that both have; None where one is not whole, or the quantity is not
     known.
     """
-    of, base = arm.ends(runs), against.ends(runs)
+    of, base = arm.final_lines(runs), against.final_lines(runs)
     if of is None or base is None:
         return None
     values = [(value_of(a, what), value_of(b, what)) for a, b in zip(of, base, strict=False)]  # seeds are 0, 1, ...
@@ -65,17 +65,17 @@ def difference(
     return by_seed([a - b for a, b in values if a is not None and b is not None], more)
 
 
-def mean_of_arm(runs: Runs, arm: Arm, what: What, more: Mapping[str, Any] | None = None) -> Measurement | None:
+def mean_of_arm(runs: Runs, arm: Arm, what: Quantity, more: Mapping[str, Any] | None = None) -> Measurement | None:
     """The quantity itself over the seeds of an arm."""
-    values = [value_of(line, what) for line in arm.ends(runs) or ()]
+    values = [value_of(line, what) for line in arm.final_lines(runs) or ()]
     return by_seed([x for x in values if x is not None], more) if values and None not in values else None
 
 
 def rank_correlation(
-    runs: Runs, arms: Iterable[Arm], x: What | Sequence[float], y: What, more: Mapping[str, Any] | None = None
+    runs: Runs, arms: Iterable[Arm], x: Quantity | Sequence[float], y: Quantity, more: Mapping[str, Any] | None = None
 ) -> Measurement | None:
     """Over arms, for each seed that all have; `x` may be a number for each arm. None while an arm is not whole."""
-    ends = [arm.ends(runs) for arm in arms]
+    ends = [arm.final_lines(runs) for arm in arms]
     found = []
     for lines in zip(*(held or () for held in ends), strict=False):  # seeds are 0, 1, ...
         xs = [value_of(line, x) for line in lines] if isinstance(x, str) or callable(x) else list(x)
@@ -100,7 +100,7 @@ def has_sink(runs: Runs, arm: Arm) -> bool:
     """Whether the first token has more than uniform attention would give it, with every seed; else there is no sink to
     take away.
     """
-    found, least = arm.ends(runs), uniform_first(arm.base.length)
+    found, least = arm.final_lines(runs), uniform_first(arm.base.length)
     return bool(found) and all((value_of(line, "measures.first_mass") or 0.0) > least for line in found or ())
 
 
@@ -121,7 +121,7 @@ def mark_inconclusive(
     }
 
 
-def value_of(line: Line, what: What) -> float | None:
+def value_of(line: Line, what: Quantity) -> float | None:
     """A number of a line: `report_loss`, or `measures.sink_rate`; None where it is not known, or not a number.
 
     >>> value_of({"measures": {"gap": 0.5}}, "measures.gap")
@@ -136,11 +136,11 @@ def value_of(line: Line, what: What) -> float | None:
     return None if found is None else float(found)
 
 
-SHOWN = ("entropy", "entropy_share", "row_mass", "first_mass", "sink_rate", "sink_ratio", "gap", "stable_rank", "column_least",
+PAGE_MEASURES = ("entropy", "entropy_share", "row_mass", "first_mass", "sink_rate", "sink_ratio", "gap", "stable_rank", "column_least",
          "explained_away", "spike", "spike_ratio", "gate")  # fmt: skip
 
 
-def end_of(line: Line) -> dict[str, Any]:
+def final_numbers(line: Line) -> dict[str, Any]:
     """What pages show of a run."""
     held = line.get("measures") or {}
     last = (held.get("halves") or [{}])[-1]
@@ -151,16 +151,18 @@ def end_of(line: Line) -> dict[str, Any]:
     }
     return (
         own
-        | {name: held.get(name) for name in SHOWN}
+        | {name: held.get(name) for name in PAGE_MEASURES}
         | {"residual": last.get("residual"), "cosine": last.get("cosine")}
     )
 
 
-def ends_table(runs: Runs, arms: Iterable[Arm], end: Callable[[Line], dict[str, Any]] = end_of) -> list[dict[str, Any]]:
+def table_of_arms(
+    runs: Runs, arms: Iterable[Arm], end: Callable[[Line], dict[str, Any]] = final_numbers
+) -> list[dict[str, Any]]:
     """Arms as pages show them, with the seeds that there are: verdicts take whole arms alone."""
     found = []
     for arm in arms:
-        ends = arm.so_far(runs)
+        ends = arm.lines_so_far(runs)
         if not ends:
             continue
         tried = [runs.of(arm.row(rate, 0)) for rate in arm.rates]

@@ -57,7 +57,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ClaimVerdict:
     """A claim beside its measurement. `measured` is None where nothing was measured, and `waits_for` then says what it
     needs. `alone` is the verdict before claims are judged together, `p` the level at which it would just be decided.
     """
@@ -112,11 +112,11 @@ def judge(claim: Claim, value: float, spread: float) -> Judgement:
     low, high = value - abs(spread), value + abs(spread)
     slack = 1e-9 * max(abs(value), abs(spread))
     if claim.relation == "at most":
-        return _sided(high <= claim.stated + slack, low > claim.stated + slack)
+        return _judge_sides(high <= claim.stated + slack, low > claim.stated + slack)
     if claim.relation == "at least":
-        return _sided(low >= claim.stated - slack, high < claim.stated - slack)
+        return _judge_sides(low >= claim.stated - slack, high < claim.stated - slack)
     least, most = claim.stated - claim.tolerance - slack, claim.stated + claim.tolerance + slack
-    return _sided(least <= low and high <= most, high < least or low > most)
+    return _judge_sides(least <= low and high <= most, high < least or low > most)
 
 
 def p_of(claim: Claim, sample: Sequence[float]) -> float:
@@ -136,15 +136,15 @@ def p_of(claim: Claim, sample: Sequence[float]) -> float:
     return max(ends) if inside else min(ends)
 
 
-def verdict_of(claim: Claim, measured: Measurement | None, command: str, waits_for: str = "") -> Verdict:
+def verdict_of(claim: Claim, measured: Measurement | None, command: str, waits_for: str = "") -> ClaimVerdict:
     """The verdict on a measurement by itself; undecided where there is none."""
     if measured is None:
-        return Verdict(claim, claim.stated, None, None, "undecided", False, command, waits_for=waits_for)
+        return ClaimVerdict(claim, claim.stated, None, None, "undecided", False, command, waits_for=waits_for)
     value, spread = (x if math.isfinite(x) else None for x in (measured.value, measured.spread))
     p = p_of(claim, measured.sample) if measured.sample else measured.p
     alone = judge(claim, measured.value, 0.0 if p is not None else measured.spread)
     verdict = alone if p is None or p <= LEVEL else "undecided"
-    return Verdict(
+    return ClaimVerdict(
         claim,
         claim.stated,
         value,
@@ -159,7 +159,7 @@ def verdict_of(claim: Claim, measured: Measurement | None, command: str, waits_f
     )
 
 
-def judge_together(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+def judge_together(verdicts: Sequence[ClaimVerdict]) -> tuple[ClaimVerdict, ...]:
     """The same verdicts, with those that rest on seeds corrected for their number."""
     changes = corrections({v.claim.id: (v.p, v.alone) for v in verdicts if v.p is not None})
     return tuple(replace(v, **changes.get(v.claim.id, {})) for v in verdicts)
@@ -181,7 +181,7 @@ def corrections(seeded: Mapping[str, tuple[float, Judgement]]) -> dict[str, dict
     }
 
 
-def _sided(all_of_it: bool, none_of_it: bool) -> Judgement:
+def _judge_sides(all_of_it: bool, none_of_it: bool) -> Judgement:
     return "holds" if all_of_it else "fails" if none_of_it else "undecided"
 
 

@@ -1,5 +1,5 @@
 """How studies use a machine: several of them, or parts of one, in processes of their own; the device, a training step
-as a CUDA graph, and random numbers that are the same wherever they are drawn.
+as a CUDA graph; and numbers that several of them take: normal draws that are the same everywhere, slopes, differences.
 """
 
 from __future__ import annotations
@@ -18,13 +18,33 @@ from torch import Tensor
 from locater_lab.engine.reproduction import Paper, Setting, Study, TimedResults, measure_timed, studies_of
 
 
-def normal(*shape: int, seed: int) -> Tensor:
+def draw_normal(*shape: int, seed: int) -> Tensor:
     """Standard normal, float64, the same wherever it is drawn.
 
-    >>> bool((normal(2, 3, seed=1) == normal(2, 3, seed=1)).all()), normal(2, seed=0).dtype
+    >>> bool((draw_normal(2, 3, seed=1) == draw_normal(2, 3, seed=1)).all()), draw_normal(2, seed=0).dtype
     (True, torch.float64)
     """
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def log_slope(at: Sequence[float], values: Sequence[float]) -> float:
+    """Slope of log values over log `at`, by least squares.
+
+    >>> round(log_slope([10, 100], [3.0, 0.03]), 6)
+    -2.0
+    """
+    x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in (at, values))
+    x = x - x.mean()
+    return float((x * y).sum() / x.square().sum())
+
+
+def relative_difference(tensor: Tensor, reference: Tensor) -> float:
+    """Largest entry of the difference over the largest of the reference.
+
+    >>> relative_difference(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))
+    0.25
+    """
+    return float((tensor - reference).abs().max() / reference.abs().max())
 
 
 # ---- studies of one or several papers at a time, in processes that share the work ----
@@ -47,15 +67,15 @@ def measure_in_parallel(
         return results
     _tasks[:] = tasks
     with ProcessPoolExecutor(min(workers, len(tasks)), get_context("fork")) as pool:
-        waiting = {pool.submit(_work, number): task for number, task in enumerate(tasks)}
+        waiting = {pool.submit(_measure_task, number): task for number, task in enumerate(tasks)}
         for count, done in enumerate(as_completed(waiting), 1):
             paper, study, setting = waiting[done]
             results[paper.name][study.title] = result = done.result()
-            setting.tell(f"{paper.name}: {study.title}, {result.seconds:.0f} s ({count} of {len(tasks)} studies)")
+            setting.log(f"{paper.name}: {study.title}, {result.seconds:.0f} s ({count} of {len(tasks)} studies)")
     return results
 
 
-def _work(number: int) -> TimedResults:
+def _measure_task(number: int) -> TimedResults:
     _, study, setting = _tasks[number]
     return measure_timed(study, setting)
 
@@ -80,7 +100,7 @@ def map_parts(work: Callable[[Setting, Part], Found], parts: list[Part], setting
     """
     if setting.jobs < 2:
         return [work(setting, part) for part in setting.each(parts)]
-    sent = replace(setting, progress=None, tell=print)  # bars and closures stay here
+    sent = replace(setting, progress=None, log=print)  # bars and closures stay here
     # a team of threads in each would only fight over the cores
     context, alone = get_context("spawn"), torch.set_num_threads
     with ProcessPoolExecutor(min(setting.jobs, len(parts)), context, alone, (1,)) as pool:

@@ -49,9 +49,9 @@ from locater_lab.train.data import open_data
 
 CLASSES, NOISE = 8, 24  # kinds of token that decide the class of a planted row, and that do not
 TOKENS, DECODED = 24, 4  # of a row, and of what the decoder reads
-BRIEF = dict(layers=3, width=48, heads=4, rate=3e-3, observe=0, evaluate=0, checkpoint=0, device="cpu")
-TEXT = dict(BRIEF, task="classify", vocabulary=512, length=48, batch=32, steps=200)
-IMAGES = dict(BRIEF, task="image", patch=7, batch=64, steps=400)
+SMALL_RUN = dict(layers=3, width=48, heads=4, rate=3e-3, observe=0, evaluate=0, checkpoint=0, device="cpu")
+TEXT = dict(SMALL_RUN, task="classify", vocabulary=512, length=48, batch=32, steps=200)
+IMAGES = dict(SMALL_RUN, task="image", patch=7, batch=64, steps=400)
 PLANTED = Shape(
     vocabulary=CLASSES + NOISE,
     layers=2,
@@ -83,7 +83,7 @@ class ExplainedModel:
 def text_model(count: int, seed: int = 0) -> ExplainedModel:
     """The classifier of two kinds of text, and windows of its report split that it gets right."""
     with tempfile.TemporaryDirectory() as folder:
-        pages, docs = _two_kinds()
+        pages, docs = _text_classes()
         for name, documents in (("reference", pages), ("docstrings", docs)):
             Path(folder, f"{name}.txt").write_text(JOINT.join(documents), encoding="utf-8")
         corpus = tuple(str(Path(folder, f"{name}.txt")) for name in ("reference", "docstrings"))
@@ -121,7 +121,7 @@ def _train_classifier(
 
 
 @lru_cache(maxsize=1)
-def _two_kinds() -> tuple[list[str], list[str]]:
+def _text_classes() -> tuple[list[str], list[str]]:
     """Pages of the language reference, and the docstrings of the standard library, by their order in the package."""
     from pydoc_data import topics
 
@@ -250,7 +250,7 @@ def method_named(name: str) -> Method:
     return lambda model, inputs, target: operator(model, inputs, target, collapse=collapse)
 
 
-def areas(subject: ExplainedModel, name: str) -> list[float]:
+def deletion_areas(subject: ExplainedModel, name: str) -> list[float]:
     """The area between the two curves for each input, over the target's value where it is no probability."""
     explain, values = method_named(name), []
     for inputs, target in zip(subject.inputs, subject.targets, strict=True):
@@ -261,15 +261,15 @@ def areas(subject: ExplainedModel, name: str) -> list[float]:
     return values
 
 
-def hits(subject: ExplainedModel, name: str) -> float:
+def hit_rate(subject: ExplainedModel, name: str) -> float:
     """The share of inputs whose largest score is that of the token that decides."""
     explain = method_named(name)
     each = zip(subject.inputs, subject.targets, subject.deciding, strict=True)
     return fmean(explain(subject.model, x, target).ranked()[0][0] == place for x, target, place in each)
 
 
-def likeness(subject: ExplainedModel, name: str, seed: int = 0) -> list[float]:
-    """Mean rank correlation of scores with those of the same model whose last 1, 2, ... blocks were drawn anew, over
+def redraw_similarity(subject: ExplainedModel, name: str, seed: int = 0) -> list[float]:
+    """Mean rank correlation of scores with those of the same model whose last 1, 2, ... blocks were redrawn, over
     inputs whose scores differ.
     """
     explain, model, values = method_named(name), copy.deepcopy(subject.model), []
@@ -305,13 +305,15 @@ def redraw_block(block: nn.Module, seed: int) -> None:
             p.data = torch.randn(p.shape, generator=rng) * p.data.std()
 
 
-def difference(by_method: Mapping[str, Sequence[float]], better: str, rivals: Iterable[str] = RIVALS) -> list[float]:
+def gain_over_best_rival(
+    by_method: Mapping[str, Sequence[float]], better: str, rivals: Iterable[str] = RIVALS
+) -> list[float]:
     """`better` less the best rival (by its mean), input by input."""
     best = max((name for name in rivals if name in by_method), key=lambda name: fmean(by_method[name]))
     return [a - b for a, b in zip(by_method[better], by_method[best], strict=True)]
 
 
-def cost(subject: ExplainedModel, names: Sequence[str], rounds: int = 5) -> dict[str, float]:
+def relative_cost(subject: ExplainedModel, names: Sequence[str], rounds: int = 5) -> dict[str, float]:
     """Seconds of a method over those of a forward pass, in turns on the same input; medians."""
     inputs, target = subject.inputs[0], subject.targets[0]
     taken: dict[str, list[float]] = {name: [] for name in ("forward", *names)}
@@ -359,11 +361,11 @@ class Areas:
     by_model: Mapping[str, Mapping[str, Sequence[float]]]
     facts: Mapping[str, Mapping[str, Any]]
 
-    def less_rivals(self, model: str, method: str, rivals: Sequence[str] = RIVALS) -> Measurement | None:
+    def gain_over_rivals(self, model: str, method: str, rivals: Sequence[str] = RIVALS) -> Measurement | None:
         """A method less its best rival, over the inputs of one model; None where the model is missing."""
         if model not in self.by_model:
             return None
-        return by_seed(difference(self.by_model[model], method, rivals), of="inputs of one model")
+        return by_seed(gain_over_best_rival(self.by_model[model], method, rivals), of="inputs of one model")
 
     def table(self) -> dict[str, Any]:
         methods = list(dict.fromkeys(name for table in self.by_model.values() for name in table))
@@ -390,7 +392,7 @@ def measure_areas(setting: Setting, methods: Sequence[str], on_classifiers: Sequ
         if subject is not None:
             facts[name] = {"inputs": len(subject.inputs), **subject.facts}
             names = (*methods, *on_classifiers) if name in CLASSIFIERS else methods
-            by_model[name] = {method: areas(subject, method) for method in names}
+            by_model[name] = {method: deletion_areas(subject, method) for method in names}
     return Areas(by_model, facts)
 
 
@@ -403,20 +405,20 @@ def train_by_seed(setting: Setting, make: Callable[[int, int], ExplainedModel]) 
     return subjects
 
 
-def hits_by_method(subjects: Sequence[ExplainedModel], methods: Sequence[str]) -> dict[str, list[float]]:
+def hit_rates_by_method(subjects: Sequence[ExplainedModel], methods: Sequence[str]) -> dict[str, list[float]]:
     """The share of inputs whose largest score is that of the token that decides, by method and seed."""
-    return {name: [hits(subject, name) for subject in subjects] for name in methods}
+    return {name: [hit_rate(subject, name) for subject in subjects] for name in methods}
 
 
-def redrawn_likeness(subjects: Sequence[ExplainedModel], methods: Sequence[str]) -> dict[str, list[list[float]]]:
-    """Rank correlations of scores with those of models whose last blocks were drawn anew, by method and seed."""
-    return {name: [likeness(subject, name, seed) for seed, subject in enumerate(subjects)] for name in methods}
+def redraw_similarities(subjects: Sequence[ExplainedModel], methods: Sequence[str]) -> dict[str, list[list[float]]]:
+    """Rank correlations of scores with those of models whose last blocks were redrawn, by method and seed."""
+    return {name: [redraw_similarity(subject, name, seed) for seed, subject in enumerate(subjects)] for name in methods}
 
 
-def mean_curves(likeness: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
-    """Means over seeds of what `redrawn_likeness` returns: for each method a number by how many blocks were drawn anew.
+def mean_curves(redraw_similarity: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """Means over seeds of what `redraw_similarities` returns: for each method a number by how many blocks were redrawn.
 
     >>> mean_curves({"rollout": [[1.0, 0.5], [0.0, 0.5]]})
     {'rollout': [0.5, 0.5]}
     """
-    return {name: [fmean(depth) for depth in zip(*curves, strict=True)] for name, curves in likeness.items()}
+    return {name: [fmean(depth) for depth in zip(*curves, strict=True)] for name, curves in redraw_similarity.items()}

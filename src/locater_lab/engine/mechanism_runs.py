@@ -11,7 +11,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from locater_lab.engine.arms import Line, end_of, ends_table, uniform_first, value_of
+from locater_lab.engine.arms import Line, final_numbers, table_of_arms, uniform_first, value_of
 from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.engine.reproduction import Paper
 from locater_lab.engine.runs import Arm, Row, Runs, expected_rows
@@ -127,8 +127,8 @@ COPY = Plan(
 COPY_RATE, COPY_SEEDS = 6e-3, 8
 UNIFORM = round(uniform_first(COPY.length), 4)  # the first token's weight where attention is even
 COPY_SINK = 0.3  # and from where on it is a sink
-LEFT = 0.1  # of the plain model's weight: what counts as taken away
-SHORT = 0.1  # nats above the plain model: an arm that has not learned the source
+NEARLY_GONE = 0.1  # of the plain model's weight: what counts as taken away
+NOT_LEARNED = 0.1  # nats above the plain model: an arm that has not learned the source
 HERE = "one layer on the copy source"
 WEIGHT, SHARE, VALUE, SPIKE = (
     f"measures.{name}" for name in ("first_weight", "first_mass", "first_value", "spike_ratio")
@@ -155,7 +155,7 @@ PLAIN = sink_arm()
 
 def weight_left(runs: Runs, arm: Arm, against: Arm = PLAIN) -> Measurement | None:
     """Weight on the first token over that of the plain model, seed by seed."""
-    ends, plain = arm.ends(runs), against.ends(runs)
+    ends, plain = arm.final_lines(runs), against.final_lines(runs)
     values = [(value_of(a, WEIGHT), value_of(b, WEIGHT)) for a, b in zip(ends or (), plain or (), strict=False)]
     ratios = [a / b for a, b in values if a is not None and b]
     return by_seed(ratios) if ratios and len(ratios) == len(values) else None
@@ -163,7 +163,7 @@ def weight_left(runs: Runs, arm: Arm, against: Arm = PLAIN) -> Measurement | Non
 
 def sink_tables(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
     """The tables that sinks.md.j2 reads: the arms with the seeds that there are, and how they were trained."""
-    rows = ends_table(runs, arms, end_with_weights)
+    rows = table_of_arms(runs, arms, final_numbers_with_weights)
     if not rows:
         return {}
     return {
@@ -172,7 +172,7 @@ def sink_tables(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
             "means": {measure: _means(rows, measure) for measure in ("first_weight", "first_mass", "spike_ratio")},
             "trained": {"width": COPY.width, "tokens": COPY.length, "steps": COPY.steps, "rate": COPY_RATE},
             "even": UNIFORM,
-            "far": SHORT,
+            "far": NOT_LEARNED,
         }
     }
 
@@ -186,10 +186,10 @@ def _means(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, float]:
     }
 
 
-def end_with_weights(line: Line) -> dict[str, Any]:
+def final_numbers_with_weights(line: Line) -> dict[str, Any]:
     """What pages on sinks show of a run."""
     measures = line.get("measures") or {}
-    return end_of(line) | {name: measures.get(name) for name in ("first_weight", "first_value")}
+    return final_numbers(line) | {name: measures.get(name) for name in ("first_weight", "first_value")}
 
 
 # ---- on text ----
@@ -256,7 +256,7 @@ def relative_cost(plan: Plan) -> int:
 class TextArm(Arm):
     """An arm at the one rate of its recipe, with the seeds that there are."""
 
-    def ends(self, runs: Runs) -> list[dict[str, Any]] | None:
+    def final_lines(self, runs: Runs) -> list[dict[str, Any]] | None:
         """Lines of its first seeds up to one that is missing; None with fewer than three, or where one diverged."""
         found: list[dict[str, Any]] = []
         for seed in range(self.seeds):
@@ -332,7 +332,7 @@ def text_rows(runs: Runs) -> list[Row]:
 
 def has_text_sink(runs: Runs, plain: Arm) -> bool:
     """Whether a head of the plain model has a sink with every seed."""
-    lines = plain.ends(runs)
+    lines = plain.final_lines(runs)
     return bool(lines) and all((value_of(line, SINK_RATE) or 0.0) > 0 for line in lines or ())
 
 
@@ -356,7 +356,7 @@ def text_sink_tables(runs: Runs, names: Iterable[str]) -> dict[str, Any]:
             "even": uniform_first(base.length),
             "has_sink": recipe is not None and has_text_sink(runs, arms["plain"]),
             "trained": {key: getattr(base, key) for key in ("layers", "width", "heads", "length", "batch", "steps", "rate", "decay", "bos")},
-            "arms": ends_table(runs, [arms[name] for name in names if name in arms], end_with_weights),
+            "arms": table_of_arms(runs, [arms[name] for name in names if name in arms], final_numbers_with_weights),
         }
     }  # fmt: skip
 

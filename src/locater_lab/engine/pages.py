@@ -178,7 +178,7 @@ def _step(span: float) -> float:
     return next(power * digit for digit in (1, 2, 5, 10) if span / (power * digit) <= 7)
 
 
-HERE = Path(__file__).parent
+TEMPLATES = Path(__file__).parent
 
 
 def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: Path) -> list[Path]:
@@ -222,7 +222,7 @@ COMPILED = CompiledTemplates()
 def page(document: Mapping[str, Any], paper: Paper) -> tuple[str, dict[str, str]]:
     """Markdown, with (figure:NAME) where the link to a figure goes, and the figures by name."""
     facts = Facts(document)
-    folders = [HERE] if paper.folder is None else [paper.folder, HERE]
+    folders = [TEMPLATES] if paper.folder is None else [paper.folder, TEMPLATES]
     environment = Environment(
         loader=FileSystemLoader(folders),
         undefined=StrictUndefined,
@@ -234,7 +234,7 @@ def page(document: Mapping[str, Any], paper: Paper) -> tuple[str, dict[str, str]
     environment.filters |= FILTERS
     environment.globals |= {**FUNCTIONS, **facts.functions(), **paper.template_names}
     template = environment.get_template("base.md.j2" if paper.folder is None else "page.md.j2")
-    text = template.render(paper=paper, document=document, **_about(document, paper))
+    text = template.render(paper=paper, document=document, **_template_variables(document, paper))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n", facts.figures
 
 
@@ -305,7 +305,7 @@ class Facts:
         return f"![{words or name}](figure:{name})"
 
 
-def _about(document: Mapping[str, Any], paper: Paper) -> dict[str, Any]:
+def _template_variables(document: Mapping[str, Any], paper: Paper) -> dict[str, Any]:
     claims, assumptions = document["claims"], document["assumptions"]
     times = (f"{name} {verdict_text.time_text(assumptions, name)}" for name in assumptions["processor_seconds"])
     return {

@@ -21,7 +21,7 @@ from locater.files import write_whole
 from locater.inputs.corpus import embedded_text, fingerprint
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
-from locater_lab.engine.claims import Claim, Measurement, Verdict, corrections, judge_together, verdict_of
+from locater_lab.engine.claims import Claim, ClaimVerdict, Measurement, corrections, judge_together, verdict_of
 
 
 def round_numbers(x: Any, digits: int) -> Any:
@@ -47,7 +47,7 @@ class Setting:
     """What a study may use: how long it may take, where more trained models are, and the text that they are run on.
 
     Studies of training runs read `runs`, lines of JSON, and `more_runs`; with `jobs` they make the lines that `runs`
-    lacks, so many at a time, on what is in the folder `data`. `tell` is given a line as each study begins.
+    lacks, so many at a time, on what is in the folder `data`. `log` is given a line as each study begins.
     """
 
     quick: bool = True
@@ -56,7 +56,7 @@ class Setting:
     runs: Path | None = None
     data: Path | None = None
     jobs: int = 0
-    tell: Callable[[str], None] = lambda text: None
+    log: Callable[[str], None] = lambda text: None
     more_runs: tuple[Path, ...] = ()
 
     @cached_property
@@ -146,7 +146,7 @@ class Reproduction:
     """Verdicts of a paper's claims, and the tables of its studies."""
 
     paper: Paper
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[ClaimVerdict, ...]
     assumptions: dict[str, Any] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by study, then by name
 
@@ -182,7 +182,7 @@ def reproduce(
     """
     setting, done = setting or Setting(), done or {}
     ids = {c.id for c in select_claims(paper, claim)}
-    verdicts: list[Verdict] = []
+    verdicts: list[ClaimVerdict] = []
     tables: dict[str, Mapping[str, Any]] = {}
     times: dict[str, TimedResults] = {}
     studies = studies_of(paper, claim)
@@ -190,7 +190,7 @@ def reproduce(
     for number, study in enumerate(studies, 1):
         if study.title not in done:
             since = time.perf_counter() - start
-            setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({since:.0f} s so far)")
+            setting.log(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({since:.0f} s so far)")
         result = done.get(study.title) or measure_timed(study, setting)
         if study.measure is not None:
             times[study.title] = result
@@ -212,10 +212,10 @@ def studies_of(paper: Paper, claim: str | None) -> list[Study]:
 
 def measure_timed(study: Study, setting: Setting) -> TimedResults:
     """One study, and what it took."""
-    clock, processor = time.perf_counter(), _processor()
+    clock, processor = time.perf_counter(), _processor_seconds()
     results = measure(study, setting)
     text = fingerprint(setting.text) if "text" in vars(setting) else None
-    return TimedResults(results, time.perf_counter() - clock, _processor() - processor, text)
+    return TimedResults(results, time.perf_counter() - clock, _processor_seconds() - processor, text)
 
 
 def measure(study: Study, setting: Setting) -> Results:
@@ -304,7 +304,7 @@ def _text() -> str:
     return embedded_text()
 
 
-def _processor() -> float:
+def _processor_seconds() -> float:
     """Seconds of processors so far, in this process and in those it has waited for."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system

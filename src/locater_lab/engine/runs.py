@@ -226,7 +226,7 @@ def train_missing(
     runs: Runs,
     data: Path,
     jobs: int,
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run every row that has no line, `jobs` at a time. `rows` is asked again after each, since some wait for the
     outcome of others.
@@ -236,11 +236,11 @@ def train_missing(
     _check_files(rows(runs), data)
     with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
         _tokenize(runs.missing(rows(runs)), data, Path(folder))
-        _train_missing(rows, runs, data, jobs, tell)
+        _train_missing(rows, runs, data, jobs, log)
 
 
 def _train_missing(
-    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, tell: Callable[[str], None]
+    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, log: Callable[[str], None]
 ) -> None:
     asked: set[str] = set()
     broken: list[str] = []
@@ -258,10 +258,10 @@ def _train_missing(
                 name = f"{row.arm}, seed {row.plan.seed}, rate {row.plan.rate:g}"
                 try:
                     runs.add(row, done.result())
-                    tell(f"{name}: {_outcome_text(runs.lines[row.key])}; {len(waiting)} left")
+                    log(f"{name}: {_outcome_text(runs.lines[row.key])}; {len(waiting)} left")
                 except Exception as error:  # anything can end a worker (compilers, memory, a kill); its run has no line and is run again
                     broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
-                    tell(broken[-1])
+                    log(broken[-1])
     if broken:
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
@@ -382,13 +382,13 @@ class Arm:
         if best is not None:
             yield from (self.row(best, seed) for seed in range(1, self.seeds))
 
-    def so_far(self, runs: Runs) -> list[dict[str, Any]]:
+    def lines_so_far(self, runs: Runs) -> list[dict[str, Any]]:
         """Lines of the seeds at the best rate, those that there are."""
         best = self.rate(runs)
         lines = [] if best is None else [runs.of(self.row(best, seed)) for seed in range(self.seeds)]
         return [line for line in lines if line is not None and line["status"] == "done"]
 
-    def ends(self, runs: Runs) -> list[dict[str, Any]] | None:
+    def final_lines(self, runs: Runs) -> list[dict[str, Any]] | None:
         """The same of all seeds; None while one is missing."""
-        found = self.so_far(runs)
+        found = self.lines_so_far(runs)
         return found if len(found) == self.seeds else None

@@ -48,15 +48,15 @@ WAY_OUT = (
 def sentence_model() -> Path | None:
     """Its folder; None where it is not installed. Other files than those of its hash are refused."""
     folder = _folder()
-    if folder is not None and (fault := _fault(folder)):
+    if folder is not None and (fault := _hash_fault(folder)):
         raise LocaterError(fault)
     return folder
 
 
-def why_absent() -> str | None:
+def why_unavailable() -> str | None:
     """One line where it cannot be used here: why, and how to get it."""
     folder = _folder()
-    return f"the sentence model {NAME} is not installed: {WAY_OUT}" if folder is None else _fault(folder)
+    return f"the sentence model {NAME} is not installed: {WAY_OUT}" if folder is None else _hash_fault(folder)
 
 
 def _folder() -> Path | None:
@@ -67,7 +67,7 @@ def _folder() -> Path | None:
 
 
 @cache
-def _fault(folder: Path) -> str | None:
+def _hash_fault(folder: Path) -> str | None:
     for path, expected in ((folder / name, value) for name, value in SHA256.items()):
         if not path.is_file():
             return f"{path}: no such file; {WAY_OUT}"

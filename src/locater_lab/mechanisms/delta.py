@@ -50,14 +50,14 @@ def gated_delta_attention(x: Inputs, *, beta: Tensor, log_decay: Tensor, normali
     _check_gates(x, beta=beta, log_decay=log_decay)
     if has_delta_kernel(x.q, x.v):
         return _by_kernel(x, beta, log_decay, normalise)
-    q, k, v, beta, decay = _operands(x, beta, log_decay, normalise)
+    q, k, v, beta, decay = _prepare_operands(x, beta, log_decay, normalise)
     chunk = min(CHUNK, x.S)
     short = -x.S % chunk
     # (B, K, G or 1, N, C, D or E)
     q, k, v = (functional.pad(y, (0, 0, 0, short)).unflatten(-2, (-1, chunk)) for y in (q, k, v))
     # (..., N, C, 1)
     beta, decay = (functional.pad(y, (0, short)).unflatten(-1, (-1, chunk))[..., None] for y in (beta, decay))
-    gap, lower = _within(k, beta, decay)
+    gap, lower = _chunk_matrices(k, beta, decay)
     since = decay.cumsum(-2).exp()  # of what the chunk started from
     right = torch.cat([beta * v, beta * since * k], -1)
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
@@ -74,8 +74,8 @@ def gated_delta_attention(x: Inputs, *, beta: Tensor, log_decay: Tensor, normali
 def gated_delta_map(x: Inputs, *, beta: Tensor, log_decay: Tensor, normalise: bool = True) -> Tensor:
     """scale (G * q k^T) (I + L)^-1 diag(beta): what each value counts for in each output, overwriting included."""
     _check_gates(x, beta=beta, log_decay=log_decay)
-    q, k, _, beta, decay = _operands(x, beta, log_decay, normalise)
-    gap, lower = _within(k, beta[..., None], decay[..., None])
+    q, k, _, beta, decay = _prepare_operands(x, beta, log_decay, normalise)
+    gap, lower = _chunk_matrices(k, beta[..., None], decay[..., None])
     inverse = torch.linalg.solve_triangular(lower, torch.diag_embed(beta), upper=False, unitriangular=True)
     out = (gap * (q @ k.mT)) @ inverse
     return out.flatten(1, 2)[:, :, x.S - x.T :]
@@ -102,7 +102,7 @@ def _by_kernel(x: Inputs, beta: Tensor, log_decay: Tensor | None, normalise: boo
     )
 
 
-def _within(k: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_matrices(k: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """G and L of k (..., C, D) with beta and decay (..., C, 1)."""
     total = decay.cumsum(-2)
     causal = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool, device=k.device).tril()
@@ -110,13 +110,13 @@ def _within(k: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     return gap, (beta * gap * (k @ k.mT)).tril(-1)
 
 
-def _operands(
+def _prepare_operands(
     x: Inputs, beta: Tensor, log_decay: Tensor, normalise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q (B, K, G, S, D) with zeros where keys came before; k, v (B, K, 1, S, ...); beta and decay (B, K, G or 1, S), 0
     for padding.
     """
-    q, k, v, keep = x.grouped()
+    q, k, v, keep = x.grouped_by_key_head()
     if normalise:
         q, k = unit_length(q), unit_length(k)
     q = functional.pad(q * x.scale_or(1.0), (0, 0, x.S - x.T, 0))

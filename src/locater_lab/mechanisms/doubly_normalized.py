@@ -20,8 +20,15 @@ from locater.errors import LocaterError
 from locater.kernels import Terms, row_statistics
 from locater_lab.mechanisms.inputs import Inputs, head_values, widen
 from locater_lab.mechanisms.kernels.doubly import doubly_attention
-from locater_lab.mechanisms.kernels.weighted import has_kernel
-from locater_lab.mechanisms.softmax import fused, logits, normalized, softmax_attention, softmax_map, with_channels
+from locater_lab.mechanisms.kernels.weighted import has_weighted_kernel
+from locater_lab.mechanisms.softmax import (
+    add_logit_term,
+    fused_attention,
+    logits,
+    masked_softmax,
+    softmax_attention,
+    softmax_map,
+)
 
 BLOCK = 128  # keys at a time
 
@@ -34,24 +41,24 @@ def doubly_normalized_attention(x: Inputs) -> Tensor:
     >>> bool(mechanism("doubly_normalized").map(q, k).sum(2).min() >= 1 / 64)
     True
     """
-    if _fits(x):
+    if _has_kernel(x):
         return _by_kernel(x, None)
     scale = x.usual_scale
     ready = replace(x, k=x.per_query_head(x.k), v=x.per_query_head(x.v))
-    shift = -_log_sums(ready)  # (B, H, S)
-    return fused(with_channels(ready, x.q.new_ones(1, 1, 1, 1), shift[..., None] / scale), scale)
+    shift = -_column_log_sums(ready)  # (B, H, S)
+    return fused_attention(add_logit_term(ready, x.q.new_ones(1, 1, 1, 1), shift[..., None] / scale), scale)
 
 
 def doubly_normalized_map(x: Inputs) -> Tensor:
     scores = logits(x, x.usual_scale)
-    return normalized(x, scores - _over_queries(scores, _counted(x))[:, :, None])
+    return masked_softmax(x, scores - _log_sum_over_queries(scores, _counting_queries(x))[:, :, None])
 
 
 def hybrid_normalized_attention(x: Inputs, *, mix: float | Tensor) -> Tensor:
     """`mix` is u: a number, or one per query head (H,), from 0 (softmax) to 1 (doubly normalized)."""
-    u = _mix(x, mix)
+    u = _check_mix(x, mix)
     # what the gradient costs is less for both at once; the output alone is more
-    if _fits(x) and torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v)):
+    if _has_kernel(x) and torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v)):
         numbers = u.flatten() if isinstance(u, Tensor) else x.q.new_full((1,), u, dtype=torch.float32)
         return _by_kernel(x, numbers.expand(x.heads))
     both = softmax_attention(x), doubly_normalized_attention(x)
@@ -59,20 +66,20 @@ def hybrid_normalized_attention(x: Inputs, *, mix: float | Tensor) -> Tensor:
 
 
 def hybrid_normalized_map(x: Inputs, *, mix: float | Tensor) -> Tensor:
-    u = _mix(x, mix)
+    u = _check_mix(x, mix)
     return u * doubly_normalized_map(x) + (1 - u) * softmax_map(x)
 
 
-def _mix(x: Inputs, mix: float | Tensor) -> float | Tensor:
+def _check_mix(x: Inputs, mix: float | Tensor) -> float | Tensor:
     if not isinstance(mix, Tensor) and not 0 <= mix <= 1:
         raise LocaterError(f"mix={mix}: a number from 0 (softmax) to 1 (doubly normalized)")
     u = head_values(mix, x, "mix")
     return widen(u) if isinstance(u, Tensor) else u
 
 
-def _fits(x: Inputs) -> bool:
+def _has_kernel(x: Inputs) -> bool:
     """Whether kernels that know of both sums can do it; they take masks of one row."""
-    return not x.has_row_mask and has_kernel(x.q, x.v)
+    return not x.has_row_mask and has_weighted_kernel(x.q, x.v)
 
 
 def _by_kernel(x: Inputs, mix: Tensor | None) -> Tensor:
@@ -88,33 +95,33 @@ def _by_kernel(x: Inputs, mix: Tensor | None) -> Tensor:
     )
 
 
-def _counted(x: Inputs) -> Tensor:
+def _counting_queries(x: Inputs) -> Tensor:
     """(b, h, T, S): which queries count for a key."""
     real, seen = x.real_queries(), x.visible()
     return seen if real is None else seen & real
 
 
-def _over_queries(scores: Tensor, counted: Tensor) -> Tensor:
+def _log_sum_over_queries(scores: Tensor, counted: Tensor) -> Tensor:
     """log sum_i exp(E_ij) over the queries that count, 0 where none does: (B, H, s)."""
     out = scores.masked_fill(~counted, torch.finfo(scores.dtype).min).logsumexp(2)
     return out.masked_fill(~counted.any(2), 0.0)
 
 
-def _log_sums(x: Inputs) -> Tensor:
+def _column_log_sums(x: Inputs) -> Tensor:
     """L (B, H, S). Its gradient is attention too, of keys to queries: with p_ij = exp(E_ij - L_j), dL_j/dk_j = scale
     sum_i p_ij q_i and dL_j/dq_i = scale p_ij k_j, which is what y_j = scale k_j.(sum_i p_ij q_i) has at fixed p."""
     real, scale = x.real_queries(), x.usual_scale
     shared = None if real is None else real.mT  # (B, 1, 1, T)
-    seen = _counted(x).mT if x.has_row_mask else shared  # of a key: queries that count
-    out = _values(x, seen)
+    seen = _counting_queries(x).mT if x.has_row_mask else shared  # of a key: queries that count
+    out = _log_sums_without_gradient(x, seen)
     if not torch.is_grad_enabled():
         return out
     turned = Inputs(x.k.detach(), x.q.detach(), x.q, Terms(scale, mask=seen))
-    y = _Once.apply(scale * (widen(x.k) * widen(fused(turned, scale))).sum(-1))
+    y = _FirstDerivativeOnly.apply(scale * (widen(x.k) * widen(fused_attention(turned, scale))).sum(-1))
     return out + (y - y.detach())
 
 
-class _Once(torch.autograd.Function):
+class _FirstDerivativeOnly(torch.autograd.Function):
     """The identity; a second derivative, which y does not have, is refused. (`once_differentiable` says nothing to
     `autograd.grad`.)
     """
@@ -133,19 +140,19 @@ class _Once(torch.autograd.Function):
         return grad
 
 
-def _values(x: Inputs, seen: Tensor | None) -> Tensor:
+def _log_sums_without_gradient(x: Inputs, seen: Tensor | None) -> Tensor:
     """L without its gradient: by the kernel that reads rows of attention on a GPU, for some keys at a time
     elsewhere.
     """
     q, k, scale = x.q.detach(), x.k.detach(), x.usual_scale
-    if has_kernel(q, k):
+    if has_weighted_kernel(q, k):
         out: Tensor = _log_sum_exp(k, q, seen, scale)
         return out.masked_fill(out == -torch.inf, 0.0)
     parts = []
     for at in range(0, x.S, BLOCK):
         scores = logits(Inputs(k[:, :, at : at + BLOCK], q, q, Terms()), scale)
         counted = seen if seen is None or seen.shape[2] == 1 else seen[:, :, at : at + BLOCK]
-        parts.append(scores.logsumexp(3) if counted is None else _over_queries(scores.mT, counted.mT))
+        parts.append(scores.logsumexp(3) if counted is None else _log_sum_over_queries(scores.mT, counted.mT))
     return torch.cat(parts, 2)
 
 

@@ -32,7 +32,7 @@ class LayerFusion(nn.Module):
             raise LocaterError(f"layers={layers}: at least one to fuse")
         self.layers, self.width = layers, width
 
-    def stacked(self, states: Sequence[Tensor]) -> Tensor:
+    def stack_states(self, states: Sequence[Tensor]) -> Tensor:
         """(L, B, T, width), checked."""
         if len(states) != self.layers:
             raise LocaterError(
@@ -65,7 +65,7 @@ class ConcatFusion(LayerFusion):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
-        return nn.functional.linear(torch.cat(self.stacked(states).unbind(), -1), self.weight, self.bias)
+        return nn.functional.linear(torch.cat(self.stack_states(states).unbind(), -1), self.weight, self.bias)
 
 
 class MaxFusion(LayerFusion):
@@ -76,7 +76,7 @@ class MaxFusion(LayerFusion):
     """
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
-        return self.stacked(states).amax(0)
+        return self.stack_states(states).amax(0)
 
 
 class GateFusion(LayerFusion):
@@ -93,10 +93,10 @@ class GateFusion(LayerFusion):
 
     def weights(self, states: Sequence[Tensor]) -> Tensor:
         """softmax_l(w.H_l) (L, B, T)."""
-        return (self.stacked(states) @ self.weight).softmax(0)
+        return (self.stack_states(states) @ self.weight).softmax(0)
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
-        stacked = self.stacked(states)
+        stacked = self.stack_states(states)
         return (self.weights(states)[..., None] * stacked).sum(0)
 
 

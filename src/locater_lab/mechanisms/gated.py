@@ -5,7 +5,7 @@ g = sigmoid(x W_g), in one of four places, for a whole head (one number per toke
     value_gate  on the values:    o_i = sum_j A_ij (g_j * v_j)
     key_gate    on the keys:      A = softmax(scale q (g * k)^T)
     query_gate  on the queries:   A = softmax(scale (g * q) k^T)
-The fifth place, after the output projection, is outside of attention: `y * Gate(width, 1, width, "element")(x)[:, 0]`.
+The fifth place, after the output projection, is outside of attention: `y * GateModule(width, 1, width, "element")(x)[:, 0]`.
 
 With gates per head the map is g_i A_ij g_j, whose rows sum to at most 1: a query may look away. Element by element
 there is a map per channel, and W_V and W_O no longer merge into one matrix. Either way the output of a head has rank at
@@ -39,7 +39,7 @@ def gated_attention(
     """Gates are (batch, heads, tokens), or (batch, heads, tokens, 1 or size); axes of size 1 are shared.
 
     Heads of `gate` and `query_gate` are those of queries, whose tokens may be counted with the keys before them: the
-    last T are taken. A gate is used as it is given: what it is made of is up to `Gate`.
+    last T are taken. A gate is used as it is given: what it is made of is up to `GateModule`.
 
     >>> from locater_lab.mechanisms import mechanism
     >>> q = k = v = torch.ones(1, 2, 3, 4)
@@ -49,9 +49,9 @@ def gated_attention(
     """
     x = _gated_logits(x, gate, value_gate, key_gate, query_gate)
     if value_gate is not None:
-        x = replace(x, v=x.v * _fit(value_gate, "value_gate", x.v, x.S))
+        x = replace(x, v=x.v * _fit_gate(value_gate, "value_gate", x.v, x.S))
     out = softmax_attention(x)
-    return out if gate is None else out * _fit(gate, "gate", out, x.S)
+    return out if gate is None else out * _fit_gate(gate, "gate", out, x.S)
 
 
 def gated_map(
@@ -71,8 +71,8 @@ def gated_map(
     x = _gated_logits(x, gate, value_gate, key_gate, query_gate)
     out = softmax_map(x)
     if value_gate is not None:
-        out = out * x.per_query_head(_fit(value_gate, "value_gate", x.k, x.S).expand(-1, x.k.shape[1], -1, -1)).mT
-    return out if gate is None else out * _fit(gate, "gate", x.q, x.S)
+        out = out * x.per_query_head(_fit_gate(value_gate, "value_gate", x.k, x.S).expand(-1, x.k.shape[1], -1, -1)).mT
+    return out if gate is None else out * _fit_gate(gate, "gate", x.q, x.S)
 
 
 def _gated_logits(
@@ -82,12 +82,12 @@ def _gated_logits(
         raise LocaterError(
             "gated needs at least one of gate, value_gate, key_gate, query_gate; without any it is softmax"
         )
-    q = x.q if query_gate is None else x.q * _fit(query_gate, "query_gate", x.q, x.S)
-    k = x.k if key_gate is None else x.k * _fit(key_gate, "key_gate", x.k, x.S)
+    q = x.q if query_gate is None else x.q * _fit_gate(query_gate, "query_gate", x.q, x.S)
+    k = x.k if key_gate is None else x.k * _fit_gate(key_gate, "key_gate", x.k, x.S)
     return replace(x, q=q, k=k)
 
 
-def _fit(gate: Tensor, name: str, onto: Tensor, S: int) -> Tensor:
+def _fit_gate(gate: Tensor, name: str, onto: Tensor, S: int) -> Tensor:
     """A gate with four axes that fit `onto` (B, heads, tokens, size), in its type."""
     shape, tokens = list(gate.shape), onto.shape[2]
     if gate.ndim == 3:
@@ -102,14 +102,14 @@ def _fit(gate: Tensor, name: str, onto: Tensor, S: int) -> Tensor:
     return gate.to(onto.dtype)
 
 
-class Gate(nn.Module):
+class GateModule(nn.Module):
     """Gates of the layer's input x (B, T, width): (B, heads, T, 1) per head, (B, heads, T, size) per element.
 
     g = f(x W_g), with W_g (width, heads) or (width, heads size) and f the sigmoid; "ns_sigmoid" is (1 + sigmoid) / 2,
     which cannot close. `shared`: the mean of element-wise gates over heads, for all of them. Without `from_input`: f of
     parameters alone, zero at first. W_g is small at first, so that gates are about 1/2 and so is what they let pass.
 
-    >>> gate = Gate(8, heads=2, size=3, per="element")
+    >>> gate = GateModule(8, heads=2, size=3, per="element")
     >>> gates = gate(torch.zeros(1, 5, 8))
     >>> gates.shape, gates.mean().item(), sum(p.numel() for p in gate.parameters())
     (torch.Size([1, 2, 5, 3]), 0.5, 48)

@@ -107,7 +107,7 @@ class Inputs:
         """(B, K, ...) to (B, H, ...)."""
         return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
 
-    def grouped(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def grouped_by_key_head(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q (B, K, G, T, D), k (B, K, 1, S, D), v (B, K, 1, S, E), real keys (b, K or 1, G or 1, S, 1); float32 at
         least.
         """
@@ -129,8 +129,8 @@ class Inputs:
         else:
             keep = self.real_keys()
             weight = values.new_ones(1, 1, self.S, 1) if keep is None else keep.mT.to(values)
-            total = self._summed((values if weight.shape[1] == 1 else self.per_query_head(values)) * weight)
-            count = self._summed(weight)
+            total = self._sum_over_keys((values if weight.shape[1] == 1 else self.per_query_head(values)) * weight)
+            count = self._sum_over_keys(weight)
         return total / count.clamp_min(1)
 
     def keys_in_view(self) -> Float[Tensor, "b h t 1"]:
@@ -139,9 +139,9 @@ class Inputs:
         if self.has_row_mask:
             return self.visible().sum(-1, keepdim=True).to(kind)
         keep = self.real_keys()
-        return self._summed(self.q.new_ones(1, 1, self.S, 1, dtype=kind) if keep is None else keep.mT.to(kind))
+        return self._sum_over_keys(self.q.new_ones(1, 1, self.S, 1, dtype=kind) if keep is None else keep.mT.to(kind))
 
-    def _summed(self, x: Float[Tensor, "b h S n"]) -> Float[Tensor, "b h t n"]:
+    def _sum_over_keys(self, x: Float[Tensor, "b h S n"]) -> Float[Tensor, "b h t n"]:
         """Sums over the keys up to each query where it is causal, over all keys where not."""
         return prefix_sums(x)[:, :, self.S - self.T :] if self.causal else x.sum(2, keepdim=True)
 
@@ -178,13 +178,13 @@ def head_values(values: float | Tensor, x: Inputs, name: str) -> float | Tensor:
     return values[:, None, None]
 
 
-def checked(q: Tensor, k: Tensor, v: Tensor, terms: Terms, query_padding: Tensor | None) -> Inputs:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, terms: Terms, query_padding: Tensor | None) -> Inputs:
     """Inputs whose shapes and kinds fit."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise LocaterError(f"{name} has shape {list(x.shape)}; it has four axes: batch, heads, tokens, size")
         if not x.is_floating_point() or x.dtype != q.dtype:
-            raise LocaterError(f"{name} is {_kind(x)} and q {_kind(q)}: one floating type for q, k and v")
+            raise LocaterError(f"{name} is {_dtype_name(x)} and q {_dtype_name(q)}: one floating type for q, k and v")
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     if k.shape[0] != B or k.shape[3] != D or not K or H % K:
@@ -204,7 +204,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, terms: Terms, query_padding: Tensor
     for name, tensor in (("mask", terms.mask), ("padding", terms.padding), ("query_padding", query_padding)):
         if tensor is not None and tensor.dtype != torch.bool:
             raise LocaterError(
-                f"{name} is {_kind(tensor)}: a boolean tensor, True for what is seen; of an additive mask, mask == 0"
+                f"{name} is {_dtype_name(tensor)}: a boolean tensor, True for what is seen; of an additive mask, mask == 0"
             )
     terms = terms.checked(B, H, T, S)
     if query_padding is not None and tuple(query_padding.shape) != (B, T):
@@ -212,5 +212,5 @@ def checked(q: Tensor, k: Tensor, v: Tensor, terms: Terms, query_padding: Tensor
     return Inputs(q, k, v, terms, query_padding)
 
 
-def _kind(x: Tensor) -> str:
+def _dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")

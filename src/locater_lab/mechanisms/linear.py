@@ -20,7 +20,7 @@ from torch.nn import functional
 from locater.errors import LocaterError
 from locater_lab.mechanisms.inputs import Inputs, unit_length, widen
 from locater_lab.mechanisms.kernels.features import feature_attention, has_feature_kernel, polynomial_attention
-from locater_lab.mechanisms.kernels.weighted import has_kernel
+from locater_lab.mechanisms.kernels.weighted import has_weighted_kernel
 
 CHUNK = 128  # tokens
 Features = Callable[[Tensor], Tensor]  # (..., n, D) to (..., n, F)
@@ -36,13 +36,13 @@ def linear_attention(x: Inputs) -> Tensor:
     tensor([[[[0.2500, 0.7500]]]])
     """
     if has_feature_kernel(x.q, x.v):
-        return by_features(x, x.scale_or(1.0), unit=False)
-    q, k, v, keep = x.grouped()
+        return feature_kernel_attention(x, x.scale_or(1.0), unit=False)
+    q, k, v, keep = x.grouped_by_key_head()
     q, k = elu_features(q * x.scale_or(1.0)), elu_features(k)
-    return factorised(q, k, v, keep, lambda y: y, _dot, x).to(x.v.dtype)
+    return attend_with_features(q, k, v, keep, lambda y: y, _dot, x).to(x.v.dtype)
 
 
-def by_features(x: Inputs, scale: float, unit: bool) -> Tensor:
+def feature_kernel_attention(x: Inputs, scale: float, unit: bool) -> Tensor:
     """By kernels that read q, k and v as they are; `unit` for 1 + x of vectors of length 1."""
     keys = x.real_keys()
     return feature_attention(
@@ -68,10 +68,10 @@ def _dot(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT
 
 
-def factorised(
+def attend_with_features(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: Features, kernel: Kernel, x: Inputs
 ) -> Tensor:
-    """sum_j f_ij v_j / sum_j f_ij (B, H, T, E), zero where the sum of weights is. q, k, v, keep are as `Inputs.grouped`
+    """sum_j f_ij v_j / sum_j f_ij (B, H, T, E), zero where the sum of weights is. q, k, v, keep are as `Inputs.grouped_by_key_head`
     gives them.
 
     `kernel(q, k)` is f written out, for the chunks on the diagonal; it must equal features(q) features(k)^T.
@@ -81,9 +81,9 @@ def factorised(
         v = v * keep
     number = features(k[..., :0, :]).shape[-1]
     if number <= 2 * CHUNK:
-        sums = _at_once(q, k, v, features, kernel, x)
+        sums = _sums_by_chunk(q, k, v, features, kernel, x)
     else:  # a GPU waits for the next operation to be launched, a CPU for its memory
-        sums = _one_by_one(q, k, v, features, kernel, x, number if q.device.type == "cuda" else CHUNK)
+        sums = _sums_in_sequence(q, k, v, features, kernel, x, number if q.device.type == "cuda" else CHUNK)
     sums = sums.flatten(1, 2)
     size = x.v.shape[3]
     weight = sums[..., size:]
@@ -91,7 +91,7 @@ def factorised(
     return (sums[..., :size] / weight.masked_fill(none, 1.0)).masked_fill(none, 0.0)
 
 
-def _at_once(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs) -> Tensor:
+def _sums_by_chunk(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs) -> Tensor:
     """sum_j f_ij v_j with a matrix of sums for each chunk: of few features all of them together are smaller than the
     operands.
     """
@@ -112,7 +112,9 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel
     return sums.flatten(-3, -2)[..., : x.T, :]
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs, chunk: int) -> Tensor:
+def _sums_in_sequence(
+    q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs, chunk: int
+) -> Tensor:
     """The same, one chunk after the other: of many features one matrix of sums is all that is kept.
 
     Writing f out inside a chunk is cheap beside the features as long as there are more of these than tokens in it."""
@@ -173,19 +175,19 @@ def fastmax_attention(x: Inputs, *, order: int = 2, norm: Norm | None = "token")
     if norm == "sequence":  # masks may differ by query head, and means with them
         x = replace(x, k=x.per_query_head(x.k), v=x.per_query_head(x.v))
     if order == 1 and norm == "token" and has_feature_kernel(x.q, x.v):
-        return by_features(x, scale, unit=True)
-    if norm != "sequence" and x.S <= LONGEST and has_kernel(x.q, x.v):
+        return feature_kernel_attention(x, scale, unit=True)
+    if norm != "sequence" and x.S <= LONGEST and has_weighted_kernel(x.q, x.v):
         keys = x.real_keys()
         seen = None if keys is None else keys[:, :, 0]
         return polynomial_attention(
             x.q, x.k, x.v, scale=scale, order=order, unit=norm == "token", keys=seen, causal=x.causal
         )
     q, k = _fastmax_operands(x, scale, norm)
-    _, _, v, keep = x.grouped()
+    _, _, v, keep = x.grouped_by_key_head()
     q, k = q.unflatten(1, (k.shape[1], -1)), k[:, :, None]
-    return factorised(q, k, v, keep, partial(taylor_features, order=order), partial(_polynomial, order=order), x).to(
-        x.v.dtype
-    )
+    return attend_with_features(
+        q, k, v, keep, partial(taylor_features, order=order), partial(_polynomial, order=order), x
+    ).to(x.v.dtype)
 
 
 def fastmax_map(x: Inputs, *, order: int = 2, norm: Norm | None = "token") -> Tensor:
@@ -243,11 +245,11 @@ def _fastmax_operands(x: Inputs, scale: float, norm: Norm | None) -> tuple[Tenso
         q, k = unit_length(q), unit_length(k)
     elif norm == "sequence":
         keys = x.real_keys()
-        q, k = _centred_to_unit(q, x.real_queries()), _centred_to_unit(k, None if keys is None else keys.mT)
+        q, k = _normalize_sequence(q, x.real_queries()), _normalize_sequence(k, None if keys is None else keys.mT)
     return q * scale, k
 
 
-def _centred_to_unit(x: Tensor, real: Tensor | None) -> Tensor:
+def _normalize_sequence(x: Tensor, real: Tensor | None) -> Tensor:
     """Centred over real tokens, and divided by the largest length of one."""
     weight = x.new_ones(1, 1, x.shape[2], 1) if real is None else real.to(x)
     x = x - (x * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp_min(1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from locater.brief import brief
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms
-from locater_lab.mechanisms.inputs import Inputs, checked
+from locater_lab.mechanisms.inputs import Inputs, check_inputs
 
 Kind = Literal["stochastic", "sub-stochastic", "non-negative", "signed"]
 Causal = Literal["either", "never", "only"]
@@ -96,7 +96,7 @@ class Mechanism:
         its default is `padding` where T = S. A row that sees no key is zero. `scale` multiplies q.k: 1 / sqrt(D) unless
         the mechanism has its own.
         """
-        x = checked(q, k, v, Terms(scale, causal, mask=mask, padding=padding), query_padding)
+        x = check_inputs(q, k, v, Terms(scale, causal, mask=mask, padding=padding), query_padding)
         self._check(x, options)
         return self.attend(x, **options)
 
@@ -113,7 +113,7 @@ class Mechanism:
         **options: Any,
     ) -> Float[Tensor, "B H T S"]:
         """The attention map, T x S, written out at whatever cost: `map @ v` is the output."""
-        x = checked(q, k, k, Terms(scale, causal, mask=mask, padding=padding), query_padding)
+        x = check_inputs(q, k, k, Terms(scale, causal, mask=mask, padding=padding), query_padding)
         self._check(x, options)
         return self.weights(x, **options)
 

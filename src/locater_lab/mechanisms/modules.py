@@ -7,14 +7,13 @@ layer's input x (B, S, width), one row per key. `attention_module(name, ...)` ma
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater_lab.mechanisms.gated import Gate, Per, Score
+from locater_lab.mechanisms.gated import GateModule, Per, Score
 from locater_lab.mechanisms.registry import mechanism
 
 Position = Literal["output", "value", "key", "query"]
@@ -65,7 +64,7 @@ class AttentionModule(nn.Module):
     def extra_repr(self) -> str:
         return self.name
 
-    def _stream(self, x: Tensor | None, tokens: int, width: int) -> Tensor:
+    def _check_stream(self, x: Tensor | None, tokens: int, width: int) -> Tensor:
         if x is None or x.ndim != 3 or x.shape[1] != tokens or x.shape[2] != width:
             shape = "none" if x is None else list(x.shape)
             raise LocaterError(
@@ -74,10 +73,10 @@ class AttentionModule(nn.Module):
         return x
 
 
-class LearnedSink(AttentionModule):
+class LearnedSinkAttention(AttentionModule):
     """One sink logit per query head; 0 at first, which is `softmax_plus_one`.
 
-    >>> sum(p.numel() for p in LearnedSink(8).parameters())
+    >>> sum(p.numel() for p in LearnedSinkAttention(8).parameters())
     8
     """
 
@@ -100,7 +99,7 @@ class QKNormAttention(AttentionModule):
         return {"query_gain": self.query_gain, "key_gain": self.key_gain}
 
 
-class HybridNormalized(AttentionModule):
+class HybridNormalizedAttention(AttentionModule):
     """u = sigmoid(logit) per query head, 1/2 at first."""
 
     def __init__(self, heads: int) -> None:
@@ -111,7 +110,7 @@ class HybridNormalized(AttentionModule):
         return {"mix": self.logit.sigmoid()}
 
 
-class Delta(AttentionModule):
+class DeltaAttention(AttentionModule):
     """beta = sigmoid(x W_b) per key head: how much of what a key holds is replaced."""
 
     def __init__(self, width: int, kv_heads: int) -> None:
@@ -119,14 +118,14 @@ class Delta(AttentionModule):
         self.beta = nn.Linear(width, kv_heads, bias=False)
 
     def options(self, q: Tensor, k: Tensor, x: Tensor | None) -> dict[str, Any]:
-        return {"beta": self.beta(self._stream(x, k.shape[2], self.beta.in_features)).sigmoid().mT}
+        return {"beta": self.beta(self._check_stream(x, k.shape[2], self.beta.in_features)).sigmoid().mT}
 
 
-class GatedDelta(Delta):
+class GatedDeltaAttention(DeltaAttention):
     """And log_decay = -exp(a) softplus(x W_a + b) per key head, in float32 at least; at first exp(a) ~ U(0, 16) and b =
     1.
 
-    >>> layer, x = GatedDelta(8, kv_heads=2), torch.randn(1, 5, 8)
+    >>> layer, x = GatedDeltaAttention(8, kv_heads=2), torch.randn(1, 5, 8)
     >>> options = layer.options(x, torch.zeros(1, 2, 5, 4), x)
     >>> options["beta"].shape, bool((options["log_decay"] < 0).all()), sum(p.numel() for p in layer.parameters())
     (torch.Size([1, 2, 5]), True, 36)
@@ -147,14 +146,14 @@ class GatedDelta(Delta):
         return options | {"log_decay": log_decay.mT}
 
 
-class Differential(AttentionModule):
+class DifferentialAttention(AttentionModule):
     """lam = exp(a1.b1) - exp(a2.b2) + lam_init, lam_init = 0.8 - 0.6 exp(-0.3 depth); four vectors of half a query's
     size, N(0, 0.1).
 
     `depth` is that of the layer, from 0. The output is (1 - lam_init) rms_norm(o), channel by channel gained, one gain
     for all heads; without `norm` it is o. `map` is the map before the norm.
 
-    >>> layer = Differential(size=8, depth=0)
+    >>> layer = DifferentialAttention(size=8, depth=0)
     >>> round(layer.lam_init, 3), sum(p.numel() for p in layer.parameters())
     (0.2, 24)
     """
@@ -184,14 +183,14 @@ class Differential(AttentionModule):
         return (1 - self.lam_init) * nn.functional.rms_norm(out, self.gain.shape, self.gain.to(out.dtype), eps=1e-5)
 
 
-class Binary(AttentionModule):
+class BinaryBiasAttention(AttentionModule):
     """bias_ij = table[j - i] per query head, of distances up to `span`, further ones with it; or of an image's patches.
 
     With `grid` (rows, columns) tokens are patches, and the table has an entry per difference of rows and of columns;
     with `extra` (a class token in front) three more: from it to a patch, from a patch to it, to itself. At first N(0,
     0.02), cut at 2. The scales mu are not learned: they are means of |q| and |k|.
 
-    >>> Binary(heads=4, span=8).table.shape, Binary(heads=4, grid=(3, 2), extra=True).table.shape
+    >>> BinaryBiasAttention(heads=4, span=8).table.shape, BinaryBiasAttention(heads=4, grid=(3, 2), extra=True).table.shape
     (torch.Size([17, 4]), torch.Size([18, 4]))
     """
 
@@ -208,7 +207,7 @@ class Binary(AttentionModule):
         entries = 2 * span + 1 if grid is None else (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3 * extra
         self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(entries, heads), std=0.02, a=-0.04, b=0.04))
 
-    def places(self, T: int, S: int) -> Tensor:
+    def table_indices(self, T: int, S: int) -> Tensor:
         """Which entry of the table is that of query i and key j (T, S)."""
         device = self.table.device
         if self.grid is None:
@@ -230,15 +229,15 @@ class Binary(AttentionModule):
         return out[S - T :]
 
     def options(self, q: Tensor, k: Tensor, x: Tensor | None) -> dict[str, Any]:
-        return {"bias": self.table[self.places(q.shape[2], k.shape[2])].permute(2, 0, 1)[None]}
+        return {"bias": self.table[self.table_indices(q.shape[2], k.shape[2])].permute(2, 0, 1)[None]}
 
 
-class Gated(AttentionModule):
-    """Softmax attention with a `Gate` after it ("output"), or on "value", "key" or "query"; `per` "head" or "element".
+class GatedAttention(AttentionModule):
+    """Softmax attention with a `GateModule` after it ("output"), or on "value", "key" or "query"; `per` "head" or "element".
 
     `additive` (after attention only): o + silu(x W), which is no gate and has no map.
 
-    >>> sum(p.numel() for p in Gated(8, heads=4, size=2).parameters())      # width x heads
+    >>> sum(p.numel() for p in GatedAttention(8, heads=4, size=2).parameters())      # width x heads
     32
     """
 
@@ -268,28 +267,28 @@ class Gated(AttentionModule):
         self.option, self.additive, self.width = places[position], additive, width
         many = heads if position in ("output", "query") else kv_heads or heads
         channels = (value_size or size) if position in ("output", "value") else size
-        self.gate = Gate(width, many, channels, per, shared=shared, from_input=from_input, score=score)
+        self.gate = GateModule(width, many, channels, per, shared=shared, from_input=from_input, score=score)
 
     def options(self, q: Tensor, k: Tensor, x: Tensor | None) -> dict[str, Any]:
         if self.additive:
             raise LocaterError("gated: o + silu(x W) is no map of values")
-        return {self.option: self.gate(self._stream(x, k.shape[2], self.width) if self.gate.from_input else q)}
+        return {self.option: self.gate(self._check_stream(x, k.shape[2], self.width) if self.gate.from_input else q)}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, **how: Any) -> Tensor:
         if not self.additive:
             return super().forward(q, k, v, x, **how)
-        added = nn.functional.silu(self.gate.logits(self._stream(x, k.shape[2], self.width)))
+        added = nn.functional.silu(self.gate.logits(self._check_stream(x, k.shape[2], self.width)))
         return mechanism("softmax")(q, k, v, **how) + added[:, :, k.shape[2] - q.shape[2] :]
 
 
-class Multiformer(AttentionModule):
+class MultiformerAttention(AttentionModule):
     """A letter per query head, f (full), l (local) or c (convolutional); one kernel for keys and one for values, of all
     c heads.
 
     `depthwise` kernels have taps per channel and a bias; otherwise taps are shared by channels, values have no bias,
     and there is a map.
 
-    >>> layer = Multiformer("llcc", size=4)                                 # two kernels of 5 taps, two biases
+    >>> layer = MultiformerAttention("llcc", size=4)                                 # two kernels of 5 taps, two biases
     >>> sum(p.numel() for p in layer.parameters())
     48
     """
@@ -319,14 +318,6 @@ class Multiformer(AttentionModule):
         return dict(kinds=self.kinds, window=self.window, stride=self.stride) | dict(self.named_parameters())
 
 
-def __getattr__(name: str) -> Any:
-    """The old name of a class, for one release."""
-    if name == "QKNorm":
-        warnings.warn("attention.modules.QKNorm is now QKNormAttention", DeprecationWarning, stacklevel=2)
-        return QKNormAttention
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def attention_module(
     name: str,
     *,
@@ -341,19 +332,19 @@ def attention_module(
     """The module of a mechanism, for heads of these sizes; `settings` are its own.
 
     >>> attention_module("learned_sink", width=16, heads=4, size=4)
-    LearnedSink(learned_sink)
+    LearnedSinkAttention(learned_sink)
     """
     few, values = kv_heads or heads, value_size or size
     makers: dict[str, Any] = {
         "qk_norm": lambda **kw: QKNormAttention(heads, few, **kw),
-        "learned_sink": lambda **kw: LearnedSink(heads, **kw),
-        "hybrid_normalized": lambda **kw: HybridNormalized(heads, **kw),
-        "delta": lambda **kw: Delta(width, few, **kw),
-        "gated_delta": lambda **kw: GatedDelta(width, few, **kw),
-        "binary": lambda **kw: Binary(heads, **kw),
-        "differential": lambda **kw: Differential(size, values, depth=depth, **kw),
-        "gated": lambda **kw: Gated(width, heads, size, kv_heads=few, value_size=values, **kw),
-        "multiformer": lambda **kw: Multiformer(
+        "learned_sink": lambda **kw: LearnedSinkAttention(heads, **kw),
+        "hybrid_normalized": lambda **kw: HybridNormalizedAttention(heads, **kw),
+        "delta": lambda **kw: DeltaAttention(width, few, **kw),
+        "gated_delta": lambda **kw: GatedDeltaAttention(width, few, **kw),
+        "binary": lambda **kw: BinaryBiasAttention(heads, **kw),
+        "differential": lambda **kw: DifferentialAttention(size, values, depth=depth, **kw),
+        "gated": lambda **kw: GatedAttention(width, heads, size, kv_heads=few, value_size=values, **kw),
+        "multiformer": lambda **kw: MultiformerAttention(
             **({"kinds": ("flc" * heads)[:heads]} | kw), size=size, value_size=values
         ),
     }

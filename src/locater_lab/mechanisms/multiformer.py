@@ -26,8 +26,8 @@ from torch.nn import functional
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms
 from locater_lab.mechanisms.inputs import Inputs, widen
-from locater_lab.mechanisms.kernels.weighted import has_kernel, weighed_attention
-from locater_lab.mechanisms.softmax import ROWS, fused, softmax_attention, softmax_map
+from locater_lab.mechanisms.kernels.weighted import has_weighted_kernel, weighted_attention
+from locater_lab.mechanisms.softmax import ROWS, fused_attention, softmax_attention, softmax_map
 
 KINDS = {"f": "full", "l": "local", "c": "convolutional"}
 
@@ -55,17 +55,19 @@ def multiformer_attention(
     """
 
     def short(some: Inputs, heads: list[int]) -> Tensor:
-        kernels = _of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
-        keep, order, count = _in_front(some, stride, kernels[0])
+        kernels = _parameters_of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
+        keep, order, count = _compaction(some, stride, kernels[0])
         k, v = (
-            _convolved(_ordered(y, keep, order), kernels[i], kernels[i + 2], stride)
+            _convolve(_compact(y, keep, order), kernels[i], kernels[i + 2], stride)
             for i, y in enumerate((some.k, some.v))
         )
         seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
         return softmax_attention(replace(some.with_terms(mask=seen, padding=None), k=k, v=v))
 
-    return _by_kind(
-        x, kinds, {"f": lambda some, _: softmax_attention(some), "l": lambda some, _: _local(some, window), "c": short}
+    return _attend_by_kind(
+        x,
+        kinds,
+        {"f": lambda some, _: softmax_attention(some), "l": lambda some, _: _local_attention(some, window), "c": short},
     )
 
 
@@ -85,24 +87,24 @@ def multiformer_map(
     """
 
     def short(some: Inputs, heads: list[int]) -> Tensor:
-        kernels = _of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
+        kernels = _parameters_of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
         if value_bias is not None or (kernels[1] is not None and kernels[1].shape[3] > 1):
             raise LocaterError(
                 "multiformer: a value kernel per channel, or a bias, has no map of tokens; "
                 "(1, heads, taps, 1) and no bias"
             )
-        keep, order, count = _in_front(some, stride, kernels[0])
-        k = _convolved(_ordered(some.k, keep, order), kernels[0], kernels[2], stride)
+        keep, order, count = _compaction(some, stride, kernels[0])
+        k = _convolve(_compact(some.k, keep, order), kernels[0], kernels[2], stride)
         unit = torch.eye(x.S, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        shortened = _convolved(_ordered(unit, keep, order), kernels[1], None, stride)
+        shortened = _convolve(_compact(unit, keep, order), kernels[1], None, stride)
         seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
         return softmax_map(replace(some.with_terms(mask=seen, padding=None), k=k, v=k)) @ widen(shortened)
 
     def local(some: Inputs, _: list[int]) -> Tensor:
-        near = _near(some, torch.arange(some.S, device=some.q.device)[None], window)[None, None]
+        near = _within_window(some, torch.arange(some.S, device=some.q.device)[None], window)[None, None]
         return softmax_map(some.with_terms(mask=near if some.mask is None else near & some.mask))
 
-    return _by_kind(x, kinds, {"f": lambda some, _: softmax_map(some), "l": local, "c": short})
+    return _attend_by_kind(x, kinds, {"f": lambda some, _: softmax_map(some), "l": local, "c": short})
 
 
 def head_relevance(
@@ -131,7 +133,7 @@ def head_relevance(
     return (sizes / sizes.sum(1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)).quantile(0.5, dim=0)
 
 
-def _by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]], Tensor]]) -> Tensor:
+def _attend_by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]], Tensor]]) -> Tensor:
     """Each kind over its heads, and heads back in their order."""
     if not kinds or set(kinds) - set(KINDS):
         raise LocaterError(
@@ -142,34 +144,34 @@ def _by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]],
         return run["f"](x, list(range(x.heads)))
     present = [letter for letter in run if letter in letters]
     groups = [[h for h in range(x.heads) if letters[h] == letter] for letter in present]
-    parts = [_Split.apply(y, *groups) for y in (x.q, x.per_query_head(x.k), x.per_query_head(x.v))]
+    parts = [_SplitHeads.apply(y, *groups) for y in (x.q, x.per_query_head(x.k), x.per_query_head(x.v))]
     done = []
     for letter, heads, q, k, v in zip(present, groups, *parts, strict=True):
-        mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else _picked(x.mask, heads)
+        mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else _select_heads(x.mask, heads)
         done.append(run[letter](replace(x.with_terms(mask=mask), q=q, k=k, v=v), heads))
-    return _Joined.apply(groups, *done)
+    return _JoinHeads.apply(groups, *done)
 
 
-def _picked(y: Tensor, heads: list[int]) -> Tensor:
+def _select_heads(y: Tensor, heads: list[int]) -> Tensor:
     """These heads of (b, heads, ...): a view where they are evenly spaced. Not by a list as an index, which would be
     copied to the device on every call.
     """
-    even = _spacing(heads)
+    even = _as_slice(heads)
     return y[:, even] if even else torch.stack([y[:, h] for h in heads], 1)
 
 
-def _spacing(heads: list[int]) -> slice | None:
+def _as_slice(heads: list[int]) -> slice | None:
     """Heads that are evenly spaced, as a slice."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     return slice(heads[0], heads[-1] + 1, step) if all(b - a == step for a, b in pairwise(heads)) else None
 
 
-def _put_together(parts: Sequence[Tensor], groups: Sequence[list[int]]) -> Tensor:
+def _merge_heads(parts: Sequence[Tensor], groups: Sequence[list[int]]) -> Tensor:
     """(b, heads, ...) from the heads of each group: every head is written once."""
     B, _, *rest = parts[0].shape
     out = parts[0].new_empty(B, sum(map(len, groups)), *rest)
     for part, heads in zip(parts, groups, strict=True):
-        even = _spacing(heads)
+        even = _as_slice(heads)
         if even:
             out[:, even] = part
         else:
@@ -178,7 +180,7 @@ def _put_together(parts: Sequence[Tensor], groups: Sequence[list[int]]) -> Tenso
     return out
 
 
-class _Split(torch.autograd.Function):
+class _SplitHeads(torch.autograd.Function):
     """Heads by groups. A gradient for each group of the whole size, most of it zeros, as indexing has it, would be more
     work than attention is.
     """
@@ -186,27 +188,27 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, *groups: list[int]) -> tuple[Tensor, ...]:
         ctx.groups = groups
-        return tuple(_picked(y, heads) for heads in groups)
+        return tuple(_select_heads(y, heads) for heads in groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _put_together(grads, ctx.groups), *[None] * len(ctx.groups)
+        return _merge_heads(grads, ctx.groups), *[None] * len(ctx.groups)
 
 
-class _Joined(torch.autograd.Function):
-    """What `_Split` took apart."""
+class _JoinHeads(torch.autograd.Function):
+    """What `_SplitHeads` took apart."""
 
     @staticmethod
     def forward(ctx: Any, groups: list[list[int]], *parts: Tensor) -> Tensor:
         ctx.groups = groups
-        return _put_together(parts, groups)
+        return _merge_heads(parts, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(_picked(grad, heads) for heads in ctx.groups)
+        return None, *(_select_heads(grad, heads) for heads in ctx.groups)
 
 
-def _near(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
+def _within_window(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
     """Which of the keys at `positions` (T or 1, n) there are, and at most window // 2 from each query."""
     if window < 1:
         raise LocaterError(f"window={window}: at least 1 token, the query's own")
@@ -214,17 +216,17 @@ def _near(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
     return ((at - positions).abs() <= window // 2) & (positions >= 0) & (positions < x.S)
 
 
-def _local(x: Inputs, window: int) -> Tensor:
+def _local_attention(x: Inputs, window: int) -> Tensor:
     """By a kernel on a GPU. Elsewhere fused: blocks of queries, each with the keys around it, as samples of one batch
     (B N, h, R, D).
     """
     if window < 1:
         raise LocaterError(f"window={window}: at least 1 token, the query's own")
     half, ahead = min(window // 2, x.S - 1), x.S - x.T
-    if not x.has_row_mask and has_kernel(x.q, x.v):
+    if not x.has_row_mask and has_weighted_kernel(x.q, x.v):
         keys = x.real_keys()
         seen = None if keys is None else keys[:, :, 0]
-        return weighed_attention(x.q, x.k, x.v, scale=x.usual_scale, keys=seen, window=half)
+        return weighted_attention(x.q, x.k, x.v, scale=x.usual_scale, keys=seen, window=half)
     # at least as many queries as keys at their sides, or these would be copied many times
     block = min(max(ROWS, 2 * half), x.T)
     N = -(-x.T // block)
@@ -234,7 +236,7 @@ def _local(x: Inputs, window: int) -> Tensor:
     k, v = (functional.pad(y, (0, 0, half, half + short))[:, :, ahead:].unfold(2, around, block).mT for y in (x.k, x.v))
     first = torch.arange(N, device=q.device).repeat_interleave(block)[: x.T] * block + ahead - half
     positions = first[:, None] + torch.arange(around, device=q.device)
-    seen = _near(x, positions, window)[None, None]  # (1, 1, T, n)
+    seen = _within_window(x, positions, window)[None, None]  # (1, 1, T, n)
     inside = positions.clamp(0, x.S - 1)
     for shown in (None if x.padding is None else x.padding[:, None, None], x.mask):
         if shown is not None:
@@ -242,11 +244,11 @@ def _local(x: Inputs, window: int) -> Tensor:
             seen = seen & rows.gather(3, inside.expand(*shown.shape[:2], -1, -1))
     seen = functional.pad(seen, (0, 0, 0, short)).unflatten(2, (N, block)).expand(x.q.shape[0], -1, -1, -1, -1)
     q, k, v, seen = (y.transpose(1, 2).flatten(0, 1) for y in (q, k, v, seen))
-    out = fused(Inputs(q, k, v, Terms(mask=seen)), x.usual_scale)
+    out = fused_attention(Inputs(q, k, v, Terms(mask=seen)), x.usual_scale)
     return out.unflatten(0, (-1, N)).transpose(1, 2).flatten(2, 3)[:, :, : x.T]
 
 
-def _of_heads(x: Inputs, heads: list[int], *parameters: Tensor | None) -> list[Tensor | None]:
+def _parameters_of_heads(x: Inputs, heads: list[int], *parameters: Tensor | None) -> list[Tensor | None]:
     """Kernels and biases of these heads."""
     out: list[Tensor | None] = []
     for name, y in zip(("key_kernel", "value_kernel", "key_bias", "value_bias"), parameters, strict=True):
@@ -254,11 +256,11 @@ def _of_heads(x: Inputs, heads: list[int], *parameters: Tensor | None) -> list[T
             raise LocaterError(f"multiformer: convolutional heads need {name} (1, heads, taps, size)")
         if y is not None and (y.ndim != 4 or y.shape[0] != 1 or y.shape[1] not in (1, x.heads)):
             raise LocaterError(f"{name} has shape {list(y.shape)}: four axes, [1, {x.heads} or 1, taps, size or 1]")
-        out.append(y if y is None or y.shape[1] == 1 else _picked(y, heads))
+        out.append(y if y is None or y.shape[1] == 1 else _select_heads(y, heads))
     return out
 
 
-def _in_front(x: Inputs, stride: int, kernel: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _compaction(x: Inputs, stride: int, kernel: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Keys that count (b, h, S, 1), an order with these in front (b, h, S), and how many shortened keys they make (b,
     h, 1, 1).
     """
@@ -277,7 +279,7 @@ def _in_front(x: Inputs, stride: int, kernel: Tensor | None) -> tuple[Tensor | N
     return keep.mT, (~keep[:, :, 0]).to(torch.uint8).argsort(stable=True), torch.where(length > 0, count, 0)
 
 
-def _ordered(y: Tensor, keep: Tensor | None, order: Tensor | None) -> Tensor:
+def _compact(y: Tensor, keep: Tensor | None, order: Tensor | None) -> Tensor:
     """Tokens that count in front, zeros behind them."""
     if keep is None or order is None:
         return y
@@ -285,7 +287,7 @@ def _ordered(y: Tensor, keep: Tensor | None, order: Tensor | None) -> Tensor:
     return y.gather(2, order[..., None].expand(y.shape))
 
 
-def _convolved(y: Tensor, kernel: Tensor | None, bias: Tensor | None, stride: int) -> Tensor:
+def _convolve(y: Tensor, kernel: Tensor | None, bias: Tensor | None, stride: int) -> Tensor:
     """Over tokens, one channel at a time: (B, h, S, D) to (B, h, n, D)."""
     assert kernel is not None
     S, taps, front = y.shape[2], kernel.shape[2], stride // 2

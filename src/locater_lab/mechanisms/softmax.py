@@ -28,14 +28,14 @@ def softmax_attention(x: Inputs) -> Tensor:
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    return fused(x, x.usual_scale)
+    return fused_attention(x, x.usual_scale)
 
 
 def softmax_map(x: Inputs) -> Tensor:
-    return normalized(x, logits(x, x.usual_scale))
+    return masked_softmax(x, logits(x, x.usual_scale))
 
 
-def fused(x: Inputs, scale: float, bias: Tensor | None = None) -> Tensor:
+def fused_attention(x: Inputs, scale: float, bias: Tensor | None = None) -> Tensor:
     """`scaled_dot_product_attention` with this package's masks; `bias` (b, h, t, S) is added to scaled logits.
 
     Fused kernels want queries and values of one size: the smaller is filled up with zeros. They know causal masks for T
@@ -43,7 +43,7 @@ def fused(x: Inputs, scale: float, bias: Tensor | None = None) -> Tensor:
     written out as booleans. A row that sees no key is zero, with a gradient of zero.
     """
     T, S, size = x.T, x.S, x.v.shape[3]
-    q, k, v = _of_one_size(x.q, x.k, x.v)
+    q, k, v = _pad_to_one_size(x.q, x.k, x.v)
     plain = bias is None and x.mask is None and x.padding is None
     flag = plain and x.causal and 1 < T and S <= 2 * T
     front, mask, empty = (S - T if flag else 0), None, None
@@ -71,27 +71,27 @@ def fused(x: Inputs, scale: float, bias: Tensor | None = None) -> Tensor:
     return out if empty is None else out.masked_fill(empty, 0.0)
 
 
-def _of_one_size(*tensors: Tensor) -> list[Tensor]:
+def _pad_to_one_size(*tensors: Tensor) -> list[Tensor]:
     """Filled up with zeros to one size, a multiple of 8 where that takes a copy anyway."""
     sizes = {y.shape[3] for y in tensors}
     width = max(sizes) if len(sizes) == 1 else -(-max(sizes) // 8) * 8
     return [y if y.shape[3] == width else functional.pad(y, (0, width - y.shape[3])) for y in tensors]
 
 
-def with_channels(x: Inputs, of_queries: Tensor, of_keys: Tensor) -> Inputs:
+def add_logit_term(x: Inputs, of_queries: Tensor, of_keys: Tensor) -> Inputs:
     """Operands for which of_queries * of_keys is added to q.k, before the scale: one more channel, so any fused kernel
     can do it.
 
     `of_queries` is (b, h, T or 1, 1) and `of_keys` (b, h, S or 1, 1). In half precision a number takes two channels:
     its rounded value, and what rounding left.
     """
-    pairs = [(a, b) for a in _parts(of_queries, x.q.dtype) for b in _parts(of_keys, x.q.dtype)]
+    pairs = [(a, b) for a in _split_precision(of_queries, x.q.dtype) for b in _split_precision(of_keys, x.q.dtype)]
     q = torch.cat([x.q, *(a.expand(*x.q.shape[:3], 1) for a, _ in pairs)], -1)
     k = torch.cat([x.k, *(b.expand(*x.k.shape[:3], 1) for _, b in pairs)], -1)
     return replace(x, q=q, k=k)
 
 
-def _parts(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def _split_precision(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
     first = values.to(dtype)
     if first.dtype == values.dtype or dtype.itemsize >= 4:
         return [first]
@@ -103,7 +103,7 @@ def logits(x: Inputs, scale: float) -> Tensor:
     return widen(x.q) @ widen(x.per_query_head(x.k)).mT * scale
 
 
-def normalized(x: Inputs, scores: Tensor, sinks: Tensor | None = None) -> Tensor:
+def masked_softmax(x: Inputs, scores: Tensor, sinks: Tensor | None = None) -> Tensor:
     """softmax over the keys in view; a row that sees none is zero. `sinks` (H,) are logits that take weight and give
     none.
     """
@@ -115,7 +115,7 @@ def normalized(x: Inputs, scores: Tensor, sinks: Tensor | None = None) -> Tensor
     return scores.softmax(-1)[..., : x.S].masked_fill(hidden, 0.0)
 
 
-def by_rows(x: Inputs, run: Callable[[Inputs], Tensor]) -> Tensor:
+def attend_by_rows(x: Inputs, run: Callable[[Inputs], Tensor]) -> Tensor:
     """run(x), some queries at a time, for maps that no fused kernel knows. Causal ones look no further than they need
     to.
 
@@ -127,11 +127,11 @@ def by_rows(x: Inputs, run: Callable[[Inputs], Tensor]) -> Tensor:
         keys = x.S - x.T + end if x.causal else x.S
         terms = x.terms.for_queries(slice(at, end)).up_to(keys)
         some = replace(x, q=x.q[:, :, at:end], k=x.k[:, :, :keys], v=x.v[:, :, :keys], terms=terms)
-        out.append(recomputed(run, some) if x.T > ROWS else run(some))
+        out.append(recompute_in_backward(run, some) if x.T > ROWS else run(some))
     return torch.cat(out, 2)
 
 
-def recomputed(run: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
+def recompute_in_backward(run: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
     """run(x), with nothing but x stored for the gradient."""
     if not torch.is_grad_enabled():
         return run(x)

@@ -18,15 +18,15 @@ from locater.control.softcap import softcap_attention
 from locater.errors import LocaterError
 from locater.kernels.terms import LARGEST_CAP
 from locater_lab.mechanisms.inputs import Inputs, head_values, widen
-from locater_lab.mechanisms.kernels.weighted import has_kernel, weighed_attention
+from locater_lab.mechanisms.kernels.weighted import has_weighted_kernel, weighted_attention
 from locater_lab.mechanisms.softmax import (
-    by_rows,
-    fused,
+    add_logit_term,
+    attend_by_rows,
+    fused_attention,
     logits,
-    normalized,
+    masked_softmax,
     softmax_attention,
     softmax_map,
-    with_channels,
 )
 
 # ---- Operands: queries and keys of a fixed length ----
@@ -91,13 +91,13 @@ def binary_attention(x: Inputs, *, bias: Tensor | None = None) -> Tensor:
     >>> len(weights.log().mul(1e4).round().unique()) <= 5      # four bits agree in 0 to 4 places
     True
     """
-    return fused(_one_bit(x), x.usual_scale, _checked_bias(x, bias))
+    return fused_attention(_one_bit(x), x.usual_scale, _checked_bias(x, bias))
 
 
 def binary_map(x: Inputs, *, bias: Tensor | None = None) -> Tensor:
     scores = logits(_one_bit(x), x.usual_scale)
     added = _checked_bias(x, bias)
-    return normalized(x, scores if added is None else scores + added)
+    return masked_softmax(x, scores if added is None else scores + added)
 
 
 def sign(x: Tensor) -> Tensor:
@@ -146,10 +146,10 @@ DEFAULT_CAP = 50.0
 def capped_attention(x: Inputs, *, cap: float = DEFAULT_CAP) -> Tensor:
     """`softcap_attention` as a mechanism of the registry: one kernel on a GPU, elsewhere some rows at a time."""
     x = _with_cap(x, cap)
-    if x.has_row_mask or cap > LARGEST_CAP or not has_kernel(x.q, x.v):
-        return by_rows(x, lambda some: softcap_attention(some.q, some.k, some.v, some.terms)[0])
+    if x.has_row_mask or cap > LARGEST_CAP or not has_weighted_kernel(x.q, x.v):
+        return attend_by_rows(x, lambda some: softcap_attention(some.q, some.k, some.v, some.terms)[0])
     keys = x.real_keys()
-    return weighed_attention(
+    return weighted_attention(
         x.q, x.k, x.v, scale=x.usual_scale, cap=cap, keys=None if keys is None else keys[:, :, 0], causal=x.causal
     )
 
@@ -173,11 +173,11 @@ def _with_cap(x: Inputs, cap: float) -> Inputs:
 
 def softmax_plus_one_attention(x: Inputs) -> Tensor:
     """One zero key in front of the others, with a zero value: its logit is 0 for every query."""
-    return fused(_with_zero_key(x), x.usual_scale)
+    return fused_attention(_with_zero_key(x), x.usual_scale)
 
 
 def softmax_plus_one_map(x: Inputs) -> Tensor:
-    return normalized(x, logits(x, x.usual_scale), x.q.new_zeros(x.heads))
+    return masked_softmax(x, logits(x, x.usual_scale), x.q.new_zeros(x.heads))
 
 
 def learned_sink_attention(x: Inputs, *, sinks: Tensor) -> Tensor:
@@ -192,12 +192,12 @@ def learned_sink_attention(x: Inputs, *, sinks: Tensor) -> Tensor:
     _check_sinks(x, sinks)
     on_sink = functional.pad(x.k.new_ones(1, 1, 1, 1), (0, 0, 0, x.S))  # 1, 0, 0, ...
     of_queries = widen(sinks)[None, :, None, None] / x.usual_scale
-    return fused(with_channels(_with_zero_key(x), of_queries, on_sink), x.usual_scale)
+    return fused_attention(add_logit_term(_with_zero_key(x), of_queries, on_sink), x.usual_scale)
 
 
 def learned_sink_map(x: Inputs, *, sinks: Tensor) -> Tensor:
     _check_sinks(x, sinks)
-    return normalized(x, logits(x, x.usual_scale), sinks)
+    return masked_softmax(x, logits(x, x.usual_scale), sinks)
 
 
 def _with_zero_key(x: Inputs) -> Inputs:
@@ -230,8 +230,10 @@ def sigmoid_attention(x: Inputs, *, bias: float | Tensor | None = None) -> Tenso
     tensor([1., 2., 3., 4.])
     """
 
-    if x.has_row_mask or not has_kernel(x.q, x.v):
-        return by_rows(x, lambda some: sigmoid_map(some, bias=bias).to(some.v.dtype) @ some.per_query_head(some.v))
+    if x.has_row_mask or not has_weighted_kernel(x.q, x.v):
+        return attend_by_rows(
+            x, lambda some: sigmoid_map(some, bias=bias).to(some.v.dtype) @ some.per_query_head(some.v)
+        )
     keys = x.real_keys()
     shift = _sigmoid_bias(x, bias)
     rows = (
@@ -239,7 +241,7 @@ def sigmoid_attention(x: Inputs, *, bias: float | Tensor | None = None) -> Tenso
         if isinstance(shift, Tensor)
         else x.q.new_full(x.q.shape[:3], shift, dtype=torch.float32)
     )
-    return weighed_attention(
+    return weighted_attention(
         x.q, x.k, x.v, scale=x.usual_scale, shift=rows, keys=None if keys is None else keys[:, :, 0], causal=x.causal
     )
 
@@ -275,8 +277,8 @@ def centred_attention(x: Inputs) -> Tensor:
     """
     mean = x.mean_in_view(x.v)
     if mean.shape[1:3] == (x.v.shape[1], 1):  # the same for all rows: nothing large is subtracted afterwards
-        return fused(replace(x, v=(x.v - mean).to(x.v.dtype)), x.usual_scale)
-    return (fused(x, x.usual_scale) - x.per_query_head(mean)).to(x.v.dtype)
+        return fused_attention(replace(x, v=(x.v - mean).to(x.v.dtype)), x.usual_scale)
+    return (fused_attention(x, x.usual_scale) - x.per_query_head(mean)).to(x.v.dtype)
 
 
 def centred_map(x: Inputs) -> Tensor:
@@ -301,12 +303,12 @@ def differential_attention(x: Inputs, *, lam: float | Tensor) -> Tensor:
     tensor([0.8000, 0.2000])
     """
     first, second, scale, weight = _halves(x, lam)
-    return fused(first, scale) - weight * fused(second, scale)
+    return fused_attention(first, scale) - weight * fused_attention(second, scale)
 
 
 def differential_map(x: Inputs, *, lam: float | Tensor) -> Tensor:
     first, second, scale, weight = _halves(x, lam)
-    return normalized(first, logits(first, scale)) - weight * normalized(second, logits(second, scale))
+    return masked_softmax(first, logits(first, scale)) - weight * masked_softmax(second, logits(second, scale))
 
 
 def _halves(x: Inputs, lam: float | Tensor) -> tuple[Inputs, Inputs, float, float | Tensor]:

@@ -87,7 +87,7 @@ def hybrid(
     ('softmax', 'linear', 'softmax')
     """
     if not isinstance(layout, str):
-        return HybridLayout(_of_length(tuple(layout), layers, False))
+        return HybridLayout(_repeat_to_length(tuple(layout), layers, False))
     ratio = re.fullmatch(r"(\d+):(\d+)", layout)
     letters = "L" * int(ratio[1]) + "S" * int(ratio[2]) if ratio else layout.removesuffix("...")
     if not letters or set(letters) - set("SL"):
@@ -102,10 +102,10 @@ def hybrid(
     if mechanism(linear).cost != "linear":
         raise LocaterError(f"linear={linear!r} has quadratic cost; linear, fastmax, delta or gated_delta")
     names = tuple(full if letter == "S" else linear for letter in letters)
-    return HybridLayout(_of_length(names, layers, ratio is not None or layout.endswith("...")))
+    return HybridLayout(_repeat_to_length(names, layers, ratio is not None or layout.endswith("...")))
 
 
-def _of_length(names: tuple[str, ...], layers: int | None, repeats: bool) -> tuple[str, ...]:
+def _repeat_to_length(names: tuple[str, ...], layers: int | None, repeats: bool) -> tuple[str, ...]:
     if layers is None and repeats:
         raise LocaterError("a ratio, and letters that repeat, need layers: how many there are")
     if layers is None:
@@ -154,12 +154,14 @@ class LayerAttention:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 module = self.module(**sizes)
                 if self.settings and not (grid and tokens is None):
-                    self._call(module, tokens if grid and tokens is not None else 8, **sizes)
+                    self._try_call(module, tokens if grid and tokens is not None else 8, **sizes)
         except (TypeError, ValueError, RuntimeError) as error:
             values = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
             raise LocaterError(f"{self.name}: a value that cannot be among {values} ({first_line(error)})") from None
 
-    def _call(self, module: AttentionModule, tokens: int, *, width: int, heads: int, size: int, kv_heads: int) -> None:
+    def _try_call(
+        self, module: AttentionModule, tokens: int, *, width: int, heads: int, size: int, kv_heads: int
+    ) -> None:
         q, k = torch.zeros(1, heads, tokens, size), torch.zeros(1, kv_heads, tokens, size)
         module(q, k, k, torch.zeros(1, tokens, width), causal=self.mechanism.causal != "never")
 

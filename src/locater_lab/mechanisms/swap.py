@@ -22,7 +22,7 @@ from locater_lab.mechanisms.registry import mechanism, mechanisms, other_attenti
 
 
 @partial(register_control, name="mechanism")
-class SwapMechanism(ForwardControl["_Replaced"]):
+class SwapMechanism(ForwardControl["_ReplacedLayer"]):
     """Attention becomes that of `locater_lab.mechanisms.mechanism(name)`, on the model's own queries, keys and values.
 
     The scale is the model's, except for mechanisms of linear cost, which have one of their own: 1, on queries before
@@ -43,7 +43,7 @@ class SwapMechanism(ForwardControl["_Replaced"]):
     def mechanism_of(self, layer: int, before: str) -> str:
         return self.name if self.acts_on(layer) else before
 
-    def _change(self, controlled: ControlledLayer) -> _Replaced:
+    def _change(self, controlled: ControlledLayer) -> _ReplacedLayer:
         layer, new = controlled.layer, mechanism(self.name)
         where = layer.name or type(controlled.module).__name__
         if layer.unknown_mask is not None:
@@ -71,7 +71,7 @@ class SwapMechanism(ForwardControl["_Replaced"]):
             raise LocaterError(
                 f"{where}: its attention is that of {before} already, and {new.name} would replace it: use one of them"
             )
-        return _Replaced(controlled.heads, new.name)
+        return _ReplacedLayer(controlled.heads, new.name)
 
 
 def without_parameters(name: str) -> Mechanism:
@@ -105,7 +105,7 @@ def acting_mechanism(module: nn.Module) -> str:
     return name if isinstance(name, str) else "softmax"
 
 
-class _Replaced(ForwardChange):
+class _ReplacedLayer(ForwardChange):
     order = CAP
     mechanism: str
 
@@ -163,7 +163,7 @@ def _operands(
     has_own_scale = new.cost == "linear"
     if has_own_scale and abs(prescale - 1) > 1e-6:
         query = query / prescale
-    return query, call.key, {**_masking(call, new, causal), "scale": None if has_own_scale else call.terms.scale}
+    return query, call.key, {**_mask_options(call, new, causal), "scale": None if has_own_scale else call.terms.scale}
 
 
 def _weights(
@@ -182,7 +182,7 @@ def _weights(
     return maps if heads is None else maps[:, heads]
 
 
-def _masking(call: Call, new: Mechanism, causal: bool) -> dict[str, Any]:
+def _mask_options(call: Call, new: Mechanism, causal: bool) -> dict[str, Any]:
     """Which keys each query sees, as arguments of a mechanism."""
     terms = call.terms
     for term, value in (("a soft-cap", terms.softcap), ("sinks", terms.sinks), ("slopes", terms.alibi)):
@@ -202,11 +202,11 @@ def _masking(call: Call, new: Mechanism, causal: bool) -> dict[str, Any]:
     if new.causal == "never":  # it sums over queries: a token that no query may look at is padding, and so is its row
         return {"mask": visible, "query_padding": real_tokens(call, own=True)[0]}
     if new.cost == "linear" and T > 1:
-        return _without_rows(visible, causal)
+        return _as_padding(visible, causal)
     return {"mask": visible, "causal": causal and T == 1 and new.causal == "only"}
 
 
-def _without_rows(visible: Tensor, causal: bool) -> dict[str, Any]:
+def _as_padding(visible: Tensor, causal: bool) -> dict[str, Any]:
     """The mask as padding and a causal flag, where these say it all; otherwise as it is, which a linear mechanism
     refuses.
     """

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.families import register
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
-from locater.families.record import Block, Family, Part
-from locater.layers.build import norm
+from locater.families.record import Block, Family, Found, Part
+from locater.layers.build import norm_layout
 from locater.layers.layer import AttentionLayer
+from locater.layers.layout import AttentionLayout, SinksLayout
 from locater.sources.sources import Config
 from locater.sources.weights import Weights
 from locater_lab.mechanisms import mechanism
@@ -44,7 +45,7 @@ def is_scanned(attention: str, layers: int) -> bool:
 
 
 @dataclass(frozen=True)
-class OtherAttention(AttentionLayer):
+class MechanismLayer(AttentionLayer):
     """A layer with another mechanism than softmax; `learned` builds the module of a mechanism that has parameters."""
 
     learned: Callable[[], AttentionModule] | None = None
@@ -95,7 +96,7 @@ class OtherAttention(AttentionLayer):
         return self.queries(x, normalized=normalized), self.keys(source, normalized=normalized), norm(source)
 
 
-def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+def layers(weights: Weights, config: Config) -> Iterator[Found]:
     """Attention of the types `locater` and `locater_variant`, for `locater.attention_layers`."""
     by_layer = parse_attention(config.get("attention", "softmax"), config["num_hidden_layers"])
     around, place = config.get("norm", "pre") == "post", re.compile(r"layers\.\d+\.self_attn$")
@@ -106,34 +107,33 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         if around and layer.index:  # the norm that made the layer's input
             behind = "attention_out_norm" if config["mlp"] == "none" else "mlp_out_norm"
             before = place.sub(f"layers.{layer.index - 1}.{behind}", layer.name)
-            layer = replace(layer, norm=norm(weights, before, "rms", EPS))
-        placed = replace(
-            layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None
-        )
+            layer = replace(layer, norm=norm_layout(weights, before, "rms", EPS))
+        placed = replace(layer, rotary=layer.rotary if config["positions"] == "rotary" else None)
         if config.get("qk_norm"):
-            query, key = (norm(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
+            query, key = (norm_layout(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
             placed = replace(placed, query_norm=query, key_norm=key)
-        yield _attending(placed, named, config, weights)
+        yield _with_mechanism(placed.with_logits(causal=config["is_causal"]), named, config, weights)
 
 
-def _attending(layer: AttentionLayer, named: LayerAttention, config: Config, weights: Weights) -> AttentionLayer:
+def _with_mechanism(layout: AttentionLayout, named: LayerAttention, config: Config, weights: Weights) -> Found:
     """The layer with its mechanism."""
     if named.name == "softcap":
-        return replace(layer, softcap=named.settings.get("cap", DEFAULT_CAP))
+        return layout.with_logits(softcap=named.settings.get("cap", DEFAULT_CAP))
+    if named.name == "learned_sink":
+        return layout.with_logits(sinks=SinksLayout(f"{layout.name}.mechanism.sinks"))
+    if named.name == "softmax":
+        return layout
+    layer = layout.build(weights)
     if named.name == "softmax_plus_one":
         return replace(layer, sinks=torch.zeros(layer.heads))
-    if named.name == "learned_sink":
-        return replace(layer, sinks=weights.read(f"{layer.name}.mechanism.sinks"))
-    if named.name == "softmax":
-        return layer
-    learned = None if named.is_bare else partial(_module, named, config, weights, layer.name, layer.index)
-    return OtherAttention(
+    learned = None if named.is_bare else partial(_load_module, named, config, weights, layer.name, layer.index)
+    return MechanismLayer(
         **{item.name: getattr(layer, item.name) for item in fields(layer)}
         | {"mechanism": named.name, "learned": learned}
     )
 
 
-def _module(named: LayerAttention, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
+def _load_module(named: LayerAttention, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
     """The learned parameters of a layer, as a module; built when the layer is run, because reading may be traced."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     with torch.device("meta"):

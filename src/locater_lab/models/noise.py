@@ -22,10 +22,10 @@ Levels = Float[Tensor, " B"]
 FREQUENCIES, HIGHEST = 32, 100.0  # of the sines and cosines of the level: from 1 to this many radians
 
 
-def amounts(levels: Levels) -> tuple[Tensor, Tensor]:
+def signal_and_noise(levels: Levels) -> tuple[Tensor, Tensor]:
     """a and s, the amounts of image and of noise, shaped (B, 1, 1, 1); a^2 + s^2 = 1.
 
-    >>> [x.flatten().tolist() for x in amounts(torch.tensor([0.0]))]
+    >>> [x.flatten().tolist() for x in signal_and_noise(torch.tensor([0.0]))]
     [[1.0], [0.0]]
     """
     angle = levels.view(-1, 1, 1, 1) * (math.pi / 2)
@@ -34,11 +34,11 @@ def amounts(levels: Levels) -> tuple[Tensor, Tensor]:
 
 def noisy_images(images: Images, noise: Images, levels: Levels) -> tuple[Tensor, Images]:
     """The input of a model, and the velocity that it should predict."""
-    a, s = amounts(levels)
-    return with_level(a * images + s * noise, levels), a * noise - s * images
+    a, s = signal_and_noise(levels)
+    return append_level(a * images + s * noise, levels), a * noise - s * images
 
 
-def with_level(noisy: Images, levels: Levels) -> Tensor:
+def append_level(noisy: Images, levels: Levels) -> Tensor:
     """Noisy images with their levels as a last plane."""
     return torch.cat([noisy, levels.view(-1, 1, 1, 1).expand(*noisy.shape[:3], 1)], -1)
 

@@ -9,7 +9,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater_lab.models.noise import amounts, with_level
+from locater_lab.models.noise import append_level, signal_and_noise
 from locater_lab.models.patches import from_patches
 from locater_lab.models.transformer import Transformer
 
@@ -33,10 +33,10 @@ def sample_images(
     clean = z
     for now, following in pairwise(levels):
         level = now.expand(count)
-        a, s = amounts(level)
-        velocity = from_patches(model(with_level(z, level)).float(), model.shape.patch, image)
+        a, s = signal_and_noise(level)
+        velocity = from_patches(model(append_level(z, level)).float(), model.shape.patch, image)
         clean = (a * z - s * velocity).clamp(-1, 1)
         noise = (z - a * clean) / s  # in keeping with the image that was cut
-        a, s = amounts(following.expand(count))
+        a, s = signal_and_noise(following.expand(count))
         z = a * clean + s * noise
     return ((clean + 1) * 127.5).round().to(torch.uint8).cpu()

@@ -58,7 +58,7 @@ class Unembedding(nn.Linear):
         return vocabulary_logits(input, self.weight) if input.is_cuda else super().forward(input)
 
 
-def fused(
+def fused_attention(
     module: nn.Module,
     q: Tensor,
     k: Tensor,
@@ -76,13 +76,13 @@ def fused(
     transformers.
     """
     if mechanism is not None:
-        return attended(module, q, k, v, stream, is_causal).transpose(1, 2), None
+        return attend_by_mechanism(module, q, k, v, stream, is_causal).transpose(1, 2), None
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2), None
 
 
-def attended(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, causal: bool) -> Tensor:
+def attend_by_mechanism(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, causal: bool) -> Tensor:
     """Attention by the module's mechanism, which chooses its own precision. Gates are computed from x."""
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
         if module.mechanism is None:
@@ -95,7 +95,7 @@ def attended(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, cau
 def attention_weights(
     module: Any, x: Tensor | None, causal: bool, q: Tensor, k: Tensor, heads: Tensor | None
 ) -> Tensor:
-    """The map (B, H, T, S) by which `attended` weighs values, of all query heads or of some."""
+    """The map (B, H, T, S) by which `attend_by_mechanism` weighs values, of all query heads or of some."""
     if module.mechanism is not None:
         stream = None if x is None else x.to(module.q_proj.weight.dtype)
         maps: Tensor = module.mechanism.map(q, k, stream, causal=causal)
@@ -107,7 +107,7 @@ def attention_weights(
 
 # The name of the table of attention functions in transformers: `observe`, `Monitor` and some controls act on calls that
 # go through a table of this name.
-ALL_ATTENTION_FUNCTIONS = {"sdpa": listening_function("sdpa", fused)}
+ALL_ATTENTION_FUNCTIONS = {"sdpa": listening_function("sdpa", fused_attention)}
 
 
 class Attention(nn.Module):
@@ -133,8 +133,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if turn is not None:
-            turned = rotate_halves if self.attention == "differential" else rotate
-            q, k = turned(q, *turn), turned(k, *turn)
+            rotation = rotate_halves if self.attention == "differential" else rotate
+            q, k = rotation(q, *turn), rotation(k, *turn)
         return q, k, v
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -170,7 +170,7 @@ class MLP(nn.Module):
         return self.down_proj(up)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and MLP: x + f(norm(x)) with norm="pre", x + norm(f(norm(x))) with "sandwich", norm(x + f(x)) with
     "post".
     """
@@ -194,31 +194,31 @@ class Block(nn.Module):
 
     def read(self, x: Tensor) -> Tensor:
         """The normalized stream, which attention reads."""
-        return _normed(self.input_layernorm, x)
+        return _normalize(self.input_layernorm, x)
 
     def after_attention(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        return self._added(x, self.self_attn(self.read(x), turn), self.attention_out_norm)
+        return self._add_branch(x, self.self_attn(self.read(x), turn), self.attention_out_norm)
 
     def after_mlp(self, x: Tensor) -> Tensor:
         if self.mlp is None:
             return x
-        return self._added(x, self.mlp(_normed(self.post_attention_layernorm, x)), self.mlp_out_norm)
+        return self._add_branch(x, self.mlp(_normalize(self.post_attention_layernorm, x)), self.mlp_out_norm)
 
-    def _added(self, x: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
-        y = _dropped(self, y)
-        return _normed(norm, x + y) if self.around else x + _normed(norm, y)
+    def _add_branch(self, x: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
+        y = _apply_dropout(self, y)
+        return _normalize(norm, x + y) if self.around else x + _normalize(norm, y)
 
 
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+def _normalize(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _dropped(module: Block | Stack, x: Tensor) -> Tensor:
+def _apply_dropout(module: TransformerBlock | TransformerStack, x: Tensor) -> Tensor:
     """Dropout while the module trains; without it no random number is drawn."""
     return functional.dropout(x, module.dropout) if module.dropout and module.training else x
 
 
-class Stack(nn.Module):
+class TransformerStack(nn.Module):
     """From token ids (B, T) or images (B, height, width, channels) to a normalized stream (B, T, d).
 
     Images with noise have a plane more, their noise level (`models.noise`).
@@ -241,16 +241,16 @@ class Stack(nn.Module):
         elif shape.positions == "sinusoidal":
             angle = position_angles(length, shape.width)
             self.register_buffer("waves", torch.cat([angle.sin(), angle.cos()], -1), persistent=False)
-        else:
+        elif shape.positions == "rotary":
             angle = position_angles(length, shape.width // shape.heads)
             self.register_buffer("cos", angle.cos(), persistent=False)
             self.register_buffer("sin", angle.sin(), persistent=False)
-        self.layers = nn.ModuleList(Block(shape, depth, dropout) for depth in range(shape.layers))
+        self.layers = nn.ModuleList(TransformerBlock(shape, depth, dropout) for depth in range(shape.layers))
         kind = cast("Fusion", shape.fusion)
         self.fusion = None if kind is None else layer_fusion(kind, shape.layers, shape.width)
         self.norm = nn.RMSNorm(shape.width, EPS)
 
-    def embedded(self, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def embed(self, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The stream before the first block, and the cosines and sines by which queries and keys are rotated."""
         levels = None
         if self.embed_level is not None:
@@ -263,13 +263,14 @@ class Stack(nn.Module):
             x = x + self.embed_level(levels)
         length = x.shape[1]
         if self.shape.positions == "learned":
-            return _dropped(self, x + self.embed_positions.weight[:length]), None
+            return _apply_dropout(self, x + self.embed_positions.weight[:length]), None
         if self.shape.positions == "sinusoidal":
-            return _dropped(self, x * self.shape.width**0.5 + self.waves[:length].to(x.dtype)), None
-        return _dropped(self, x), (self.cos[:length], self.sin[:length])
+            return _apply_dropout(self, x * self.shape.width**0.5 + self.waves[:length].to(x.dtype)), None
+        turn = (self.cos[:length], self.sin[:length]) if self.shape.positions == "rotary" else None
+        return _apply_dropout(self, x), turn
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x, turn = self.embedded(inputs)
+        x, turn = self.embed(inputs)
         states = []
         for layer in self.layers:
             x = layer(x, turn)
@@ -290,7 +291,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape, scale: float = 0.02, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.config = shape, shape.config()
-        self.model = Stack(shape, dropout)
+        self.model = TransformerStack(shape, dropout)
         self.lm_head = Unembedding(shape.width, shape.classes or shape.vocabulary, bias=False)
         for name, p in self.named_parameters():
             if p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name:

@@ -5,7 +5,7 @@ verdict.
 from pathlib import Path
 
 from locater.registry import Registry
-from locater_lab.engine.claims import Claim, Measurement, Verdict, judge, verdict_of
+from locater_lab.engine.claims import Claim, ClaimVerdict, Measurement, judge, verdict_of
 from locater_lab.engine.reproduction import Paper, Reproduction, Results, Setting, Study, reproduce, select_claims
 
 
@@ -31,13 +31,13 @@ __all__ = [
     "PAPERS",
     "STUDIES",
     "Claim",
+    "ClaimVerdict",
     "Measurement",
     "Paper",
     "Reproduction",
     "Results",
     "Setting",
     "Study",
-    "Verdict",
     "judge",
     "paper",
     "reproduce",

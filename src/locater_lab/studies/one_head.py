@@ -40,7 +40,7 @@ LENGTH = 512  # tokens that a scan assumes
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PaperPrediction:
     """A sentence of a paper about W of one head, as a condition on a row of a scan. The thresholds are ours."""
 
     paper: str
@@ -51,28 +51,28 @@ class Prediction:
 
 
 PREDICTIONS = (
-    Prediction(
+    PaperPrediction(
         "amsel2024", "a head that compares tokens needs all its directions", "effective rank at least half the head size",
         lambda row: row.effective_rank >= 0.5 * row.head_dim,
     ),
-    Prediction("amsel2024", "its W is a multiple of the identity", "|κ| at least 0.5", lambda row: abs(row.concentration) >= 0.5),
-    Prediction(
+    PaperPrediction("amsel2024", "its W is a multiple of the identity", "|κ| at least 0.5", lambda row: abs(row.concentration) >= 0.5),
+    PaperPrediction(
         "sahiner2022", "a penalty on weights is one on the nuclear norm: few directions are left", "effective rank below half the head size",
         lambda row: row.effective_rank < 0.5 * row.head_dim,
     ),
-    Prediction(
+    PaperPrediction(
         "hu2025", "a head that interpolates has W of rank two, its eigenvalues zero", "stable rank at most 2 and |κ| at most 0.1",
         lambda row: row.stable_rank <= 2 and abs(row.concentration) <= 0.1,
     ),
-    Prediction(
+    PaperPrediction(
         "hu2025", "and a low temperature: its logits are far apart", "√F at least √(2 log T)",
         lambda row: row.F is not None and row.F >= 2 * math.log(LENGTH),
     ),
-    Prediction(
+    PaperPrediction(
         "chen2024", "the head that copies what followed the same context becomes sharp: its scale grows", "√F of the last layer at least √(2 log T)",
         lambda row: row.F is not None and row.F >= 2 * math.log(LENGTH), "n-grams, two layers",
     ),
-    Prediction(
+    PaperPrediction(
         "bao2024", "attention localizes where eigenvalues concentrate around a mean that is not zero", "|κ| at least 0.5 and M above 1",
         lambda row: abs(row.concentration) >= 0.5 and row.M > 1,
     ),
@@ -108,7 +108,7 @@ def model_row(name: str, model: Any) -> dict[str, Any]:
     }
 
 
-def _share(prediction: Prediction, name: str, rows: list[Row]) -> float | None:
+def _share(prediction: PaperPrediction, name: str, rows: list[Row]) -> float | None:
     if prediction.about and prediction.about != name:
         return None
     last = max(row.layer for row in rows)

@@ -2,7 +2,7 @@
 
 from locater_lab.theory import approximation
 from locater_lab.theory.collapse import (
-    Block,
+    FunctionalBlock,
     attention_bound,
     beta,
     contraction_order,
@@ -30,8 +30,8 @@ from locater_lab.theory.path_sums import (
 from locater_lab.theory.walk import Walks, simulate
 
 __all__ = [
-    "Block",
     "FrozenLayer",
+    "FunctionalBlock",
     "Path",
     "Walks",
     "all_paths",

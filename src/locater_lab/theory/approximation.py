@@ -92,11 +92,11 @@ def head_maps(
     return anchors.beta * W, torch.stack([steps, steps * (L + anchors.low)], 1)
 
 
-def interpolated(s: Float[Tensor, "*n"], anchors: Anchors) -> Float[Tensor, "*n"]:
+def interpolate(s: Float[Tensor, "*n"], anchors: Anchors) -> Float[Tensor, "*n"]:
     """The head's output for a linear form s: sum_k softmax(logits)_k L_k, close to clip(s, a, b).
 
     >>> s = torch.tensor([-9.0, 0.0, 0.31, 9.0]).double()
-    >>> interpolated(s, Anchors.sharp(0.0, 1.0, 101, 2.0)).round(decimals=2).tolist()
+    >>> interpolate(s, Anchors.sharp(0.0, 1.0, 101, 2.0)).round(decimals=2).tolist()
     [0.0, 0.0, 0.31, 1.0]
     """
     return anchor_logits(s, anchors).softmax(-1) @ anchors.values.to(s)
@@ -112,15 +112,15 @@ def segments(low: float, high: float, count: int, heads: int, sharpness: float) 
     return [Anchors.sharp(a, b, count, sharpness) for a, b in pairwise(ends)]
 
 
-def interpolated_by_heads(s: Float[Tensor, "*n"], parts: list[Anchors]) -> Float[Tensor, "*n"]:
+def interpolate_by_heads(s: Float[Tensor, "*n"], parts: list[Anchors]) -> Float[Tensor, "*n"]:
     """Heads that add up: a + sum_h (head_h(s) - a_h). Every head clips s to its part of the range, and the sum
     telescopes to clip(s, a, b) with the gap (b - a) / (H (p - 1)).
 
     >>> parts = segments(0.0, 1.0, 51, 2, 2.0)
-    >>> interpolated_by_heads(torch.tensor([-9.0, 0.5, 0.31, 9.0]).double(), parts).round(decimals=2).tolist()
+    >>> interpolate_by_heads(torch.tensor([-9.0, 0.5, 0.31, 9.0]).double(), parts).round(decimals=2).tolist()
     [0.0, 0.5, 0.31, 1.0]
     """
-    return parts[0].low + sum((interpolated(s, part) - part.low for part in parts), torch.zeros_like(s))
+    return parts[0].low + sum((interpolate(s, part) - part.low for part in parts), torch.zeros_like(s))
 
 
 # --- how far off ------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def largest_error(anchors: Anchors, points: int = 20_001) -> float:
     0.134
     """
     s = torch.linspace(anchors.low - anchors.gap, anchors.high + anchors.gap, points, dtype=torch.float64)
-    return float((interpolated(s, anchors) - s.clamp(anchors.low, anchors.high)).abs().max())
+    return float((interpolate(s, anchors) - s.clamp(anchors.low, anchors.high)).abs().max())
 
 
 def best_sharpness(count: int, low: float = 0.5, high: float = 8.0) -> float:

@@ -25,7 +25,7 @@ NORM_EPS = 1e-12  # the value of BERT; LayerNorm maps a token whose channels are
 
 
 @dataclass(frozen=True)
-class Block:
+class FunctionalBlock:
     """Attention, then an optional MLP, each with an optional skip and LayerNorm. Weights act from the right.
 
         Y = sum_h P_h X W_VO,h  (+ X if skip)          then LayerNorm if norm
@@ -33,7 +33,7 @@ class Block:
 
     The norms have no gain. `scale` is usually 1 / sqrt(d_head).
 
-    >>> uniform = Block(torch.zeros(1, 2, 2), torch.eye(2)[None], scale=1.0)
+    >>> uniform = FunctionalBlock(torch.zeros(1, 2, 2), torch.eye(2)[None], scale=1.0)
     >>> uniform(torch.tensor([[0.0, 2.0], [4.0, 0.0]])).tolist()
     [[2.0, 1.0], [2.0, 1.0]]
     """
@@ -62,20 +62,22 @@ class Block:
         """The tokens after this block, in float64."""
         x = x.double()
         y = (self.attention(x) @ x @ self.W_VO.double()).sum(0)
-        y = self._normed(y + x if self.skip else y)
+        y = self._normalize(y + x if self.skip else y)
         if self.mlp is None:
             return y
         z = self.mlp(y)
-        return self._normed(z + y if self.mlp_skip else z)
+        return self._normalize(z + y if self.mlp_skip else z)
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if self.norm else x
 
 
-def hidden_states(x: Float[Tensor, "tokens width"], blocks: Sequence[Block]) -> Float[Tensor, "states tokens width"]:
+def hidden_states(
+    x: Float[Tensor, "tokens width"], blocks: Sequence[FunctionalBlock]
+) -> Float[Tensor, "states tokens width"]:
     """The tokens before the first block and after each block.
 
-    >>> half = Block(torch.zeros(1, 1, 1), torch.full((1, 1, 1), 0.5), scale=1.0)          # half of the mean
+    >>> half = FunctionalBlock(torch.zeros(1, 1, 1), torch.full((1, 1, 1), 0.5), scale=1.0)          # half of the mean
     >>> hidden_states(torch.tensor([[1.0], [3.0]]), [half, half])[..., 0].tolist()
     [[1.0, 3.0], [1.0, 1.0], [0.5, 0.5]]
     """
@@ -89,7 +91,7 @@ def hidden_states(x: Float[Tensor, "tokens width"], blocks: Sequence[Block]) -> 
 
 
 def depth_residuals(
-    x: Float[Tensor, "tokens width"], blocks: Sequence[Block], centre: str = "mean", relative: bool = False
+    x: Float[Tensor, "tokens width"], blocks: Sequence[FunctionalBlock], centre: str = "mean", relative: bool = False
 ) -> Float[Tensor, " states"]:
     """||res(X_l)|| at l = 0 ... L (Dong, Cordonnier, Loukas 2021). `relative` divides by ||X_l||, as in their figures.
 
@@ -98,10 +100,10 @@ def depth_residuals(
 
     >>> import torch
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> pure = Block(torch.eye(2)[None], torch.eye(2)[None], scale=1.0)
+    >>> pure = FunctionalBlock(torch.eye(2)[None], torch.eye(2)[None], scale=1.0)
     >>> depth_residuals(x, [pure] * 3).log10().round(decimals=1).tolist()
     [0.0, -0.3, -1.3, -4.2]
-    >>> with_skip = Block(torch.eye(2)[None], torch.eye(2)[None], scale=1.0, skip=True)
+    >>> with_skip = FunctionalBlock(torch.eye(2)[None], torch.eye(2)[None], scale=1.0, skip=True)
     >>> bool((depth_residuals(x, [with_skip] * 3) >= 1).all())
     True
     """
@@ -248,7 +250,7 @@ def skip_bound(
     return bound if log else bound.exp()
 
 
-def layer_bound(x: Float[Tensor, "tokens width"], block: Block, centre: str = "mean") -> Float[Tensor, ""]:
+def layer_bound(x: Float[Tensor, "tokens width"], block: FunctionalBlock, centre: str = "mean") -> Float[Tensor, ""]:
     """A proved bound on the smallest residual of sum_h P_h X W_h, computed from the attention maps themselves.
 
     Only the attention of the block is used, not its skip, MLP or norms. Let b be the weights of a query at the centre
@@ -260,7 +262,7 @@ def layer_bound(x: Float[Tensor, "tokens width"], block: Block, centre: str = "m
     For one head this gives sqrt(2 g) beta s ||R||^3. g is the total weight on the key with the most weight; it is 1
     where attention is doubly stochastic.
 
-    >>> block = Block(torch.eye(2)[None], torch.eye(2)[None], scale=1.0)
+    >>> block = FunctionalBlock(torch.eye(2)[None], torch.eye(2)[None], scale=1.0)
     >>> proved = layer_bound(torch.tensor([[0.1, 0.0], [0.0, 0.1]]), block)
     >>> bool(proved < attention_bound(0.1, beta=1.0, scale=1.0))
     True

@@ -24,7 +24,7 @@ from torch import Tensor
 from locater.brief import brief
 from locater.errors import LocaterError
 from locater.measures import composite_norm
-from locater_lab.theory.collapse import Block
+from locater_lab.theory.collapse import FunctionalBlock
 
 # --- the sum ----------------------------------------------------------------------------------------------------------
 
@@ -60,12 +60,12 @@ class Path:
         return self.attention @ x.double() @ self.value
 
 
-def frozen_layers(x: Float[Tensor, "tokens width"], blocks: Sequence[Block]) -> list[FrozenLayer]:
+def frozen_layers(x: Float[Tensor, "tokens width"], blocks: Sequence[FunctionalBlock]) -> list[FrozenLayer]:
     """The blocks as linear layers, with the attention maps that they have on these tokens.
 
     Blocks with an MLP or norms are refused: they are not linear even with fixed attention.
 
-    >>> block = Block(torch.zeros(1, 2, 2), torch.eye(2)[None], scale=1.0, skip=True)
+    >>> block = FunctionalBlock(torch.zeros(1, 2, 2), torch.eye(2)[None], scale=1.0, skip=True)
     >>> frozen_layers(torch.eye(2), [block])[0].attention.tolist()
     [[[0.5, 0.5], [0.5, 0.5]]]
     """

@@ -31,7 +31,7 @@ from locater_lab.models.transformer import Transformer
 # Files that are on the disk once they are written, with their SHA-256.
 
 
-class SummedFile:
+class HashingFile:
     """A file that adds up the SHA-256 of everything written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -46,18 +46,18 @@ class SummedFile:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[SummedFile]:
+def synced_file(path: Path) -> Iterator[HashingFile]:
     """A new file, flushed to the disk at the end of the block."""
     with path.open("wb") as file:
-        summed = SummedFile(file)
+        summed = HashingFile(file)
         yield summed
         summed.flush()
         os.fsync(file.fileno())
 
 
-def write(path: Path, *parts: bytes) -> str:
+def write_synced(path: Path, *parts: bytes) -> str:
     """Write and flush a file; returns its SHA-256."""
-    with writing(path) as file:
+    with synced_file(path) as file:
         for part in parts:
             file.write(part)
     return file.sum.hexdigest()
@@ -104,19 +104,19 @@ def _write_files(folder: Path, model: Transformer, tokenizer: Path, state: dict[
     files: dict[str, Iterable[bytes]] = {"config.json": [_json(model.config)], "model.safetensors": safetensors(model)}
     if tokenizer.is_file():
         files |= {FILE: [tokenizer.read_bytes()], "tokenizer_config.json": [_json(CONFIG)]}
-    sums = {name: write(folder / name, *parts) for name, parts in files.items()}
+    sums = {name: write_synced(folder / name, *parts) for name, parts in files.items()}
     if state is not None:
-        with writing(folder / STATE) as file:
+        with synced_file(folder / STATE) as file:
             torch.save(state, cast("IO[bytes]", file))
         sums[STATE] = file.sum.hexdigest()
-        write(folder / SUMS, *(f"{digest}  {name}\n".encode() for name, digest in sums.items()))
+        write_synced(folder / SUMS, *(f"{digest}  {name}\n".encode() for name, digest in sums.items()))
 
 
 def _json(data: Any) -> bytes:
     return json.dumps(data, indent=2).encode() + b"\n"
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
@@ -130,7 +130,7 @@ def latest(folder: Path) -> Path | None:
     return paths[-1] if paths else None
 
 
-def thin_out(folder: Path, keep: int) -> None:
+def remove_older(folder: Path, keep: int) -> None:
     """Remove all but the last `keep` checkpoints; none where it is 0."""
     for path in checkpoints(folder)[:-keep] if keep else []:
         hidden = path.with_name(f".{path.name}.old")
@@ -148,7 +148,7 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
     except LocaterError:
         raise
     except Exception as error:  # a damaged file makes the unpickler raise anything at all
-        raise LocaterError(f"{path}: cannot be read ({first_line(error)}): {_way_out(path)}") from None
+        raise LocaterError(f"{path}: cannot be read ({first_line(error)}): {_how_to_recover(path)}") from None
 
 
 def _check_sums(path: Path) -> None:
@@ -162,12 +162,12 @@ def _check_sums(path: Path) -> None:
     sums = {name: digest for digest, name in SUM_LINE.findall(lines)}
     if not re.fullmatch(f"({SUM_LINE.pattern})+", lines) or STATE not in sums:
         raise LocaterError(
-            f"{path / SUMS}: damaged (it should hold a line for each file, {STATE} among them): {_way_out(path)}"
+            f"{path / SUMS}: damaged (it should hold a line for each file, {STATE} among them): {_how_to_recover(path)}"
         )
     for name, digest in sums.items():
         if _sum_of(path / name) != digest:
             raise LocaterError(
-                f"{path / name}: damaged, or changed since (its SHA-256 is not that in {SUMS}): {_way_out(path)}"
+                f"{path / name}: damaged, or changed since (its SHA-256 is not that in {SUMS}): {_how_to_recover(path)}"
             )
     tokenizer = path.parent / FILE  # a resumed run reads this one
     if FILE in sums and tokenizer.is_file() and _sum_of(tokenizer) != sums[FILE]:
@@ -182,7 +182,7 @@ def _sum_of(path: Path) -> str | None:
         return None
 
 
-def _way_out(path: Path) -> str:
+def _how_to_recover(path: Path) -> str:
     earlier = [other for other in checkpoints(path.parent) if other < path]
     start = earlier[-1].name if earlier else "its first step, since no other is kept"
     return f"remove {path}, and the run goes on from {start}"
@@ -193,7 +193,7 @@ def safetensors(model: Transformer) -> Iterator[bytes]:
 
     Tensors are read as attributes of their modules, so a weight that a control computes is saved as it acts.
     """
-    tensors = {name: _at(model, name).detach().cpu().contiguous() for name in names_of(model)}
+    tensors = {name: _tensor_of(model, name).detach().cpu().contiguous() for name in names_of(model)}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -206,7 +206,7 @@ def safetensors(model: Transformer) -> Iterator[bytes]:
         yield tensor.view(torch.uint8).numpy().tobytes()
 
 
-def _at(model: nn.Module, name: str) -> Tensor:
+def _tensor_of(model: nn.Module, name: str) -> Tensor:
     path, _, attribute = name.rpartition(".")
     tensor: Tensor = getattr(model.get_submodule(path), attribute)
     return tensor

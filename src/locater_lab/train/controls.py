@@ -29,7 +29,7 @@ def parse_control(text: str) -> Control:
     Temperature(init=2, learn=True, layers=[0])
     """
     name, options = parse_call(text, "--control")
-    with _naming(text):
+    with _control_named_in_errors(text):
         kind = CONTROLS.lookup(name)
     known = known_options(kind)
     unknown = [option for option in options if option not in known]
@@ -42,12 +42,12 @@ def parse_control(text: str) -> Control:
     layers = options.get("layers")
     if layers is not None and not (isinstance(layers, list | tuple) and all(type(i) is int for i in layers)):
         raise LocaterError(f"--control {text}: layers={layers!r}: give a list of numbers, such as [0, 2]")
-    with _naming(text):
+    with _control_named_in_errors(text):
         return kind(**options)
 
 
 @contextmanager
-def _naming(text: str) -> Iterator[None]:
+def _control_named_in_errors(text: str) -> Iterator[None]:
     """Errors inside begin with the `--control` that is at fault."""
     try:
         yield
@@ -88,7 +88,7 @@ def attach(texts: Sequence[str], model: nn.Module) -> Controls:
     try:
         for text in texts:
             control = parse_control(text)
-            with _naming(text):
+            with _control_named_in_errors(text):
                 attached.controls.append(control.attach(model))
     except BaseException:
         attached.detach()

@@ -20,6 +20,7 @@ from locater_lab.models.noise import noisy_images
 from locater_lab.models.patches import to_patches
 from locater_lab.train.batches import Batch, Data, draw, next_token_pair
 from locater_lab.train.plan import Plan
+from locater_lab.train.streams import is_stream, open_stream
 from locater_lab.train.text_data import read_classes, read_text_data
 
 # Training data that is generated rather than read: numbers to sort, sequences to copy from, n-gram chains.
@@ -135,7 +136,7 @@ class ImageData:
         images, labels = self.splits["train"]
         size = self.plan.batch
         epoch, at = divmod(index, len(images) // size)
-        rows = _order(self.plan.seed, epoch, len(images))[at * size : (at + 1) * size].to(images.device)
+        rows = _epoch_order(self.plan.seed, epoch, len(images))[at * size : (at + 1) * size].to(images.device)
         return images[rows], labels[rows]
 
     def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
@@ -144,7 +145,7 @@ class ImageData:
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, count: int) -> Tensor:
+def _epoch_order(seed: int, epoch: int, count: int) -> Tensor:
     return torch.randperm(count, generator=draw(seed, epoch))
 
 
@@ -152,7 +153,7 @@ def read_images(plan: Plan, path: Path, device: torch.device) -> ImageData:
     """Images of an .npz with train_images, train_labels, test_images and test_labels. The test images are the report
     split, a tenth of the others the select split.
     """
-    arrays = _load(path)
+    arrays = _load_arrays(path)
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)).hexdigest()
     images, labels, test_images, test_labels = (torch.from_numpy(x) for x in arrays)
     for x, y in ((images, labels), (test_images, test_labels)):
@@ -175,7 +176,7 @@ def read_images(plan: Plan, path: Path, device: torch.device) -> ImageData:
     return ImageData(plan, splits, facts)
 
 
-def _load(path: Path) -> list[np.ndarray]:
+def _load_arrays(path: Path) -> list[np.ndarray]:
     """The four arrays of the file, in the order of NAMES."""
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -275,4 +276,6 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
         return read_classes(plan, folder, device)
     if plan.task == "ngram":
         return make_ngrams(plan, device)
+    if is_stream(plan):
+        return open_stream(plan, device)
     return read_text_data(plan, folder, device)

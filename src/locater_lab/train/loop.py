@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import random
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 
 from locater import Monitor
 from locater.control.base import Controls
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.observing import observe
 from locater.runs.head_table import COLUMNS
 from locater.runs.record_sinks import JsonlSink
@@ -32,9 +29,21 @@ from locater_lab.train.batches import Batch, Data
 from locater_lab.train.controls import attach, check_controls, restore
 from locater_lab.train.conversion import Conversion, check_conversion, conversion_of
 from locater_lab.train.data import open_data
-from locater_lab.train.measures import SEQUENCES, culprit, measure, why_unread
+from locater_lab.train.measures import SEQUENCES, find_diverged_layer, measure, why_unread
 from locater_lab.train.plan import Plan
-from locater_lab.train.recipe import compiled, device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
+from locater_lab.train.recipe import (
+    compile_model,
+    deterministic_algorithms,
+    device_of,
+    optimizer_for,
+    random_state,
+    rate_at,
+    restore_random,
+    seeded_randomness,
+    shape_of,
+    strictly_deterministic,
+    uses_bfloat16,
+)
 from locater_lab.train.run_folder import RESULT, Result, claimed_folder, run_folder
 from locater_lab.train.text_data import ClassData, TextData
 
@@ -59,7 +68,7 @@ class Evaluation:
         sequences, or of all. Targets that are no classes, of a model that denoises, have a squared error and no rank.
         """
         sums: list[tuple[Tensor, ...]] = []  # of each window: loss, targets, and how many are ranked first
-        with _evaluating(self.model):
+        with _evaluation_mode(self.model):
             for inputs, targets in self.data.windows(split, most):
                 with self.autocast():
                     logits = self.model(inputs).float().flatten(0, -2)
@@ -85,12 +94,12 @@ class Evaluation:
     def measures(self) -> dict[str, Any]:
         """Attention maps and residual stream on the first sequences of the report split."""
         inputs, _ = next(iter(self.data.windows("report", SEQUENCES)))
-        with _evaluating(self.model):
+        with _evaluation_mode(self.model):
             return measure(self.model, inputs)
 
 
 @contextmanager
-def _evaluating(model: Transformer) -> Iterator[None]:
+def _evaluation_mode(model: Transformer) -> Iterator[None]:
     before = model.training
     model.eval()
     try:
@@ -160,58 +169,8 @@ class LossLog:
             self.warned = True
 
 
-# The random numbers of a run: apart from the caller's, saved with each checkpoint and restored from it.
-
-
-@contextmanager
-def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the random numbers of a run; afterwards those of the caller go on as if it had not taken place."""
-    before = random.getstate()
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if device.type == "cuda" else ()):
-        try:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            yield
-        finally:
-            random.setstate(before)
-
-
-@contextmanager
-def deterministic(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """On a GPU, prefer algorithms whose sums have a fixed order: equal plans then give equal weights on one device.
-
-    Without it equal runs of a compiled model end up to 0.01 nats apart. An operation that has no such algorithm is used
-    as it is; PyTorch's warnings about it are left out.
-    """
-    if device.type != "cuda" or not wanted:
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*deterministic")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every generator that training or a control may use."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
-
-
-def restore_random(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([x.cpu() for x in state["cuda"]])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-
-
 logger = logging.getLogger("locater")
+NOT_DETERMINISTIC = "does not have a deterministic implementation"  # how PyTorch refuses an operation
 WINDOWS = 256  # sequences of the select split that are evaluated during training; the end is measured on all
 WITH_ACCURACY = ("image", "classify", "sort")
 NO_PERPLEXITY = ("image", "classify", "diffusion")
@@ -234,7 +193,7 @@ def run(plan: Plan, on_progress: OnProgress = lambda event: None) -> Result:
     folder = run_folder(plan)
     if (folder / RESULT).is_file():
         return Result.load(folder / RESULT)
-    with own_randomness(plan.seed, device), deterministic(device, plan.deterministic):
+    with seeded_randomness(plan.seed, device), deterministic_algorithms(device, plan.deterministic):
         training = Training.begin(plan, folder, device, on_progress)
         try:
             with claimed_folder(plan):  # nothing is written before data, model and controls are ready
@@ -278,6 +237,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.evaluation = Evaluation(self.model, self.data, self.device, uses_bfloat16(self.plan, self.device))
+        self.deterministic = self.plan.deterministic and self.device.type == "cuda"
 
     @classmethod
     def begin(cls, plan: Plan, folder: Path, device: torch.device, on_progress: OnProgress) -> Training:
@@ -291,8 +251,8 @@ class Training:
         trainable = {name: p for name, p in learned.items() if p.requires_grad}
         entropy = LastEntropy()
         try:
-            monitor = _monitor(plan, folder, model, entropy, conversion) if plan.observe else None
-            forward = compiled(plan, model, device)
+            monitor = _make_monitor(plan, folder, model, entropy, conversion) if plan.observe else None
+            forward = compile_model(plan, model, device)
             optimizer = optimizer_for(plan, trainable, device)
         except BaseException:
             controls.detach()
@@ -306,7 +266,7 @@ class Training:
         """Start from the last checkpoint in the folder, or from the first step, and open the log."""
         self._resume()
         if isinstance(self.data, TextData | ClassData) and self.step == 0:
-            self.data.keep_tokenizer(self.folder)
+            self.data.save_tokenizer(self.folder)
         if self.monitor is not None:
             self.monitor.step = self.step
             self.monitor.attach(self.model)
@@ -383,6 +343,18 @@ class Training:
 
     def _backward(self, batches: list[Batch]) -> Tensor:
         """The mean loss of the step, without the penalty of controls; gradients include it."""
+        try:
+            with strictly_deterministic() if self.deterministic else nullcontext():
+                return self._accumulate_gradients(batches)
+        except RuntimeError as error:
+            if not self.deterministic or NOT_DETERMINISTIC not in str(error):
+                raise
+            self.deterministic = False
+            logger.warning("equal plans will not give equal weights: %s", first_line(error))
+            self.optimizer.zero_grad(set_to_none=True)
+            return self._accumulate_gradients(batches)
+
+    def _accumulate_gradients(self, batches: list[Batch]) -> Tensor:
         total = torch.zeros((), device=self.device)
         for inputs, targets in batches:
             with self.evaluation.autocast():
@@ -402,8 +374,8 @@ class Training:
         if (due or last) and not all(bool(p.isfinite().all()) for p in self.trainable):
             raise DivergedError(self._failure(self.step, "the weights are not finite", self._batches(self.step - 1)))
         if due or (last and plan.checkpoint):
-            checkpoint.save(self.folder, checkpoint.name_of(self.step), self.model, self._state())
-            checkpoint.thin_out(self.folder, plan.keep)
+            checkpoint.save(self.folder, checkpoint.checkpoint_name(self.step), self.model, self._state())
+            checkpoint.remove_older(self.folder, plan.keep)
         if self.step % plan.log == 0 or last or self.step == start + 1:
             self._report_progress()
 
@@ -413,7 +385,7 @@ class Training:
         conversion.apply()
         if self.plan.compile:
             torch.compiler.reset()
-            self.forward = compiled(self.plan, self.model, self.device)
+            self.forward = compile_model(self.plan, self.model, self.device)
         self.converted = {"step": self.step, "before": before, "after": self._measured_now()}
 
     def _measured_now(self) -> dict[str, float | None]:
@@ -479,11 +451,11 @@ class Training:
     def _failure(self, step: int, reason: str, batches: list[Batch]) -> str:
         last = checkpoint.latest(self.folder)
         good = f"the last good checkpoint is {last}" if last else "no checkpoint was written before"
-        layer = culprit(self.model, batches)
+        layer = find_diverged_layer(self.model, batches)
         return f"{self.folder}: step {step}: {reason}; {layer}; {good}. Lower --rate, or add a --control"
 
 
-def _monitor(
+def _make_monitor(
     plan: Plan, folder: Path, model: Transformer, entropy: LastEntropy, conversion: Conversion | None
 ) -> Monitor | LossLog:
     """A monitor of every head; where heads cannot be measured, or will not be after a conversion, a log of losses

@@ -18,11 +18,11 @@ from torch import Tensor
 from locater.measures import massive_activations, rank_residual, token_cosine
 from locater.observing import observe
 from locater_lab.mechanisms import mechanism
-from locater_lab.mechanisms.modules import Gated, Multiformer
+from locater_lab.mechanisms.modules import GatedAttention, MultiformerAttention
 from locater_lab.mechanisms.multiformer import head_relevance
 from locater_lab.mechanisms.registry import why_unmeasurable
 from locater_lab.mechanisms.swap import acting_mechanism
-from locater_lab.models.transformer import Attention, Transformer, attended
+from locater_lab.models.transformer import Attention, Transformer, attend_by_mechanism
 from locater_lab.train.batches import Batch
 
 SEQUENCES, TOKENS = 4, 256  # how many sequences are measured, and how many tokens of each
@@ -57,59 +57,59 @@ def measure(model: Transformer, inputs: Tensor) -> dict[str, Any]:
     spike_ratio     the largest ratio of largest to median |h|
     """
     inputs = inputs[:SEQUENCES] if model.shape.image is not None else inputs[:SEQUENCES, :TOKENS]
-    x, rotation = model.model.embedded(inputs)
-    halves, maps, relevance = [_half(x)], list[dict[str, Any]](), list[list[float]]()
+    x, rotation = model.model.embed(inputs)
+    halves, maps, relevance = [_stream_numbers(x)], list[dict[str, Any]](), list[list[float]]()
     block: Any
     for block in model.model.layers:
         attention, normed = block.self_attn, block.read(x)
         q, k, v = attention.operands(normed, rotation)
-        more = {"gate": gate_of(attention, q, normed), "first_value": _first_of(v)}
-        maps.append(of_map(map_of(attention, q, k, normed), attention.causal, _kind(attention)) | more)
-        outputs = attended(attention, q, k, v, normed, attention.causal)
+        more = {"gate": mean_gate(attention, q, normed), "first_value": _first_value_ratio(v)}
+        maps.append(map_numbers(attention_map(attention, q, k, normed), attention.causal, _kind(attention)) | more)
+        outputs = attend_by_mechanism(attention, q, k, v, normed, attention.causal)
         relevance.append(head_relevance(outputs, attention.o_proj.weight).tolist())
         x = block.after_attention(x, rotation)
-        halves.append(_half(x))
+        halves.append(_stream_numbers(x))
         if block.mlp is not None:
             x = block.after_mlp(x)
-            halves.append(_half(x))
+            halves.append(_stream_numbers(x))
     means = {name: _mean([numbers[name] for numbers in maps]) for name in maps[0]}
     return means | {
         "relevance": relevance,
         "halves": halves,
-        "spike": _most(half["largest"] for half in halves),
-        "spike_ratio": _most(half["ratio"] for half in halves),
+        "spike": _largest_known(half["largest"] for half in halves),
+        "spike_ratio": _largest_known(half["ratio"] for half in halves),
     }
 
 
-def map_of(attention: Attention, q: Tensor, k: Tensor, x: Tensor) -> Maps:
+def attention_map(attention: Attention, q: Tensor, k: Tensor, x: Tensor) -> Maps:
     """The map that mixes the values. Where gates or kernels give each channel a map of its own, they are averaged over
     channels first.
     """
     module = attention.mechanism
-    if module is None or (isinstance(module, Gated) and module.additive):
+    if module is None or (isinstance(module, GatedAttention) and module.additive):
         name = "softmax" if module is not None else attention.attention
         return mechanism(name).map(q, k, causal=attention.causal)
     options = module.options(q, k, x)
-    if isinstance(module, Gated) and module.option in ("gate", "value_gate"):
+    if isinstance(module, GatedAttention) and module.option in ("gate", "value_gate"):
         options[module.option] = options[module.option].mean(-1, keepdim=True)
-    if isinstance(module, Multiformer) and options.get("value_kernel") is not None:
+    if isinstance(module, MultiformerAttention) and options.get("value_kernel") is not None:
         options["value_kernel"] = options["value_kernel"].mean(-1, keepdim=True)
         options.pop("value_bias", None)
     return mechanism(attention.attention).map(q, k, causal=attention.causal, **options)
 
 
-def gate_of(attention: Attention, q: Tensor, x: Tensor) -> float | None:
+def mean_gate(attention: Attention, q: Tensor, x: Tensor) -> float | None:
     """The mean of a layer's gates; None where it has none."""
     module = attention.mechanism
-    if not isinstance(module, Gated) or module.additive:
+    if not isinstance(module, GatedAttention) or module.additive:
         return None
     return float(module.gate(x if module.gate.from_input else q).mean())
 
 
-def of_map(p: Maps, causal: bool, kind: str = "stochastic") -> dict[str, float | None]:
+def map_numbers(p: Maps, causal: bool, kind: str = "stochastic") -> dict[str, float | None]:
     """The numbers of one layer's maps, means over heads.
 
-    >>> numbers = of_map(torch.full((1, 1, 4, 4), 0.25), causal=False)
+    >>> numbers = map_numbers(torch.full((1, 1, 4, 4), 0.25), causal=False)
     >>> numbers["entropy_share"], numbers["row_mass"], round(numbers["gap"], 9), numbers["explained_away"]
     (1.0, 1.0, 1.0, 0.0)
     """
@@ -143,14 +143,14 @@ def of_map(p: Maps, causal: bool, kind: str = "stochastic") -> dict[str, float |
     return {"entropy": float(entropy.mean()), "entropy_share": entropy_share, **numbers}
 
 
-def _first_of(v: Tensor) -> float | None:
+def _first_value_ratio(v: Tensor) -> float | None:
     """Length of the first value over the mean length of the others; None where there are no others, or all are zero."""
     lengths = v.double().norm(dim=-1)
     ratio = (lengths[..., 0] / lengths[..., 1:].mean(-1)).mean()
     return float(ratio) if bool(ratio.isfinite()) else None
 
 
-def _half(x: Tensor) -> dict[str, float | None]:
+def _stream_numbers(x: Tensor) -> dict[str, float | None]:
     """The numbers of the residual stream (B, T, d) at one point."""
     massive = massive_activations(x)
     top, median = massive.top.max(), massive.median.mean()
@@ -165,7 +165,7 @@ def _half(x: Tensor) -> dict[str, float | None]:
     return {name: float(value) if bool(value.isfinite()) else None for name, value in numbers.items()}
 
 
-def _most(values: Iterable[float | None]) -> float | None:
+def _largest_known(values: Iterable[float | None]) -> float | None:
     return max((x for x in values if x is not None), default=None)
 
 
@@ -191,7 +191,7 @@ def why_unread(model: Transformer) -> str | None:
 
 
 @torch.no_grad()
-def culprit(model: Transformer, batches: list[Batch]) -> str:
+def find_diverged_layer(model: Transformer, batches: list[Batch]) -> str:
     """Names the first layer whose logits are not finite on these batches; where all are finite, the layer with the
     largest.
     """

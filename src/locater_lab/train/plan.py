@@ -163,14 +163,15 @@ class Plan:
     )
     corpus: tuple[str, ...] = option(
         (),
-        "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation. "
+        "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; or a stream of tokens (.tokens.json), "
+        "which a run sees once. Default: Python's documentation. "
         "With --task classify, each is one class.",
     )
     select: tuple[str, ...] = option(
-        (), "Text to choose settings by, in place of a share of the corpus: a file or folder, may be repeated."
+        (), "Validation text, in place of a share of the corpus: a file or folder, may be repeated."
     )
     report: tuple[str, ...] = option(
-        (), "Text to publish numbers of, in place of a share of the corpus. With --select: give both or neither."
+        (), "Test text that results are reported on, in place of a share of the corpus. Needs --select."
     )
     images: str | None = option(None, "Pictures with labels (.npz), for --task image and diffusion.")
     vocabulary: int = option(
@@ -180,16 +181,23 @@ class Plan:
         "Default 0, which is all.",
         least=0,
     )
-    words: bool = option(False, "Tokens are words, split at white space, in place of bytes; <unk> is all others.")
-    bos: bool = option(False, "A start token in front of every sequence of text; it is one of the --length tokens.")
-    parents: str = option("1", "Distances to the tokens that decide the next one, such as 1,2; for --task ngram.")
+    words: bool = option(
+        False,
+        "Use whole words as tokens, split at white space, instead of bytes; words outside the vocabulary are <unk>.",
+    )
+    bos: bool = option(False, "Put a start token in front of every sequence of text; it counts towards --length.")
+    parents: str = option(
+        "1", "Distances to the earlier tokens that determine the next one, such as 1,2; for --task ngram."
+    )
     concentration: float = option(
-        1.0, "Of the Dirichlet prior of tables, for --task ngram: small is nearly deterministic.", least=0.01
+        1.0,
+        "Concentration of the Dirichlet prior of transition tables, for --task ngram: small values are nearly deterministic.",
+        least=0.01,
     )
     layers: int = option(4, "Blocks.", least=1)
     width: int = option(128, "Channels of the residual stream.", least=2)
     heads: int = option(4, "Query heads in a layer.", least=1)
-    kv_heads: int | None = option(None, "Key heads in a block. Default: as many as query heads.", least=1)
+    kv_heads: int | None = option(None, "Key-value heads in a layer. Default: as many as query heads.", least=1)
     hidden: int | None = option(
         None, "Channels of the MLP. Default: 8/3 of the width (swiglu) or 4 times the width (gelu).", least=1
     )
@@ -197,8 +205,8 @@ class Plan:
     patch: int = option(4, "Side of an image patch in pixels.", least=1)
     positions: str | None = option(
         None,
-        "rotary (the default for text), learned (for images), or sinusoidal: sines and cosines added to embeddings.",
-        choices=("rotary", "learned", "sinusoidal"),
+        "rotary (the default for text), learned (for images), sinusoidal: sines and cosines added to embeddings; or none.",
+        choices=("rotary", "learned", "sinusoidal", "none"),
     )
     qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
     attention: str = option(
@@ -206,11 +214,11 @@ class Plan:
         f"The mechanism, such as 'gated(per=element)' or 'hybrid(layout=3:1)': {ATTENTION}, hybrid of several.",
     )
     convert: str | None = option(
-        None, "A mechanism that takes the place of --attention after step --convert-at; the weights stay as they are."
+        None, "Replace --attention by this mechanism after step --convert-at; the weights stay as they are."
     )
     convert_at: int | None = option(
         None,
-        "Step of --convert; later steps train on. Default: the last step, so that nothing is trained after it.",
+        "Step after which --convert replaces the attention. Default: the last step, with no training after it.",
         least=1,
     )
     mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
@@ -220,7 +228,9 @@ class Plan:
         choices=("pre", "sandwich", "post"),
     )
     fusion: str | None = option(
-        None, "Fuse the outputs of all layers into the last.", choices=("concat", "max", "gate")
+        None,
+        "Compute the final output from the outputs of all layers, fused this way.",
+        choices=("concat", "max", "gate"),
     )
     scale: float = option(0.02, "Standard deviation of the initial weights.", least=0)
     dropout: float = option(0.0, "Share of channels set to zero after embeddings, attention and MLP.", least=0)
@@ -229,7 +239,7 @@ class Plan:
     batch: int = option(16, "Sequences in a forward pass.", least=1)
     accumulate: int = option(1, "Forward passes in a step.", least=1)
     rate: float = option(3e-3, "Peak learning rate.", least=0)
-    warmup: float = option(0.05, "Linear warm-up: up to 1, a share of the steps; above, their number.", least=0)
+    warmup: float = option(0.05, "Linear warm-up: a share of the steps up to 1, a number of steps above.", least=0)
     schedule: str = option(
         "cosine",
         "How the rate falls after the warm-up: as a cosine to the floor, or with the inverse square root of the step.",
@@ -246,17 +256,19 @@ class Plan:
     clip: float = option(1.0, "Clip gradients to this norm; 0 for no limit.", least=0)
     control: tuple[str, ...] = option((), "Attach a control, such as 'locater(target=2)'; may be repeated.")
     seed: int = option(0, "Seed of the initial weights and of the order of the data.", least=0)
-    observe: int = option(50, "Measure every head once in this many steps; 0 for never.", least=0)
-    evaluate: int = option(200, "Evaluate the select split once in this many steps; 0 for only at the end.", least=0)
-    checkpoint: int = option(200, "Write a checkpoint once in this many steps; 0 for none.", least=0)
+    observe: int = option(50, "Measure every head every N steps; 0 for never.", least=0)
+    evaluate: int = option(200, "Evaluate the select split every N steps; 0 for only at the end.", least=0)
+    checkpoint: int = option(200, "Write a checkpoint every N steps; 0 for none.", least=0)
     keep: int = option(2, "Keep this many of the last checkpoints; 0 for all of them.", least=0)
-    log: int = option(10, "Report progress once in this many steps.", least=1)
+    log: int = option(10, "Report progress every N steps.", least=1)
     device: str = option("auto", "cpu, cuda, cuda:1, mps; auto is cuda where there is a GPU.")
     precision: str = option(
         "auto", "auto is bfloat16 on CUDA, float32 elsewhere.", choices=("auto", "float32", "bfloat16")
     )
     compile: bool = option(False, "Compile the model with torch.compile.")
-    deterministic: bool = option(True, "On a GPU, use algorithms that give equal weights for equal plans.")
+    deterministic: bool = option(
+        True, "On a GPU, use deterministic algorithms, so that equal plans give equal weights."
+    )
 
     def __post_init__(self) -> None:
         if self.vocabulary is None:
@@ -333,7 +345,7 @@ class Plan:
         unknown = [name for name in options if name not in hints]
         if unknown:
             raise LocaterError(f"a plan has no {unknown[0]!r}; it has {', '.join(hints)}")
-        return cls(**{name: _typed(name, value, hints[name]) for name, value in options.items()})
+        return cls(**{name: _convert_type(name, value, hints[name]) for name, value in options.items()})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -373,7 +385,7 @@ def _check(name: str, value: Any, allowed: Mapping[str, Any]) -> None:
         raise LocaterError(f"{name}={value}: must be at least {least}")
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
+def _convert_type(name: str, value: Any, hint: Any) -> Any:
     """The value in the type of its field: JSON has lists for tuples, and may write 1 for 1.0."""
     if hint == tuple[str, ...]:
         if isinstance(value, list | tuple) and all(isinstance(x, str) for x in value):

@@ -53,7 +53,7 @@ def _check_free(folder: Path) -> None:
         why = "cannot be written to" if existing.is_dir() else "is no folder"
         raise LocaterError(f"{folder}: cannot be made ({existing} {why}): give another --out")
     if (folder / LOCK).is_file():
-        with locked(folder):
+        with locked_folder(folder):
             pass
 
 
@@ -65,7 +65,7 @@ def claimed_folder(plan: Plan) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LocaterError(f"{folder}: cannot be made ({error.strerror}): give another --out") from None
-    with locked(folder):
+    with locked_folder(folder):
         path = folder / PLAN
         other = plan.difference(Plan.load(path)) if path.is_file() else None
         if other is not None and not _took_no_step(folder):  # another process has begun since `run_folder`
@@ -93,7 +93,7 @@ def _took_no_step(folder: Path) -> bool:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Lock a run's folder for this process, and remove temporary folders that a crash left in it."""
     try:
         lock = (folder / LOCK).open("w")
@@ -134,7 +134,7 @@ class Result:
     parameters: int = 0
     tokens: int = 0  # seen in training
     seconds: float = 0.0  # of training, over all parts of a run that was interrupted
-    measures: dict[str, Any] = field(default_factory=dict)  # of maps and residual stream (`train.measured`)
+    measures: dict[str, Any] = field(default_factory=dict)  # of maps and residual stream (`train.measures`)
     data: dict[str, Any] = field(default_factory=dict)  # hash of the text, sizes of the splits
     model: str = ""  # folder of the final weights
 

@@ -50,7 +50,7 @@ def combinations(plan: Plan, over: Mapping[str, Sequence[Any]]) -> Iterator[tupl
     names: set[str] = set()
     for values in product(*over.values()):
         options = dict(zip(over, values, strict=True))
-        name = ",".join(f"{option}={_shown(value)}" for option, value in options.items())
+        name = ",".join(f"{option}={_folder_text(value)}" for option, value in options.items())
         if name in names or len(name.encode()) > LONGEST:
             why = "is the folder of two runs" if name in names else "is too long a name for a folder"
             raise LocaterError(
@@ -79,7 +79,7 @@ def parse_sweep(texts: Sequence[str], seeds: int | None, first: int = 0) -> dict
             raise LocaterError(f"--sweep {text!r}: write it as option=value,value with an option of {', '.join(known)}")
         if name in over:
             raise LocaterError(f"--sweep {name} is given twice: write all its values in one, {name}=A,B")
-        over[name] = [_value(name, part, hints[name]) for part in _parts(values)]
+        over[name] = [_parse_value(name, part, hints[name]) for part in _split_outside_brackets(values)]
         if len(set(over[name])) < len(over[name]) or not over[name]:
             raise LocaterError(f"--sweep {text!r}: give each value once")
     if seeds is not None:
@@ -135,7 +135,7 @@ def _identity(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in PACE}
 
 
-def _parts(text: str) -> list[str]:
+def _split_outside_brackets(text: str) -> list[str]:
     """Split at commas outside brackets."""
     parts, depth = [""], 0
     for sign in text:
@@ -147,7 +147,7 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _value(name: str, text: str, hint: Any) -> Any:
+def _parse_value(name: str, text: str, hint: Any) -> Any:
     if hint == tuple[str, ...]:
         return () if text in ("none", "") else (text,)
     if text == "none" and type(None) in getattr(hint, "__args__", ()):
@@ -167,7 +167,7 @@ def _value(name: str, text: str, hint: Any) -> Any:
     raise LocaterError(f"--sweep {name}: {text!r} is not a valid value")
 
 
-def _shown(value: Any) -> str:
+def _folder_text(value: Any) -> str:
     """A value as part of a folder's name."""
     text = "+".join(value) or "none" if isinstance(value, tuple) else str(value)
     return "".join(sign if sign.isalnum() or sign in "._+-=()" else "_" for sign in text)

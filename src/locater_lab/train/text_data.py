@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.inputs.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
-from locater.inputs.start_token import WithStart
+from locater.inputs.start_token import StartTokenizer
 from locater.inputs.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
 from locater_lab.data.tokens import WordTokenizer, load_or_make
 from locater_lab.train.batches import IGNORED, Batch, draw, next_token_pair
@@ -39,9 +39,9 @@ class TextData:
     @property
     def start(self) -> int | None:
         """The token in front of every sequence."""
-        return self.tokenizer.start if isinstance(self.tokenizer, WithStart) else None
+        return self.tokenizer.start if isinstance(self.tokenizer, StartTokenizer) else None
 
-    def keep_tokenizer(self, folder: Path) -> None:
+    def save_tokenizer(self, folder: Path) -> None:
         """Save it in the run's folder, for checkpoints and for a run that resumes."""
         write_whole(folder / FILE, self.tokenizer.to_json())
 
@@ -87,9 +87,9 @@ class TextData:
 
 def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
     """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
-    text = _text(plan)
+    text = _text_of_plan(plan)
     tokenizer = tokenizer_of_plan(plan, folder, (text,))
-    (tokens_of,) = encoded(tokenizer, (text,))
+    (tokens_of,) = encode_texts(tokenizer, (text,))
     splits = {name: tokens.to(device) for name, tokens in tokens_of.items()}
     for name, tokens in splits.items():
         if len(tokens) <= plan.length:
@@ -111,32 +111,32 @@ def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
         facts["held_out"] = {"select": list(plan.select), "report": list(plan.report)}
     if isinstance(tokenizer, WordTokenizer):
         facts["unknown"] = {name: tokenizer.unknown(x) for name, x in text.joined.items()}
-    return TextData(plan, WithStart(tokenizer) if plan.bos else tokenizer, splits, facts, device)
+    return TextData(plan, StartTokenizer(tokenizer) if plan.bos else tokenizer, splits, facts, device)
 
 
-def _text(plan: Plan) -> Text:
+def _text_of_plan(plan: Plan) -> Text:
     """The text of a plan; that of the run before, in this process, where its files have not changed since."""
     files = [Path(name) for part in (plan.corpus, plan.select, plan.report) for name in part]
     if not all(path.is_file() for path in files):  # a folder, or the embedded text
-        return _read(plan)
+        return _read_text(plan)
     key = (
         plan.corpus,
         plan.select,
         plan.report,
         *((x.st_mtime_ns, x.st_size) for x in (path.stat() for path in files)),
     )
-    if key not in _kept:
-        text = _read(plan)
-        _kept.clear()
-        _kept[key] = text
-    return _kept[key]
+    if key not in _last_text:
+        text = _read_text(plan)
+        _last_text.clear()
+        _last_text[key] = text
+    return _last_text[key]
 
 
-_kept: dict[Any, Text] = {}  # at most one
+_last_text: dict[Any, Text] = {}  # at most one
 
 
-def _read(plan: Plan) -> Text:
-    documents = read_documents(plan.corpus) if plan.corpus else _embedded()
+def _read_text(plan: Plan) -> Text:
+    documents = read_documents(plan.corpus) if plan.corpus else _embedded_documents()
     return Text(documents, _held_out(plan, documents) if plan.select else None)
 
 
@@ -182,41 +182,41 @@ def tokenizer_of_plan(plan: Plan, folder: Path, texts: tuple[Text, ...]) -> Toke
     every part of a run: the same text, which is checked, has the same.
     """
     if plan.words:
-        return _counted(plan.vocabulary, texts)
-    return tokenizer_of_run(folder, plan.vocabulary, partial(_trained, plan.vocabulary, texts))
+        return _word_tokenizer(plan.vocabulary, texts)
+    return tokenizer_of_run(folder, plan.vocabulary, partial(_pair_tokenizer, plan.vocabulary, texts))
 
 
 @lru_cache(maxsize=1)
-def _counted(most: int, texts: tuple[Text, ...]) -> Tokenizer:
+def _word_tokenizer(most: int, texts: tuple[Text, ...]) -> Tokenizer:
     """Cached, as are the byte pairs and the tokens below, for the next run of a sweep."""
     return WordTokenizer.from_texts((document for text in texts for document in text.parts["train"]), most)
 
 
 @lru_cache(maxsize=1)
-def _trained(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
+def _pair_tokenizer(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
     documents = [document for text in texts for document in text.parts["train"]]
     if vocabulary == BYTES:
         return make_tokenizer(vocabulary, documents)
-    key = f"tokenizer {vocabulary} {_names(texts)}"
+    key = f"tokenizer {vocabulary} {_text_hashes(texts)}"
     return PairTokenizer.from_json(load_or_make(key, lambda: make_tokenizer(vocabulary, documents).to_json()))
 
 
 @lru_cache(maxsize=1)
-def encoded(tokenizer: Tokenizer, texts: tuple[Text, ...]) -> list[dict[str, Tensor]]:
+def encode_texts(tokenizer: Tokenizer, texts: tuple[Text, ...]) -> list[dict[str, Tensor]]:
     """Tokens of each text, by split."""
     tokens: list[dict[str, Tensor]] = load_or_make(
-        f"tokens {tokenizer.to_json()} {_names(texts)}",
+        f"tokens {tokenizer.to_json()} {_text_hashes(texts)}",
         lambda: [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts],
     )
     return tokens
 
 
-def _names(texts: tuple[Text, ...]) -> str:
+def _text_hashes(texts: tuple[Text, ...]) -> str:
     return " ".join(text.sha256 for text in texts)
 
 
 @lru_cache(maxsize=1)
-def _embedded() -> list[str]:
+def _embedded_documents() -> list[str]:
     """Cached for the next run of a sweep, since it takes a few seconds."""
     return embedded_documents()
 
@@ -234,7 +234,7 @@ class ClassData:
     facts: dict[str, Any]
     device: torch.device
 
-    def keep_tokenizer(self, folder: Path) -> None:
+    def save_tokenizer(self, folder: Path) -> None:
         """Save it in the run's folder, for checkpoints and for a run that resumes."""
         write_whole(folder / FILE, self.tokenizer.to_json())
 
@@ -262,7 +262,7 @@ def read_classes(plan: Plan, folder: Path, device: torch.device) -> ClassData:
     texts = tuple(Text(read_documents([path])) for path in plan.corpus)
     _check_distinct(plan, texts)
     tokenizer = tokenizer_of_plan(plan, folder, texts)
-    tokens_of = encoded(tokenizer, texts)
+    tokens_of = encode_texts(tokenizer, texts)
     splits = {name: [tokens[name].to(device) for tokens in tokens_of] for name in ("train", "select", "report")}
     for name, streams in splits.items():
         for path, tokens in zip(plan.corpus, streams, strict=True):

@@ -17,16 +17,16 @@ from locater_lab.engine.explanations import (
     CLASSES,
     TOKENS,
     ExplainedModel,
-    areas,
     blocks_of,
-    difference,
-    hits,
+    deletion_areas,
+    gain_over_best_rival,
+    hit_rate,
     image_model,
-    likeness,
     method_named,
     planted_model,
     planted_rows,
     redraw_block,
+    redraw_similarity,
 )
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import PAPERS, Setting
@@ -64,23 +64,25 @@ def test_the_known_answer_is_better_than_its_opposite(planted: ExplainedModel, m
     monkeypatch.setitem(explanations.METHODS, "perfect", perfect)
     monkeypatch.setitem(explanations.METHODS, "blind", blind)
     assert planted.facts["accuracy"] == 1.0
-    assert (hits(planted, "perfect"), hits(planted, "blind")) == (1.0, 0.0)
-    better, worse = areas(planted, "perfect"), areas(planted, "blind")
+    assert (hit_rate(planted, "perfect"), hit_rate(planted, "blind")) == (1.0, 0.0)
+    better, worse = deletion_areas(planted, "perfect"), deletion_areas(planted, "blind")
     assert min(better) > 0.5
     assert max(worse) < -0.5
-    assert likeness(planted, "blind") == pytest.approx([1.0, 1.0])  # what does not see the model stays as it was
-    assert likeness(planted, "operator logit")[-1] < 0.9
+    assert redraw_similarity(planted, "blind") == pytest.approx(
+        [1.0, 1.0]
+    )  # what does not see the model stays as it was
+    assert redraw_similarity(planted, "operator logit")[-1] < 0.9
 
 
 def test_the_operator_finds_the_planted_token(planted: ExplainedModel) -> None:
-    assert hits(planted, "operator logit") == 1.0
+    assert hit_rate(planted, "operator logit") == 1.0
     assert method_named("operator norm")(planted.model, planted.inputs[0], planted.targets[0]).method == "operator"
 
 
 def test_the_best_rival_counts() -> None:
     by_method = {"ours": [1.0, 2.0], "rollout": [0.5, 0.5], "raw_attention": [3.0, -3.0]}
-    assert difference(by_method, "ours") == [0.5, 1.5]  # rollout, by its mean
-    assert difference(by_method, "ours", ("raw_attention",)) == [-2.0, 5.0]
+    assert gain_over_best_rival(by_method, "ours") == [0.5, 1.5]  # rollout, by its mean
+    assert gain_over_best_rival(by_method, "ours", ("raw_attention",)) == [-2.0, 5.0]
 
 
 def test_blocks_are_drawn_anew_with_their_own_size(planted: ExplainedModel) -> None:
@@ -109,7 +111,7 @@ def test_the_jacobian_is_that_of_autograd_and_not_the_operator() -> None:
 
     def last(stream: torch.Tensor) -> torch.Tensor:
         y = stream[None]
-        _, turn = model.model.embedded(ids)
+        _, turn = model.model.embed(ids)
         for layer in model.model.layers:
             y = layer(y, turn)
         return model.model.norm(y)[0, 5]

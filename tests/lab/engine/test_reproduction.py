@@ -120,7 +120,7 @@ def test_several_papers_at_once(paper: Paper, run: Callable[..., Result], tmp_pa
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="studies are measured one after the other without fork")
 def test_studies_at_once_give_what_they_give_one_by_one(paper: Paper) -> None:
     told: list[str] = []
-    settings = [(paper, Setting(tell=told.append)), (locater_lab.papers.paper("gerami2024"), Setting(tell=told.append))]
+    settings = [(paper, Setting(log=told.append)), (locater_lab.papers.paper("gerami2024"), Setting(log=told.append))]
     at_once = measure_in_parallel(settings, "a1", 2)
     assert len(told) == 2
     for each, setting in settings:

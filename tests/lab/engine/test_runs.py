@@ -73,9 +73,9 @@ def test_an_arm_is_tuned_with_one_seed_and_judged_with_all() -> None:
     assert arm.rate(runs) == 0.2
     assert [(row.plan.rate, row.plan.seed) for row in arm.rows(runs)][3:] == [(0.2, 1), (0.2, 2)]
     runs.add(arm.row(0.2, 1), line(2.1))
-    assert arm.ends(runs) is None
+    assert arm.final_lines(runs) is None
     runs.add(arm.row(0.2, 2), line(2.2))
-    assert [end["report_loss"] for end in arm.ends(runs) or []] == [2.0, 2.1, 2.2]
+    assert [end["report_loss"] for end in arm.final_lines(runs) or []] == [2.0, 2.1, 2.2]
 
 
 def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path, monkeypat
     path.write_text(path.read_text() + '{"options": {"steps"')  # cut off
     again = Runs(path)
     assert len(again.lines) == 3
-    assert arm.ends(again) is not None
+    assert arm.final_lines(again) is not None
     more = Arm("arm", "c", replace(TINY, width=32), rates=(1e-3,), seeds=1)
     again.add(more.row(1e-3, 0), line(1.0))
     assert len(Runs(path).lines) == 4, "the half line spoils none that follows"
@@ -156,7 +156,7 @@ def test_the_kept_runs_are_all_there() -> None:
     """Every row that the claims ask for, seeds that were added later too."""
     runs = Runs(KEPT)
     assert not runs.missing(arms.rows_of(arms.ORDER, runs))
-    assert {len(arm.ends(runs) or ()) for arm in (arms.PLAIN, arms.BOTH, arms.RIVALS["QK-norm"])} == {8}
+    assert {len(arm.final_lines(runs) or ()) for arm in (arms.PLAIN, arms.BOTH, arms.RIVALS["QK-norm"])} == {8}
 
 
 def made_up(**of: float) -> Runs:

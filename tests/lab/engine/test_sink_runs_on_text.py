@@ -92,16 +92,16 @@ def test_an_arm_is_judged_by_the_seeds_up_to_a_gap() -> None:
     runs = Runs()
     fill_text(runs, {})
     plain = text_arms("start token")["plain"]
-    assert len(plain.ends(runs) or ()) == TEXT_SEEDS
+    assert len(plain.final_lines(runs) or ()) == TEXT_SEEDS
     assert has_text_sink(runs, plain)
     last = plain.row(plain.rates[0], TEXT_SEEDS - 1)
     kept = runs.lines.pop(last.key)
-    assert len(plain.ends(runs) or ()) == TEXT_SEEDS - 1
+    assert len(plain.final_lines(runs) or ()) == TEXT_SEEDS - 1
     runs.add(last, {"status": "diverged", "message": "", "device": "cpu"})
-    assert plain.ends(runs) is None
+    assert plain.final_lines(runs) is None
     runs.lines[last.key] = kept
     del runs.lines[plain.row(plain.rates[0], 1).key]
-    assert plain.ends(runs) is None, "later seeds would be paired with other seeds of other arms"
+    assert plain.final_lines(runs) is None, "later seeds would be paired with other seeds of other arms"
 
 
 def test_a_short_run_brings_what_the_rule_and_the_claims_read(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from locater.kernels.dispatch import default_backend
 from locater.kernels.terms import LARGEST_CAP, Terms
-from locater_lab.mechanisms.kernels import delta
-from locater_lab.mechanisms.kernels import weighted as weighed
+from locater_lab.mechanisms.kernels import delta, weighted
 from locater_lab.mechanisms.kernels.delta import chunk_scan
 from tests.processes import interpreted
 
@@ -105,7 +104,7 @@ def check_operations(device: str) -> None:
     q, k, v = (drawn(1, 2, 20, 16, seed=n, device=device, dtype=torch.float32) for n in range(3))
     row = drawn(1, 2, 20, seed=3, device=device, dtype=torch.float32)
     for shift in (None, row):
-        torch.library.opcheck(weighed._weighed, (q, k, v, shift, None, 0.25, 30.0, True))
+        torch.library.opcheck(weighted._weighted, (q, k, v, shift, None, 0.25, 30.0, True))
     leaves = [0.3 * drawn(*shape, seed=n, device=device, dtype=torch.float32).detach() for n, shape in enumerate(
         [(2, 3, 16, 16), (2, 3, 16, 16), (2, 3, 16, 16), (2, 3)])]  # fmt: skip
     leaves = [x.requires_grad_() for x in leaves]

@@ -235,5 +235,5 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         LocaterError, match=r"no attention mechanism 'sofmax': did you mean 'softmax'\? There are softmax, softcap"
     ):
         mechanism("sofmax")
-    with pytest.raises(LocaterError, match="'softmax' is registered already"):
+    with pytest.raises(LocaterError, match="'softmax' is already registered"):
         register_mechanism(mechanism("softmax"))

@@ -126,7 +126,7 @@ CASES = {
     "gated delta": Case(delta_call, delta_formula, {"scale": 0.8}, ("beta", "log_decay"), only_causal=True),
     "doubly": Case(doubly.doubly_attention, doubly_formula, {"scale": 0.5}, causal=False, only_causal=True),
     "doubly, mixed": Case(doubly.doubly_attention, doubly_formula, {"scale": 0.5}, ("mix",), False, True),
-    "window": Case(weighted.weighed_attention, window_formula, {"scale": 0.5, "window": 9}, causal=False),
+    "window": Case(weighted.weighted_attention, window_formula, {"scale": 0.5, "window": 9}, causal=False),
 }
 
 
@@ -194,7 +194,7 @@ def check_operations(device: str) -> None:
     torch.library.opcheck(features._features, (q, k, v, None, 0.5, True, True))
     torch.library.opcheck(delta._rule, (q, k, v, beta, None, None, 0.5, True))
     torch.library.opcheck(doubly._doubly, (q, k, v, mix, None, None, 0.5))
-    torch.library.opcheck(weighted._weighed, (q, k, v, None, None, 0.5, 0.0, False, 7))
+    torch.library.opcheck(weighted._weighted, (q, k, v, None, None, 0.5, 0.0, False, 7))
 
 
 def test_kernels_in_the_interpreter() -> None:

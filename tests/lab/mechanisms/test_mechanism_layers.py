@@ -13,7 +13,13 @@ from torch.nn import functional
 from locater.errors import LocaterError
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.fusion import ConcatFusion, GateFusion, MaxFusion, layer_fusion
-from locater_lab.mechanisms.modules import Binary, Differential, Gated, Multiformer, attention_module
+from locater_lab.mechanisms.modules import (
+    BinaryBiasAttention,
+    DifferentialAttention,
+    GatedAttention,
+    MultiformerAttention,
+    attention_module,
+)
 from locater_lab.mechanisms.multiformer import head_relevance
 from locater_lab.mechanisms.stack import HybridLayout, hybrid
 from tests.lab.mechanisms.mechanism_cases import B, D, E, H, K, draw, operands
@@ -22,8 +28,8 @@ from tests.lab.mechanisms.test_mechanism_modules import W, stream
 
 def test_the_table_of_an_image() -> None:
     """Equal differences share an entry; the class token has three of its own."""
-    layer = Binary(heads=2, grid=(2, 3), extra=True)
-    at, where = layer.places(7, 7), [(r, c) for r in range(2) for c in range(3)]
+    layer = BinaryBiasAttention(heads=2, grid=(2, 3), extra=True)
+    at, where = layer.table_indices(7, 7), [(r, c) for r in range(2) for c in range(3)]
     assert len(layer.table) == 3 * 5 + 3
     assert at[0, 1:].unique().numel() == at[1:, 0].unique().numel() == 1
     assert {int(at[0, 1]), int(at[1, 0]), int(at[0, 0])} == {15, 16, 17}
@@ -32,14 +38,17 @@ def test_the_table_of_an_image() -> None:
         for j, b in enumerate(where):
             assert entries.setdefault((b[0] - a[0], b[1] - a[1]), int(at[1 + i, 1 + j])) == int(at[1 + i, 1 + j])
     assert sorted(entries.values()) == list(range(15))
-    assert torch.equal(Binary(2, grid=(2, 3)).places(2, 6), Binary(2, grid=(2, 3)).places(6, 6)[-2:])
+    assert torch.equal(
+        BinaryBiasAttention(2, grid=(2, 3)).table_indices(2, 6),
+        BinaryBiasAttention(2, grid=(2, 3)).table_indices(6, 6)[-2:],
+    )
     with pytest.raises(LocaterError, match="7 tokens, and there are 5 keys"):
-        layer.places(5, 5)
+        layer.table_indices(5, 5)
 
 
 def test_multiformer_of_full_heads_is_softmax() -> None:
     q, k, v = operands(9, 9)
-    torch.testing.assert_close(Multiformer("ffff", D)(q, k, v), mechanism("softmax")(q, k, v))
+    torch.testing.assert_close(MultiformerAttention("ffff", D)(q, k, v), mechanism("softmax")(q, k, v))
     one = torch.ones(1, 1, 1, 1).double()
     got = mechanism("multiformer")(q, k, v, kinds="c", stride=1, key_kernel=one, value_kernel=one)
     torch.testing.assert_close(got, mechanism("softmax")(q, k, v))
@@ -48,7 +57,7 @@ def test_multiformer_of_full_heads_is_softmax() -> None:
 @pytest.mark.parametrize(("taps", "stride", "S"), [(5, 2, 9), (5, 2, 10), (7, 3, 11), (3, 3, 1), (5, 2, 2)])
 def test_convolutional_heads_are_those_of_conv1d(taps: int, stride: int, S: int) -> None:
     q, k, v = operands(S, S)
-    layer = Multiformer("cccc", D, value_size=E, taps=taps, stride=stride).double()
+    layer = MultiformerAttention("cccc", D, value_size=E, taps=taps, stride=stride).double()
     short = []
     for y, weight, bias in ((k, layer.key_kernel, layer.key_bias), (v, layer.value_kernel, layer.value_bias)):
         more = max(taps - S - 2 * (stride // 2), -(S + 2 * (stride // 2) - taps) % stride)
@@ -134,8 +143,8 @@ def test_layouts() -> None:
     assert hybrid(["softmax", "doubly_normalized"]).causal == "never"
     assert hybrid("7:1", 5).names == ("gated_delta",) * 5
     stack = hybrid("LS", full="differential").modules({"differential": {"norm": False}}, width=W, heads=H, size=D)
-    assert isinstance(stack[1], Differential)
-    assert stack[1].lam_init == Differential(D, depth=1).lam_init
+    assert isinstance(stack[1], DifferentialAttention)
+    assert stack[1].lam_init == DifferentialAttention(D, depth=1).lam_init
     assert stack[1].gain is None
     q = draw(B, H, 5, D)
     for layer in stack.double():
@@ -156,11 +165,11 @@ def test_layouts() -> None:
         (lambda: hybrid([]), "no layers"),
         (lambda: layer_fusion("mean", 2, W), "concat, max, gate"),  # type: ignore[arg-type]
         (lambda: MaxFusion(0, W), "at least one"),
-        (lambda: Gated(W, H, D, position="after"), "choose output, value"),  # type: ignore[arg-type]
-        (lambda: Gated(W, H, D, shared=True), "element"),
-        (lambda: Gated(W, H, D, position="value", additive=True), "additive"),
-        (lambda: Gated(W, H, D).double()(*operands(3, 3)), "given: none"),
-        (lambda: Gated(W, H, D).double()(*operands(3, 3), stream(4)), "3 tokens, 7"),
+        (lambda: GatedAttention(W, H, D, position="after"), "choose output, value"),  # type: ignore[arg-type]
+        (lambda: GatedAttention(W, H, D, shared=True), "element"),
+        (lambda: GatedAttention(W, H, D, position="value", additive=True), "additive"),
+        (lambda: GatedAttention(W, H, D).double()(*operands(3, 3)), "given: none"),
+        (lambda: GatedAttention(W, H, D).double()(*operands(3, 3), stream(4)), "3 tokens, 7"),
         (
             lambda: attention_module("delta", width=W, heads=H, size=D).double()(*operands(3, 3, kv=H), causal=True),
             "layer's input",
@@ -172,11 +181,14 @@ def test_layouts() -> None:
         (lambda: mechanism("multiformer")(*operands(3, 3)), "need key_kernel"),
         (lambda: mechanism("multiformer")(*operands(3, 3), kinds="fx"), "letters of f"),
         (lambda: mechanism("multiformer")(*operands(3, 3), kinds="l", window=0), "at least 1 token"),
-        (lambda: Multiformer("cccc", D, value_size=E, taps=2, stride=3).double()(*operands(3, 3)), "passed over"),
-        (lambda: Multiformer("fc", D, value_size=E).double()(*operands(3, 3)), "names 2 heads"),
+        (
+            lambda: MultiformerAttention("cccc", D, value_size=E, taps=2, stride=3).double()(*operands(3, 3)),
+            "passed over",
+        ),
+        (lambda: MultiformerAttention("fc", D, value_size=E).double()(*operands(3, 3)), "names 2 heads"),
         (lambda: head_relevance(torch.zeros(1, 2, 3, 4), torch.zeros(8, 6)), "2 heads of 4"),
-        (lambda: Differential(5), "even size"),
-        (lambda: Binary(2, extra=True), "grid"),
+        (lambda: DifferentialAttention(5), "even size"),
+        (lambda: BinaryBiasAttention(2, extra=True), "grid"),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater_lab.mechanisms import mechanism, mechanisms
-from locater_lab.mechanisms.gated import Gate
-from locater_lab.mechanisms.modules import AttentionModule, Differential, attention_module
+from locater_lab.mechanisms.gated import GateModule
+from locater_lab.mechanisms.modules import AttentionModule, DifferentialAttention, attention_module
 from tests.lab.mechanisms.mechanism_cases import B, D, E, H, K, draw, operands, row_softmax
 
 W = 7  # width of the stream
@@ -295,7 +295,7 @@ def test_where_modules_start() -> None:
     assert (new["gated_delta"].options(q, k, x)["log_decay"] < 0).all()
     assert new["binary"].table.abs().max() <= 0.04
     for depth, start in ((0, 0.2), (1, 0.8 - 0.6 * math.exp(-0.3)), (100, 0.8)):
-        layer = Differential(64, depth=depth)
+        layer = DifferentialAttention(64, depth=depth)
         assert layer.lam_init == pytest.approx(start)
         assert abs(layer.lam.item() - start) < 0.6
         layer.vectors.data.zero_()
@@ -309,5 +309,5 @@ def test_a_gate_leaves_the_rank_of_a_head() -> None:
     q, k, v = operands(40, 40)
     out = module("gated element")(q, k, v, stream(40))
     assert torch.linalg.matrix_rank(out).max() <= E
-    last = Gate(W, 1, W, "element").double()  # the fifth place: after the output projection
+    last = GateModule(W, 1, W, "element").double()  # the fifth place: after the output projection
     torch.testing.assert_close(last(stream(4))[:, 0], sigmoid(stream(4) @ last.weight.T))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.amsel2024 import PAPER, encoders, published_size, untrained_heads
@@ -72,7 +72,7 @@ def test_the_best_weights_are_the_best() -> None:
     error, weights = untrained_heads.best_error(q, k)
     C, b = untrained_heads.head_products(q, k), untrained_heads.products_with_nearest(q, k)
     for seed in range(5):
-        other = weights + 0.1 * normal(5, seed=seed)
+        other = weights + 0.1 * draw_normal(5, seed=seed)
         assert float(1 - 2 * b @ other + other @ C @ other) > error
     taken, right = untrained_heads.simulate_heads(q, k, 50_000, seed=3)
     assert untrained_heads.simulated_error(taken, right, weights) == pytest.approx(error, abs=0.01)
@@ -119,7 +119,7 @@ def test_encoders_are_those_of_pytorch(arm: Encoder) -> None:
     model = Encoders(arm, dtype=torch.float64)
     with torch.no_grad():
         for number, p in enumerate(model.parameters):  # none may be zero, or a place that is wrong would not show
-            p.add_(0.3 * normal(*p.shape, seed=number))
+            p.add_(0.3 * draw_normal(*p.shape, seed=number))
     points = untrained_heads.sphere(2, 3, 5, 8, seed=9)
     with torch.no_grad():
         expected = torch.stack([by_pytorch(model, seed, points[seed]) for seed in range(2)])

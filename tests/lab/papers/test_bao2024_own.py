@@ -103,7 +103,7 @@ def test_the_stored_form_charges_unit_tokens_and_the_default_those_that_are_read
     stored, effective = (LocAteR(form=form).attach(model) for form in ("stored", "effective"))
     ids = torch.randint(40, (2, 8))
     model.train()(ids)
-    size = float(model.model.embedded(ids)[0].detach().double().square().mean())
+    size = float(model.model.embed(ids)[0].detach().double().square().mean())
 
     def penalty(W: torch.Tensor) -> float:
         return 0.01 * float(((W + W.T) / 2).square().sum()) + 0.01 * (float(W.trace()) - 2) ** 2

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from locater.discovery import attention_layers
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.trained_models import TrainedLayer
@@ -31,14 +31,14 @@ def doubly(E: np.ndarray) -> np.ndarray:
 
 
 def test_maps_against_plain_arithmetic() -> None:
-    E = normal(5, 7, seed=0)
+    E = draw_normal(5, 7, seed=0)
     assert np.allclose(guarantee.map_of("doubly_normalized", E), doubly(E.numpy()))
     assert np.allclose(guarantee.sinkhorn_map(E), doubly(E.numpy()))
     assert np.allclose(guarantee.sinkhorn_map(E[:, :5], 200).sum(0), 1), "many rounds are doubly stochastic"
 
 
 def test_the_prefix_form_against_its_sums() -> None:
-    E = normal(4, 4, seed=1)
+    E = draw_normal(4, 4, seed=1)
     weight, want = np.exp(E.numpy()), np.zeros((4, 4))
     for i in range(4):
         for j in range(i + 1):
@@ -48,7 +48,7 @@ def test_the_prefix_form_against_its_sums() -> None:
 
 
 def test_a_causal_mask_alone_leaks_and_the_prefix_form_does_not() -> None:
-    E = normal(6, 6, seed=2)
+    E = draw_normal(6, 6, seed=2)
     other = torch.cat([E[:-1], E[-1:] + 3 * torch.arange(6)])
     assert not torch.allclose(guarantee.leaky_causal_map(E)[:-1], guarantee.leaky_causal_map(other)[:-1], atol=1e-3)
     assert torch.equal(guarantee.prefix_normalized_map(E)[:-1], guarantee.prefix_normalized_map(other)[:-1])

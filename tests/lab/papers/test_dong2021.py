@@ -24,7 +24,7 @@ from locater_lab.engine.pages import page, write_report
 from locater_lab.engine.reproduction import Study, join_documents, measure
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.dong2021 import circle, contraction, locater_slowing, paths, planted_heads, two_collapses
-from locater_lab.theory import Block, depth_residuals, layer_bound, path_counts
+from locater_lab.theory import FunctionalBlock, depth_residuals, layer_bound, path_counts
 from locater_lab.train import Transformer
 from tests import ROOT
 
@@ -64,11 +64,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heads", [1, 3])
 def test_tokens_held_apart_move_as_tokens_do(heads: int) -> None:
     """Against the plain block while it has digits, and against its own law once it has none."""
-    x = contraction.normal(7, 8, seed=1) + 2
+    x = contraction.draw_normal(7, 8, seed=1) + 2
     layers = [contraction.block(seed, heads=heads, size=0.7) for seed in range(5)]
     plain, exact = depth_residuals(x, layers).tolist(), contraction.exact_depth(x, layers)
     assert exact[:3] == pytest.approx(plain[:3], rel=1e-6)
-    at = contraction.Tokens.of(x)
+    at = contraction.SplitTokens.of(x)
     for layer in layers[:2]:
         at = contraction.advance(at, layer)
     assert (at.shared + at.rest).numpy() == pytest.approx(layers[1](layers[0](x)).numpy(), abs=1e-12)
@@ -76,10 +76,12 @@ def test_tokens_held_apart_move_as_tokens_do(heads: int) -> None:
 
 
 def test_a_residual_far_below_rounding_still_goes_with_the_third_power() -> None:
-    R, v, layer = contraction.normal(6, 8, seed=3), contraction.normal(8, seed=4), contraction.block(5)
+    R, v, layer = contraction.draw_normal(6, 8, seed=3), contraction.draw_normal(8, seed=4), contraction.block(5)
     R = R - R.mean(0)
     sizes = (1e-20, 1e-50, 1e-80)
-    after = [composite_norm(contraction.advance(contraction.Tokens(v, r * R), layer).rest).item() / r**3 for r in sizes]
+    after = [
+        composite_norm(contraction.advance(contraction.SplitTokens(v, r * R), layer).rest).item() / r**3 for r in sizes
+    ]
     assert after == pytest.approx([after[0]] * 3, rel=1e-9)
     b = np.full(6, 1 / 6)  # leading order: uniform over keys
     E = layer.scale * R.numpy() @ layer.W_QK[0].numpy() @ R.numpy().T
@@ -90,7 +92,7 @@ def test_a_residual_far_below_rounding_still_goes_with_the_third_power() -> None
     lead -= lead.mean(0)
     assert after[0] == pytest.approx(math.sqrt(np.linalg.norm(lead, 1) * np.linalg.norm(lead, np.inf)), rel=1e-9)
     with pytest.raises(ValueError, match="attention alone"):
-        contraction.advance(contraction.Tokens(v, R), contraction.block(5, skip=True))
+        contraction.advance(contraction.SplitTokens(v, R), contraction.block(5, skip=True))
 
 
 def test_uniform_causal_attention_halves_the_residual_every_layer() -> None:
@@ -98,8 +100,8 @@ def test_uniform_causal_attention_halves_the_residual_every_layer() -> None:
     n = 12
     means = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
     assert sorted(np.linalg.eigvals(means).real, reverse=True)[:3] == pytest.approx([1, 1 / 2, 1 / 3])
-    uniform = Block(torch.zeros(1, 3, 3), torch.eye(3)[None], scale=1.0, causal=True)
-    found = depth_residuals(contraction.normal(n, 3, seed=1), [uniform] * 30).tolist()
+    uniform = FunctionalBlock(torch.zeros(1, 3, 3), torch.eye(3)[None], scale=1.0, causal=True)
+    found = depth_residuals(contraction.draw_normal(n, 3, seed=1), [uniform] * 30).tolist()
     assert found[-1] / found[-2] == pytest.approx(0.5, abs=1e-3)
 
 
@@ -127,7 +129,7 @@ def test_the_crowd_is_that_of_a_dense_layer(m: int) -> None:
     x[: m + 1] = torch.eye(m + 1, dtype=torch.float64)
     x[:, 0] += math.log(contraction.HUB_WEIGHT * 2 * m) / strength
     same = torch.eye(m + 1, dtype=torch.float64)[None]
-    layer = Block(strength * same, same, scale=1.0)
+    layer = FunctionalBlock(strength * same, same, scale=1.0)
     after = layer(x)
     assert found.tokens == len(x)
     assert found.residual <= contraction.best_at_least(after)
@@ -199,7 +201,7 @@ def test_points_and_targets_of_the_circle() -> None:
 
 
 @pytest.mark.parametrize("variant", circle.VARIANTS, ids=lambda v: v.name)
-def test_the_layer_is_that_of_plain_loops(variant: circle.Variant) -> None:
+def test_the_layer_is_that_of_plain_loops(variant: circle.LayerVariant) -> None:
     held = {name: x.detach() for name, x in circle.draw_weights(variant, 2).items()}
     x = torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     found = circle.apply_layer(variant, held, x)
@@ -225,7 +227,7 @@ def test_the_layer_is_that_of_plain_loops(variant: circle.Variant) -> None:
 
 
 def test_training_on_the_circle_learns_it() -> None:
-    variant = circle.Variant("x + attention", width=16, outer=True)
+    variant = circle.LayerVariant("x + attention", width=16, outer=True)
     before, after = (
         sum(circle.prediction_error(variant, circle.train_variant(variant, 2, steps))) for steps in (1, 100)
     )
@@ -272,7 +274,7 @@ def test_kept_entropy_and_price_are_those_of_plain_loops(kind: str, causal: bool
     other = planted_heads.planted_head(1.0, 8.0, 1.0)
     assert other is not None
     seen = planted_heads.attend_batch(
-        planted_heads.Batch.of(x), torch.stack([other, A]), causal
+        planted_heads.TokenBatch.of(x), torch.stack([other, A]), causal
     )  # the second is compared
     kept, entropy, price = [], [], []
     for tokens in x.double().numpy():
@@ -289,7 +291,7 @@ def test_kept_entropy_and_price_are_those_of_plain_loops(kind: str, causal: bool
 
 def test_the_first_order_of_kept_and_entropy() -> None:
     """v / 2 is the entropy lost and k the residual kept (Frobenius) by a head that hardly attends."""
-    batch = planted_heads.Batch.of(planted_heads.draw_tokens("equal norm", 1, seed=4))
+    batch = planted_heads.TokenBatch.of(planted_heads.draw_tokens("equal norm", 1, seed=4))
     A = planted_heads.planted_head(0.02, 0.01, 0.0)
     assert A is not None
     v, k = (float(x) for x in planted_heads.linear_response(batch, A[None]))

@@ -31,11 +31,11 @@ from locater_lab.papers.dong2021 import locater_slowing, path_tasks, paths, resi
 from locater_lab.papers.dong2021.path_classifier import (
     DEPTH,
     Classifier,
-    Data,
+    ClassifierLayer,
+    ClassifierShape,
     HeadPath,
-    Layer,
-    Recipe,
-    Shape,
+    LabelledTokens,
+    TrainingRecipe,
     accuracy,
     draw_path,
     guess_accuracy,
@@ -296,13 +296,13 @@ def test_the_study_of_products_at_small_sizes(monkeypatch: pytest.MonkeyPatch) -
 # --- paths of classifiers ---------------------------------------------------------------------------------------------
 
 SHAPES = {
-    "tokens": Shape(2, 8, 4, vocabulary=11, positions=5),
-    "coordinates": Shape(3, 12, 2),
-    "padded": Shape(2, 8, 2, vocabulary=11, mlp=True),
+    "tokens": ClassifierShape(2, 8, 4, vocabulary=11, positions=5),
+    "coordinates": ClassifierShape(3, 12, 2),
+    "padded": ClassifierShape(2, 8, 2, vocabulary=11, mlp=True),
 }
 
 
-def classifier(name: str) -> tuple[Classifier, Data]:
+def classifier(name: str) -> tuple[Classifier, LabelledTokens]:
     torch.manual_seed(3)
     shape = SHAPES[name]
     model = Classifier(shape).double().eval().requires_grad_(False)
@@ -312,7 +312,7 @@ def classifier(name: str) -> tuple[Classifier, Data]:
     y = torch.randint(shape.labels, (3, 5))
     if name == "padded":
         y[0, 3:] = -1
-    return model, Data(x, y)
+    return model, LabelledTokens(x, y)
 
 
 def norm(x: Array, module: nn.LayerNorm | None = None) -> Array:
@@ -329,7 +329,7 @@ def gelu(x: Array) -> Array:
     return x * np.vectorize(lambda v: 0.5 * (1 + math.erf(v / math.sqrt(2))))(x)
 
 
-def plain_maps(layer: Layer, x: Array, real: Array) -> list[Array]:
+def plain_maps(layer: ClassifierLayer, x: Array, real: Array) -> list[Array]:
     """Attention of every head of one sequence, key by key."""
     size = x.shape[1] // layer.heads
     q, k = linear(x, layer.query), linear(x, layer.key)
@@ -341,14 +341,14 @@ def plain_maps(layer: Layer, x: Array, real: Array) -> list[Array]:
     return found
 
 
-def plain_head(layer: Layer, x: Array, attention: Array, head: int) -> Array:
+def plain_head(layer: ClassifierLayer, x: Array, attention: Array, head: int) -> Array:
     """One head's part of the output, without the bias of the output."""
     size = x.shape[1] // layer.heads
     at = slice(head * size, (head + 1) * size)
     return attention @ linear(x, layer.value)[:, at] @ layer.out.weight.numpy()[:, at].T
 
 
-def plain_mlp(layer: Layer, x: Array) -> Array:
+def plain_mlp(layer: ClassifierLayer, x: Array) -> Array:
     if layer.mlp is None:
         return x
     return norm(x + linear(gelu(linear(x, layer.mlp[0])), layer.mlp[2]), layer.mlp_norm)
@@ -357,7 +357,7 @@ def plain_mlp(layer: Layer, x: Array) -> Array:
 def plain_whole(model: Classifier, x: Array, real: Array) -> tuple[Array, list[list[Array]]]:
     held = []
     for layer in model.layers:
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, ClassifierLayer)
         maps = plain_maps(layer, x, real)
         held.append(maps)
         mixed = sum(plain_head(layer, x, maps[h], h) for h in range(layer.heads)) + layer.out.bias.numpy()
@@ -368,7 +368,7 @@ def plain_whole(model: Classifier, x: Array, real: Array) -> tuple[Array, list[l
 def plain_path(model: Classifier, x: Array, real: Array, path: HeadPath, held: list[list[Array]] | None) -> Array:
     for number, head in enumerate(path):
         layer = model.layers[number]
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, ClassifierLayer)
         if head is not None:
             attention = (plain_maps(layer, x, real) if held is None else held[number])[head]
             x = plain_mlp(layer, norm(plain_head(layer, x, attention, head) + layer.out.bias.numpy()))
@@ -382,7 +382,7 @@ def test_paths_and_the_whole_model_against_numpy(name: str) -> None:
     paths = [draw_path(k, model.shape.heads, draws) for k in range(DEPTH + 1)]
     start = model.embed(data.x).numpy()
     maps = model.attention(data.x, data.real)
-    found = {False: model.of_paths(data, paths), True: model.of_paths(data, paths, maps)}
+    found = {False: model.path_logits(data, paths), True: model.path_logits(data, paths, maps)}
     whole = model(data.x, data.real)
     for i, real in enumerate(data.real.numpy()):
         end, held = plain_whole(model, start[i], real)
@@ -447,28 +447,30 @@ def test_memorisation_reads_rte_where_it_is(tmp_path: Path) -> None:
 
 def test_training_learns() -> None:
     learn, judged = path_tasks.sorting(Setting(), 0)
-    model = train_classifier(path_tasks.TASKS[0].shape, learn, Recipe(4, 30, 1e-3), 0)
+    model = train_classifier(path_tasks.TASKS[0].shape, learn, TrainingRecipe(4, 30, 1e-3), 0)
     assert accuracy(model(judged.x, judged.real), judged) > guess_accuracy(learn, judged) + 0.03
 
 
 def test_training_is_the_same_again() -> None:
     learn, _ = path_tasks.sorting(Setting(), 0)
     once, twice = (
-        train_classifier(path_tasks.TASKS[0].shape, learn.part(slice(90)), Recipe(1, 30, 1e-3), 0).state_dict().values()
+        train_classifier(path_tasks.TASKS[0].shape, learn.part(slice(90)), TrainingRecipe(1, 30, 1e-3), 0)
+        .state_dict()
+        .values()
         for _ in range(2)
     )
     assert all(map(torch.equal, once, twice))
 
 
 def fewer(make: path_tasks.DataMaker) -> path_tasks.DataMaker:
-    def made(held: Setting, seed: int) -> tuple[Data, Data]:
+    def made(held: Setting, seed: int) -> tuple[LabelledTokens, LabelledTokens]:
         learn, judged = make(held, seed)
         return learn.part(slice(60)), judged.part(slice(10))
 
     return made
 
 
-def brief(task: path_tasks.Task) -> path_tasks.Task:
+def brief(task: path_tasks.PathTask) -> path_tasks.PathTask:
     return replace(task, make=fewer(task.make), recipe=replace(task.recipe, epochs=1), seeds={True: 2}, quick_epochs=1)
 
 
@@ -495,7 +497,7 @@ def test_parts_in_processes_of_their_own_find_what_they_find_here() -> None:
     short = [
         replace(path_tasks.TASKS[0], recipe=replace(path_tasks.TASKS[0].recipe, epochs=epochs)) for epochs in (1, 2)
     ]
-    plan: list[tuple[path_tasks.Task, int | None]] = [(task, None) for task in short]
+    plan: list[tuple[path_tasks.PathTask, int | None]] = [(task, None) for task in short]
     bar: list[Any] = []
 
     def progress(parts: Iterable[Any], total: int) -> Iterable[Any]:
@@ -515,15 +517,17 @@ def test_models_of_studies_f_and_h_on_the_gpu() -> None:
     assert device_of_study(Setting()) == "cpu"
     for task in path_tasks.TASKS:
         learn, judged = (part.part(slice(40)).to("cuda") for part in task.make(setting(), 0))
-        model = train_classifier(task.shape, learn, Recipe(1, task.recipe.batch, 1e-3), 0)
-        here = train_classifier(task.shape, learn.to("cpu"), Recipe(0, 1, 1e-3), 0)
+        model = train_classifier(task.shape, learn, TrainingRecipe(1, task.recipe.batch, 1e-3), 0)
+        here = train_classifier(task.shape, learn.to("cpu"), TrainingRecipe(0, 1, 1e-3), 0)
         here.load_state_dict(model.state_dict())
         draws = random.Random(0)
         paths = [draw_path(k, task.shape.heads, draws) for k in range(DEPTH + 1)]
         for maps in (None, model.attention(judged.x, judged.real)):
-            there = model.of_paths(judged, paths, maps)
+            there = model.path_logits(judged, paths, maps)
             held = None if maps is None else [x.cpu() for x in maps]
-            torch.testing.assert_close(there.cpu(), here.of_paths(judged.to("cpu"), paths, held), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                there.cpu(), here.path_logits(judged.to("cpu"), paths, held), rtol=1e-3, atol=1e-3
+            )
         assert 0 <= path_tasks.take_apart(model, learn, judged, 0)["entire"] <= 1
     found = locater_slowing.train_and_measure("LocAteR, target 2", 0, 5, "cuda")
     assert len(found["whole"]) == len(found["cut"]) == locater_slowing.SHAPE.layers + 1

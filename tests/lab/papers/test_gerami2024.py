@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs
@@ -91,7 +91,7 @@ def test_entropy_is_least_at_the_worst_share() -> None:
 
 def test_the_slope_by_its_formula() -> None:
     """dO / dx_l = f'(x_l) (v_l - o) / sum f."""
-    x, v = torch.tensor([0.3, -0.7, 1.0], dtype=torch.float64), normal(3, 2, seed=0)
+    x, v = torch.tensor([0.3, -0.7, 1.0], dtype=torch.float64), draw_normal(3, 2, seed=0)
     assert polynomial.largest_slope(x, v) == pytest.approx(((1 + x) / (1 + x + x * x / 2).sum()).max().item())
 
 
@@ -99,7 +99,7 @@ def test_the_slope_by_its_formula() -> None:
 def test_the_bound_on_slopes_needs_four_keys(n: int, holds: bool) -> None:
     """One key at x, all others where f is least."""
     steepest = max(
-        polynomial.largest_slope(torch.tensor([x] + [-1.0] * (n - 1), dtype=torch.float64), normal(n, 2, seed=n))
+        polynomial.largest_slope(torch.tensor([x] + [-1.0] * (n - 1), dtype=torch.float64), draw_normal(n, 2, seed=n))
         for x in torch.linspace(-1, 1, 41).tolist()
     )
     assert (steepest <= 4 / (n + 4) * (1 + 1e-12)) is holds
@@ -113,12 +113,12 @@ def test_scales_for_half_of_the_weight() -> None:
 
 
 def test_what_the_sequence_norm_tells() -> None:
-    x = polynomial.normalize_over_sequence(normal(9, 4, seed=0))
+    x = polynomial.normalize_over_sequence(draw_normal(9, 4, seed=0))
     assert (x @ x.mT).abs().max() <= 1 + 1e-12
     assert polynomial.earlier_change(0, 16, sequence=False) == 0
     assert polynomial.earlier_change(0, 16, sequence=True) > 1e-3
     assert polynomial.earlier_change(0, 16, sequence=True, factor=1.0) == 0, "the same token"
-    q, k, v = (normal(1, 1, 16, 4, seed=i) for i in range(3))
+    q, k, v = (draw_normal(1, 1, 16, 4, seed=i) for i in range(3))
     # the last row sees all: what the mechanism does
     ours = polynomial.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]
     torch.testing.assert_close(ours, mechanism("fastmax")(q, k, v, norm="sequence")[0, 0, -1])

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.pages import page, write_report
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.hu2025 import PAPER, constructions, trained_heads
 
 
 def test_the_uniform_head_gathers_every_linear_form() -> None:
-    x, W = normal(5, 3, 2, seed=0), normal(4, 6, seed=1)
+    x, W = draw_normal(5, 3, 2, seed=0), draw_normal(4, 6, seed=1)
     torch.testing.assert_close(
         constructions.gather_linear_forms(x, W), (x.flatten(1) @ W.mT)[:, None].expand(-1, 3, -1), atol=1e-10, rtol=0
     )
@@ -63,8 +63,8 @@ def test_the_construction_is_a_free_head() -> None:
 
 def test_batched_layers_are_multi_head_attention() -> None:
     """One of the layers against torch's own attention with the same weights."""
-    model = trained_heads.Layers(2, 3, trained_heads.Case(heads=4, anchors=5)).double()
-    x = normal(2, 6, 3, trained_heads.WIDTH, seed=0)
+    model = trained_heads.Layers(2, 3, trained_heads.LayerCase(heads=4, anchors=5)).double()
+    x = draw_normal(2, 6, 3, trained_heads.WIDTH, seed=0)
     with torch.no_grad():
         out, z = model(x)[1], model.tokens(x)[1]
         q, k, v = (
@@ -79,10 +79,10 @@ def test_batched_layers_are_multi_head_attention() -> None:
 
 def test_the_parabola_is_found_where_it_is() -> None:
     """Logits made of the anchors' values are explained in full, with their beta."""
-    model = trained_heads.Layers(2, 3, trained_heads.Case(anchors=5)).double().requires_grad_(False)
-    s = normal(2, 7, 3, seed=1)
+    model = trained_heads.Layers(2, 3, trained_heads.LayerCase(anchors=5)).double().requires_grad_(False)
+    s = draw_normal(2, 7, 3, seed=1)
     far = (s[..., None] - model.anchor_values()[:, None, None]).square()
-    logits = torch.cat([normal(2, 7, 3, 3, seed=2), 4.0 - 0.7 * far], -1)[:, :, None]
+    logits = torch.cat([draw_normal(2, 7, 3, 3, seed=2), 4.0 - 0.7 * far], -1)[:, :, None]
     beta, share = trained_heads.parabola(model, logits, s)
     torch.testing.assert_close(beta, torch.full_like(beta, 0.7))
     torch.testing.assert_close(share, torch.ones_like(share))
@@ -95,7 +95,7 @@ def document() -> Iterator[dict[str, Any]]:
         patch.setattr(constructions, "SHARPNESSES", (0.5, 2.0, 100.0))
         patch.setattr(constructions, "SAMPLE_POINTS", 200)
         patch.setitem(trained_heads.HEAD_STEPS, True, 20)
-        patch.setitem(trained_heads.SIZES, True, trained_heads.Size(3, 80, 2, 3, 3e-3))
+        patch.setitem(trained_heads.SIZES, True, trained_heads.ExperimentSize(3, 80, 2, 3, 3e-3))
         yield json.loads(reproduce(PAPER, Setting()).to_json())
 
 

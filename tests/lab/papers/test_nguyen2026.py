@@ -42,7 +42,7 @@ def test_the_theorem_is_the_papers_and_stays_open(document: dict[str, Any]) -> N
 
 def test_a_wrong_gate_is_seen_by_the_sum() -> None:
     """The comparison can fail: gates of another layer do not fit."""
-    w = gate_places.Weights.draw(0)
+    w = gate_places.ProjectionWeights.draw(0)
     x = torch.randn(4, gate_places.MIXTURE_WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     out, gate = gate_places.module_output(x, w, True, "output")
     assert gate is not None
@@ -95,9 +95,9 @@ def test_a_head_in_two_halves_is_no_error() -> None:
     truth = sample_counts.draw_teacher(2, False)
     which = [0, 1, 0]
     share = torch.tensor([0.3, 1.0, 0.7], dtype=torch.float64)[:, None]
-    split = sample_counts.Heads(truth.P[:, which], truth.a[:, which] * share, truth.w[:, which], False)
+    split = sample_counts.ExpertHeads(truth.P[:, which], truth.a[:, which] * share, truth.w[:, which], False)
     assert sample_counts.expert_error(split, truth).max() < 1e-12
-    off = sample_counts.Heads(split.P, split.a + 0.1, split.w, False)
+    off = sample_counts.ExpertHeads(split.P, split.a + 0.1, split.w, False)
     assert sample_counts.expert_error(off, truth).min() > 0.1
 
 

@@ -225,7 +225,7 @@ def test_runs_of_several_files_are_one() -> None:
 def test_every_study_is_announced_and_flushed() -> None:
     """Minutes of work say where they are, also in a file."""
     told: list[str] = []
-    reproduce(toy({"x1": 0.0}), Setting(tell=told.append))
+    reproduce(toy({"x1": 0.0}), Setting(log=told.append))
     assert [line.split(" (")[0] for line in told] == [
         f"toy: study {i} of 2, {s.title}" for i, s in enumerate(toy({}).studies, 1)
     ]

@@ -42,7 +42,7 @@ def verdicts(document: dict[str, Any]) -> dict[str, str]:
 
 def test_the_loops_are_the_definition_on_one_token() -> None:
     """One token sees itself: its value times the gate, whatever queries and keys are."""
-    layer = gate_forms.Layer.draw(0, tokens=1)
+    layer = gate_forms.DrawnLayer.draw(0, tokens=1)
     W_g = torch.randn(gate_forms.HEADS, gate_forms.WIDTH, dtype=torch.float64)
     heads = gate_forms.looped_output(layer, W_g, "output", "head", causal=True)
     x = layer.x[1, 0]
@@ -53,12 +53,14 @@ def test_the_loops_are_the_definition_on_one_token() -> None:
 
 @pytest.mark.parametrize("position", gate_forms.POSITIONS)
 def test_loops_tell_a_wrong_gate(position: str) -> None:
-    layer = gate_forms.Layer.draw(1)
+    layer = gate_forms.DrawnLayer.draw(1)
     gated = gate_forms.gated_module(layer, 1, position=position)
-    q, k, v = layer.projected
+    q, k, v = layer.projections
     wrong = gated.get_parameter("gate.weight").flip(0)
     assert (
-        gate_forms.relative(gated(q, k, v, layer.x), gate_forms.looped_output(layer, wrong, position, "head", False))
+        gate_forms.relative_difference(
+            gated(q, k, v, layer.x), gate_forms.looped_output(layer, wrong, position, "head", False)
+        )
         > 1e-3
     )
 

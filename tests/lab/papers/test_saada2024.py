@@ -18,7 +18,7 @@ import torch
 
 from locater.discovery import attention_layers
 from locater.layers import Norm
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.trained_models import TrainedLayer
@@ -48,7 +48,7 @@ def test_the_spectrum_against_numpy() -> None:
 
 
 def test_excess_rank_is_that_of_the_gram_matrix_and_keeps_its_digits() -> None:
-    x = normal(6, 4, seed=0)
+    x = draw_normal(6, 4, seed=0)
     s = np.linalg.svd((x @ x.mT).numpy(), compute_uv=False)
     assert 1 + width_collapse.excess_rank(x) == pytest.approx((s**2).sum() / s[0] ** 2)
     near = torch.diag(torch.tensor([1.0, 1e-5], dtype=torch.float64))
@@ -56,14 +56,14 @@ def test_excess_rank_is_that_of_the_gram_matrix_and_keeps_its_digits() -> None:
 
 
 def test_a_stack_is_what_its_formula_says() -> None:
-    T, stack = 7, width_collapse.Stack("centred", skip=True, norm=True, weights="usual")
+    T, stack = 7, width_collapse.AttentionStack("centred", skip=True, norm=True, weights="usual")
     x = map_spectrum.orthonormal(T, 900_000)
     A, W = stack.map(T, 0), stack.weight(T, 500)
     y = (x + A @ x @ W).numpy()
     y = (y - y.mean(1, keepdims=True)) / np.sqrt(y.var(1, keepdims=True) + 1e-5)
     s = np.linalg.svd(y, compute_uv=False)
     assert width_collapse.excess_ranks(stack, T, 1, 0)[0] == pytest.approx(((s[1:] / s[0]) ** 4).sum())
-    assert np.allclose(stack.weight(T, 3) * math.sqrt(T), width_collapse.Stack().weight(T, 3))
+    assert np.allclose(stack.weight(T, 3) * math.sqrt(T), width_collapse.AttentionStack().weight(T, 3))
 
 
 def test_centring_values_takes_the_outlier_off_and_centring_outputs_does_not() -> None:
@@ -74,9 +74,9 @@ def test_centring_values_takes_the_outlier_off_and_centring_outputs_does_not() -
 
 
 @pytest.mark.parametrize(
-    "stack", [width_collapse.Stack(), width_collapse.Stack("centred", causal=True, weights="usual")]
+    "stack", [width_collapse.AttentionStack(), width_collapse.AttentionStack("centred", causal=True, weights="usual")]
 )
-def test_the_norm_of_the_jacobian_is_autograds(stack: width_collapse.Stack) -> None:
+def test_the_norm_of_the_jacobian_is_autograds(stack: width_collapse.AttentionStack) -> None:
     for layers in (1, 3):
         assert width_collapse.jacobian_norm(stack, 5, layers, 0) == pytest.approx(
             width_collapse.autograd_norm(stack, 5, layers, 0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from locater.errors import LocaterError
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.pages import page, write_report
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.sahiner2022 import PAPER, convex_problem, image_heads, optima, token_clusters
@@ -35,7 +35,7 @@ def by_loops(x: np.ndarray[Any, Any], maps: Any, values: Any, gates: Any = None)
 
 def test_heads_and_the_lifted_matrix_against_loops() -> None:
     x, maps, values, gates = (
-        normal(*shape, seed=n) for n, shape in enumerate([(2, 3, 2), (3, 2, 2), (3, 2, 2), (3, 2, 2)])
+        draw_normal(*shape, seed=n) for n, shape in enumerate([(2, 3, 2), (3, 2, 2), (3, 2, 2), (3, 2, 2)])
     )
     arrays = [y.numpy() for y in (x, maps, values, gates)]
     lifted = convex_problem.lifted_output(convex_problem.design(x), convex_problem.lift(maps, values)).reshape(2, 3, 2)
@@ -53,15 +53,15 @@ def test_heads_go_back_and_forth_and_their_penalty_is_the_nuclear_norm() -> None
     for number in range(len(convex_problem.CASE_SIZES)):
         assert convex_problem.recovery_difference(convex_problem.draw_case(number)) < 1e-10
         assert convex_problem.least_penalty(convex_problem.draw_case(number)) > 1
-    Z = convex_problem.lift(normal(1, 3, 3, seed=0), normal(1, 3, 2, seed=1))
+    Z = convex_problem.lift(draw_normal(1, 3, 3, seed=0), draw_normal(1, 3, 2, seed=1))
     assert convex_problem.numerical_rank(Z[0]) == 1
     assert len(convex_problem.recover_heads(Z[0])[0]) == 1
 
 
 def orthonormal() -> tuple[torch.Tensor, torch.Tensor]:
     """A problem with Phi^T Phi = I, whose solution is y thresholded."""
-    phi = torch.linalg.qr(normal(40, 2 * 4 * 2, seed=3)).Q.reshape(40, 2, 4, 2)
-    return phi, normal(40, 3, seed=4)
+    phi = torch.linalg.qr(draw_normal(40, 2 * 4 * 2, seed=3)).Q.reshape(40, 2, 4, 2)
+    return phi, draw_normal(40, 3, seed=4)
 
 
 @pytest.mark.parametrize("way", ["fista", "split"])
@@ -84,13 +84,13 @@ def test_no_matrix_is_below_the_dual_bound() -> None:
     solution = convex_problem.solve(phi[None], y[None], 0.5, 300, 0.0)
     bound = float(solution.objective - solution.gap)
     for seed in range(20):
-        Z = solution.Z + 0.02 * normal(*solution.Z.shape, seed=seed)
+        Z = solution.Z + 0.02 * draw_normal(*solution.Z.shape, seed=seed)
         assert float(convex_problem.value_and_gap(phi[None], y[None], Z, torch.tensor([0.5]))[0]) > bound
     assert float(solution.gap) > 0
 
 
 def test_slope_and_curvature_of_heads_against_autograd() -> None:
-    problems = optima.Problems(normal(1, 6, 2, 4, 2, seed=0), normal(1, 6, 2, seed=1), 0.3)
+    problems = optima.Problems(draw_normal(1, 6, 2, 4, 2, seed=0), draw_normal(1, 6, 2, seed=1), 0.3)
     maps, values = optima.first_heads(problems, 3, seed=2)
     sizes = maps.numel()
 
@@ -108,7 +108,7 @@ def test_enough_heads_reach_the_convex_optimum_and_half_of_its_rank_does_not() -
     phi, y = optima.draw_problem(7)
     solution = convex_problem.solve(phi[None], y[None], optima.PENALTY, 1600, 1e-8)
     rank = convex_problem.numerical_rank(solution.Z[0, 0])
-    problems = optima.Problems.of([(phi, y)], optima.PENALTY).repeated(2)
+    problems = optima.Problems.of([(phi, y)], optima.PENALTY).repeat_starts(2)
     best = {m: float(optima.descend_by_newton(problems, m, m, 200).objective.min()) for m in (rank // 2, optima.MOST)}
     optimum = float(solution.objective)
     assert best[optima.MOST] == pytest.approx(optimum, rel=1e-8)

@@ -15,13 +15,13 @@ import torch
 from torch.nn import functional
 
 from locater.measures import token_cosine
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.mechanism_runs import SOFTMAX_MASKED
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers import Setting, judge, reproduce
 from locater_lab.papers.shi2022 import PAPER, depth_theorem, token_distance, trained_models
-from locater_lab.theory import Block
+from locater_lab.theory import FunctionalBlock
 from tests.lab.made_runs import fill, made_line
 
 IDS = torch.arange(3, 15).reshape(2, 6)
@@ -99,7 +99,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 
 
 def test_the_distance_counts_pairs() -> None:
-    x = normal(7, 5, seed=3)
+    x = draw_normal(7, 5, seed=3)
     assert token_distance.distance_from_equal(x) ** 2 == pytest.approx(
         sum((a - b).square().sum().item() for a in x for b in x) / (2 * 7)
     )
@@ -137,11 +137,13 @@ def test_the_steepest_slope_of_gelu() -> None:
 
 
 def test_a_post_block_is_the_block_of_the_theory() -> None:
-    w = depth_theorem.Weights(
-        *(normal(*shape, seed=n) for n, shape in enumerate([(2, 4, 4), (2, 4, 4), (4, 8), (8, 4)]))
+    w = depth_theorem.BlockWeights(
+        *(draw_normal(*shape, seed=n) for n, shape in enumerate([(2, 4, 4), (2, 4, 4), (4, 8), (8, 4)]))
     )
-    x = token_distance.layer_norm(normal(5, 4, seed=9))
-    block = Block(w.W_QK, w.W_VO, 0.5, skip=True, mlp=lambda y: (y @ w.W_in).relu() @ w.W_out, mlp_skip=True, norm=True)
+    x = token_distance.layer_norm(draw_normal(5, 4, seed=9))
+    block = FunctionalBlock(
+        w.W_QK, w.W_VO, 0.5, skip=True, mlp=lambda y: (y @ w.W_in).relu() @ w.W_out, mlp_skip=True, norm=True
+    )
     got, v, sigma = depth_theorem.post_block(x, w)
     torch.testing.assert_close(got, block(x))
     largest = max(token_distance.attention_eigenvalue(a) for a in block.attention(x))
@@ -190,7 +192,9 @@ def test_cosine_around_the_mean_by_seed() -> None:
 
 
 def test_correlations_are_taken_part_by_part() -> None:
-    steps = [depth_theorem.Step(1.0, v=float(n), kept=n % 20 + 0.1 * (n % 3), sigma=-n, cosine=0.0) for n in range(160)]
+    steps = [
+        depth_theorem.BlockStep(1.0, v=float(n), kept=n % 20 + 0.1 * (n % 3), sigma=-n, cosine=0.0) for n in range(160)
+    ]
     measured = depth_theorem.correlation_by_parts(steps, "v")
     assert len(measured.sample) == depth_theorem.PARTS
     assert measured.value == pytest.approx(sum(measured.sample) / depth_theorem.PARTS)

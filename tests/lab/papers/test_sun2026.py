@@ -66,12 +66,12 @@ def test_loops_by_hand() -> None:
 
 
 def test_a_planted_sink_is_seen_where_it_is() -> None:
-    from locater_lab.train.measures import of_map
+    from locater_lab.train.measures import map_numbers
 
     for at, first_too in ((0, 1.0), (16, 0.0)):
         q, k = sinks_and_spikes.planted_head(0, strength=12.0, at=at)
         maps = (q @ k.mT).masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
-        counted = of_map(maps, causal=True)
+        counted = map_numbers(maps, causal=True)
         assert (counted["sink_rate"], counted["sink_ratio"]) == (first_too, 1.0)
 
 

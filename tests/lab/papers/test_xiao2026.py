@@ -19,7 +19,7 @@ from scipy import stats
 from locater.commands.load import load_model
 from locater.inputs.text import batches
 from locater_lab.engine.claims import verdict_of
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.figures import png_strip
 from locater_lab.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_lab.engine.pages import write_report
@@ -74,7 +74,7 @@ def test_the_limit_of_the_rank_correlation() -> None:
     """Of two normals of correlation 2/pi; the claim prints it."""
     assert f"{flattening.LIMIT:.4f}" == "0.6187"
     assert "0.6187" in next(claim.says for claim in PAPER.claims if claim.id == "b8")
-    x, noise = (normal(200_000, seed=n) for n in range(2))
+    x, noise = (draw_normal(200_000, seed=n) for n in range(2))
     y = 2 / math.pi * x + math.sqrt(1 - 4 / math.pi**2) * noise
     assert float(stats.spearmanr(x, y).statistic) == pytest.approx(flattening.LIMIT, abs=0.005)
 
@@ -83,7 +83,7 @@ def test_rotation_moves_signs_and_not_products() -> None:
     moved = one_bit.rotary_shift_error(shift=5)
     assert moved["no signs"] < 1e-12 > moved["signs before"]
     assert moved["signs after"] > 0.1
-    x = normal(3, 8, seed=0)
+    x = draw_normal(3, 8, seed=0)
     torch.testing.assert_close(one_bit.rotate(x, 0)[0], x[0])
     torch.testing.assert_close(one_bit.rotate(x, 7).norm(dim=1), x.norm(dim=1))
 

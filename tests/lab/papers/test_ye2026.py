@@ -16,9 +16,9 @@ from locater_lab.engine.pages import page, write_report
 from locater_lab.engine.reproduction import Paper, Results, Study
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.ye2026 import PAPER, composition, states, trained_stacks
-from locater_lab.papers.ye2026.composition import Task, draw_prompts
+from locater_lab.papers.ye2026.composition import CompositionTask, draw_prompts
 
-TINY = replace(trained_stacks.QUICK, task=Task(4, 2), steps=3, batch=4, width=16)
+TINY = replace(trained_stacks.QUICK, task=CompositionTask(4, 2), steps=3, batch=4, width=16)
 CPU = torch.device("cpu")
 
 
@@ -49,7 +49,7 @@ def test_the_theorem_is_the_papers_and_open_with_its_reason(document: dict[str, 
 
 @pytest.mark.parametrize("forward", [False, True])
 def test_prompts_are_chains_of_what_they_list(forward: bool) -> None:
-    made = draw_prompts(Task(5, 3), 3, torch.Generator().manual_seed(0), forward, questions=2)
+    made = draw_prompts(CompositionTask(5, 3), 3, torch.Generator().manual_seed(0), forward, questions=2)
     assert made.layer[0].unique_consecutive().tolist() == ([0, 1, 2] if forward else [2, 1, 0])
     for b in range(3):
         tables: dict[int, dict[int, int]] = {0: {}, 1: {}, 2: {}}
@@ -82,15 +82,15 @@ def test_states_by_hand() -> None:
 
 
 def test_hops_by_hand_need_the_right_keys() -> None:
-    made = draw_prompts(Task(4, 3), 8, torch.Generator().manual_seed(2))
-    assert composition.hop_errors(made, Task(4, 3), "softmax", 12).sum() == 0
-    assert composition.hop_errors(made, Task(4, 3), "delta", 12).sum() == 0
-    assert composition.hop_errors(made, Task(4, 3), "delta", 2).mean() > 0.3
+    made = draw_prompts(CompositionTask(4, 3), 8, torch.Generator().manual_seed(2))
+    assert composition.hop_errors(made, CompositionTask(4, 3), "softmax", 12).sum() == 0
+    assert composition.hop_errors(made, CompositionTask(4, 3), "delta", 12).sum() == 0
+    assert composition.hop_errors(made, CompositionTask(4, 3), "delta", 2).mean() > 0.3
 
 
 def test_seeds_are_trained_beside_each_other_and_not_together() -> None:
     """A seed's gradient does not know of the other seed."""
-    model = trained_stacks.Stack(TINY, "LS", CPU)
+    model = trained_stacks.StackModels(TINY, "LS", CPU)
     made = draw_prompts(TINY.task, 3, torch.Generator().manual_seed(0), questions=2)
     out = model(made)
     assert out.shape == (2, TINY.seeds, 3, 2, 4)
@@ -101,12 +101,12 @@ def test_seeds_are_trained_beside_each_other_and_not_together() -> None:
 
 
 def test_a_stack_learns_one_hop() -> None:
-    easy = replace(TINY, task=Task(4, 1), layouts=("S",), steps=150, batch=16, width=32, head=8, rate=1e-2)
+    easy = replace(TINY, task=CompositionTask(4, 1), layouts=("S",), steps=150, batch=16, width=32, head=8, rate=1e-2)
     assert trained_stacks.train_stack(easy, "S", CPU).min() > 0.9
 
 
 def test_questions_do_not_look_at_later_ones() -> None:
-    model = trained_stacks.Stack(TINY, "LS", CPU)
+    model = trained_stacks.StackModels(TINY, "LS", CPU)
     made = draw_prompts(TINY.task, 2, torch.Generator().manual_seed(0), questions=3)
     other = replace(made, start=torch.cat([made.start[:, :2], (made.start[:, 2:] + 1) % 4], 1))
     with torch.no_grad():

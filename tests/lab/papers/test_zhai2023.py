@@ -19,7 +19,7 @@ import torch
 from locater.discovery import attention_layers
 from locater.layers import Norm
 from locater.theory import entropy_floor
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.trained_models import TrainedLayer
@@ -35,7 +35,7 @@ KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
 
 
 def test_entropy_against_plain_arithmetic_and_where_a_row_is_nearly_certain() -> None:
-    logits = normal(5, 9, seed=0)
+    logits = draw_normal(5, 9, seed=0)
     p = np.exp(logits.numpy())
     p /= p.sum(1, keepdims=True)
     assert np.allclose(floor_and_reparam.row_entropy(logits), -(p * np.log(p)).sum(1))

@@ -103,7 +103,7 @@ def test_where_softmax_has_no_sink_none_is_missed(first: float, open_ids: set[st
 
 def test_what_no_key_may_have_is_refuted_by_one_seed() -> None:
     runs = made_up(first=0.4)
-    lines = BOTH_WAYS["doubly_normalized"].so_far(runs)
+    lines = BOTH_WAYS["doubly_normalized"].lines_so_far(runs)
     for line in lines:
         line["measures"]["explained_away"] = 0.0
     assert verdicts_of(measured_of(runs))["d3"] == "holds"

@@ -27,7 +27,7 @@ from locater_lab.models.transformer import rotate
 from locater_lab.train import Plan, Shape, Transformer, load, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import check_controls
-from locater_lab.train.measures import culprit, why_unread
+from locater_lab.train.measures import find_diverged_layer, why_unread
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus
 from tests.lab.train.test_runs import Cut, cut_at, weights
@@ -430,7 +430,7 @@ def test_controls_that_need_a_softmax_are_refused() -> None:
         with pytest.raises(LocaterError, match="sigmoid attention cannot be measured"):
             model(IDS)
         control.detach()
-    with pytest.raises(LocaterError, match=r"capped at 50\.0 already"):
+    with pytest.raises(LocaterError, match=r"already capped at 50\.0"):
         LogitSoftcap(cap=2.0).attach(model_of("softcap"))
 
 
@@ -465,11 +465,11 @@ def test_what_a_control_needs_is_asked_of_its_layers() -> None:
 
 def test_what_failed_is_named_without_logits() -> None:
     model = model_of("sigmoid")
-    assert culprit(model, [(IDS, IDS)]) == "all outputs of attention are finite"
+    assert find_diverged_layer(model, [(IDS, IDS)]) == "all outputs of attention are finite"
     part = model.model.layers[1].self_attn
     assert isinstance(part, nn.Module)
     part.q_proj.weight.data[9] = torch.nan  # type: ignore[union-attr, index]
-    assert culprit(model, [(IDS, IDS)]) == "the outputs of model.layers.1.self_attn went first"
+    assert find_diverged_layer(model, [(IDS, IDS)]) == "the outputs of model.layers.1.self_attn went first"
     assert not part._forward_hooks
 
 
@@ -511,7 +511,7 @@ def test_a_full_disk_costs_records_alone(
     def full(self: JsonlSink, line: bytes) -> None:
         raise LocaterError("locater.jsonl: cannot be written (No space left on device)")
 
-    monkeypatch.setattr(JsonlSink, "_put", full)
+    monkeypatch.setattr(JsonlSink, "_append", full)
     result = run(plan(tmp_path, attention="sigmoid", steps=2))
     assert result.report_loss > 0
     assert sum("goes on without records" in r.getMessage() for r in caplog.records) == 1

@@ -15,7 +15,7 @@ from locater import observe
 from locater.measures import rank_residual
 from locater_lab.mechanisms import mechanisms
 from locater_lab.train import Plan, Transformer, run
-from locater_lab.train.measures import measure, of_map
+from locater_lab.train.measures import map_numbers, measure
 from locater_lab.train.run_folder import Result
 from tests.lab.train.test_attention import IDS, SET, can_look_ahead, model_of, parts, plan
 
@@ -40,9 +40,9 @@ def maps_by_values(model: Transformer, layer: int) -> Tensor:
 
 @torch.no_grad()
 def model_attend(part: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
-    from locater_lab.models.transformer import attended
+    from locater_lab.models.transformer import attend_by_mechanism
 
-    return attended(part, q, k, v, x, part.causal)
+    return attend_by_mechanism(part, q, k, v, x, part.causal)
 
 
 @pytest.mark.parametrize("text", NAMES)
@@ -141,17 +141,17 @@ def test_sinks_and_what_is_explained_away() -> None:
     p[:, 2] = torch.eye(T)
     p[:, 2, 2:] = 0
     p[:, 2, 2:, 2] = 1
-    found = of_map(p, causal=True)
+    found = map_numbers(p, causal=True)
     assert found["sink_rate"] == pytest.approx(1 / 3)  # of head 1 the first key has 1/6 of its queries
     assert found["sink_ratio"] == pytest.approx(1.0 - 1 / 3)
     assert found["first_mass"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 3)
     # the share stays, the weight does not
-    assert of_map(p / 4, causal=True)["first_weight"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 12)
-    assert of_map(p / 4, causal=True)["first_mass"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 3)
+    assert map_numbers(p / 4, causal=True)["first_weight"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 12)
+    assert map_numbers(p / 4, causal=True)["first_mass"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 3)
     assert found["explained_away"] == pytest.approx((5 + 0 + 3) / 18)
     assert found["entropy"] == pytest.approx(0)
     assert found["gap"] == pytest.approx((1 + 0 + (1 - 1 / 2)) / 3)  # singular values: sqrt 6, 0; 1, 1; 2, 1
-    assert of_map(p, causal=True, kind="signed")["entropy"] is None
+    assert map_numbers(p, causal=True, kind="signed")["entropy"] is None
 
 
 def test_a_run_brings_them(tmp_path: Any) -> None:

@@ -22,7 +22,7 @@ from locater_lab.train import Plan, Shape, Transformer, load, run
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls, parse_control
 from locater_lab.train.data import open_data
-from locater_lab.train.measures import culprit
+from locater_lab.train.measures import find_diverged_layer
 from tests.parity import redraw
 from tests.processes import python
 
@@ -110,8 +110,8 @@ def test_documents_of_files_folders_and_archives(tmp_path: Path) -> None:
     [
         ("none.txt", None, "cannot be read (No"),
         ("empty.txt", b" \n", "no text in it"),
-        ("zeros.txt", b"text\0text", "not text in UTF-8 (a zero byte at 4)"),
-        ("latin.txt", "é".encode("latin-1"), "not text in UTF-8"),
+        ("zeros.txt", b"text\0text", "not UTF-8 text (a zero byte at 4)"),
+        ("latin.txt", "é".encode("latin-1"), "not UTF-8 text"),
         ("half.txt.xz", lzma.compress(b"text" * 500)[:-20], "cannot be read"),
         ("half.txt.gz", gzip.compress(b"text" * 500, mtime=0)[:-9], "cannot be read"),
         ("wrong.gz", b"plain", "cannot be read"),
@@ -326,10 +326,10 @@ def test_a_causal_model_does_not_look_ahead_and_a_masked_one_does() -> None:
 def test_the_layer_that_went_first_is_named() -> None:
     model = Transformer(Shape(vocabulary=64, layers=3, width=16, heads=2, kv_heads=2, hidden=24, length=8))
     batch = [(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))]
-    assert culprit(model, batch).startswith("all attention logits are finite, the largest")
+    assert find_diverged_layer(model, batch).startswith("all attention logits are finite, the largest")
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight[9] = torch.inf  # type: ignore[union-attr, index, operator]
-    assert culprit(model, batch) == "the logits of model.layers.1.self_attn went first (head 1)"
+    assert find_diverged_layer(model, batch) == "the logits of model.layers.1.self_attn went first (head 1)"
 
 
 # Controls by name
@@ -358,9 +358,9 @@ def test_controls_by_name() -> None:
         ("locater(shrink='a')", "--control locater(shrink='a'): '<' not supported"),
         ("locater(part=half)", "choose symmetric or full"),
         ("locater(layers=2)", "layers=2: give a list of numbers, such as [0, 2]"),
-        ("locater(target=[1])", "target=[1]: a number, or free"),
-        ("locater(schedule=cosine)", "schedule='cosine': a function of the step"),
-        ("mimetic(target=high)", "target='high': a number"),
+        ("locater(target=[1])", "target=[1]: must be a number, or free"),
+        ("locater(schedule=cosine)", "schedule='cosine': must be a function of the step"),
+        ("mimetic(target=high)", "target='high': must be a number"),
         ("mechanism", "mechanism needs name: write it as mechanism(name=...)"),
     ],
 )

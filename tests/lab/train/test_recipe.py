@@ -62,7 +62,7 @@ def test_sgd_is_that_of_its_definition() -> None:
 def test_sinusoidal_positions_are_those_of_the_formula() -> None:
     model = Transformer(Shape(**{**vars(SMALL), "positions": "sinusoidal"}), scale=0.3)
     ids = torch.randint(256, (2, 9))
-    stream, turn = model.model.embedded(ids)
+    stream, turn = model.model.embed(ids)
     assert turn is None
     for token in range(9):
         for channel in range(16):
@@ -78,7 +78,7 @@ def test_a_sinusoidal_model_is_saved_read_and_observed(tmp_path: Path) -> None:
     model = load(result.model)
     layer = attention_layers(model)[0]
     assert layer.rotary is None
-    x = model.model.embedded(torch.arange(10)[None])[0]
+    x = model.model.embed(torch.arange(10)[None])[0]
     q, k, _ = model.model.layers[0].self_attn.operands(x, None)
     expected = (q @ k.mT * layer.scale).masked_fill(torch.ones(10, 10).triu(1).bool(), -torch.inf).softmax(-1)
     assert torch.allclose(layer.attention(x), expected, atol=1e-6)
@@ -96,8 +96,8 @@ def test_dropout_keeps_the_mean_and_acts_in_training_alone() -> None:
     exact.load_state_dict(model.state_dict())
     assert torch.equal(model.eval()(ids), exact.eval()(ids))
     model.train()
-    draws = torch.stack([model.model.embedded(ids)[0] for _ in range(400)])
-    stream = exact.model.embedded(ids)[0]
+    draws = torch.stack([model.model.embed(ids)[0] for _ in range(400)])
+    stream = exact.model.embed(ids)[0]
     assert abs(float((draws == 0).float().mean()) - 0.4) < 0.01
     assert torch.allclose(draws.mean(0), stream, atol=0.3)
     state = torch.get_rng_state()

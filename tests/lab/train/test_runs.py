@@ -22,11 +22,12 @@ from locater import LocaterError
 from locater.control.base import Control, Controls
 from locater.runs.record_sinks import read_run
 from locater_lab.cli.train import ProgressLine
+from locater_lab.models.transformer import Transformer
 from locater_lab.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls
 from locater_lab.train.data import open_data
-from locater_lab.train.recipe import compiled
+from locater_lab.train.recipe import compile_model
 from locater_lab.train.sweep import RESULTS, parse_sweep, read_results
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus, images
@@ -663,7 +664,7 @@ def test_seeds_begin_at_the_one_given(run: Run, tmp_path: Path) -> None:
         ),
         (["--sweep", "control=locater(part=\"full\"),locater(part='full')"], "is the folder of two runs"),
         (["--sweep", f"control=none,locater(layers=[{'0, ' * 80}])"], "is too long a name for a folder"),
-        (["--sweep", "control=none,surgery"], "--control surgery: Surgery takes nothing out"),
+        (["--sweep", "control=none,surgery"], "--control surgery: Surgery would remove nothing"),
         (["--sweep", "attention=softmax,gated(per=3)"], "--attention gated(per=3): per=3: choose head or element"),
         (["--control", "locater(layers=[7])"], "--control locater(layers=[7]): layers=[7]: there are 2"),
         (["--attention", "gated(per=3)"], "--attention gated(per=3): per=3: choose head or element"),
@@ -711,6 +712,31 @@ def test_the_live_line() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_equal_plans_give_equal_weights_on_a_gpu(tmp_path: Path, compiled: bool) -> None:
+    """At a length where the gradients of fused attention are summed over several blocks of keys."""
+    corpus(tmp_path, 20_000)
+    settings = dict(device="cuda", length=512, batch=8, steps=8, width=64, heads=1, compile=compiled)
+    first, second = (run(plan(tmp_path, **settings, out=str(tmp_path / name))) for name in ("first", "second"))
+    assert weights(first) == weights(second)
+
+
+@pytest.mark.gpu
+def test_an_operation_that_is_not_deterministic_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch refuses `kthvalue`; the run goes on with it and says so once."""
+    forward = Transformer.forward
+
+    def with_kthvalue(self: Transformer, *args: Any) -> torch.Tensor:
+        return forward(self, *args) + 0 * torch.ones(8, device="cuda").kthvalue(2).values
+
+    monkeypatch.setattr(Transformer, "forward", with_kthvalue)
+    run(plan(tmp_path, device="cuda"))
+    assert sum("equal plans will not give equal weights" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.gpu
 def test_passes_as_graphs_train_like_passes_queued_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled with CUDA graphs and without: the same bits, also of a run that was cut and went on."""
     first = plan(tmp_path, device="cuda", compile=True, out=str(tmp_path / "graphs"))
@@ -729,8 +755,8 @@ def test_which_runs_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Controls keep tensors of a pass, and gradients that are added up outlive it."""
     monkeypatch.setattr(torch, "compile", lambda model, mode: mode)
     one, cuda = plan(tmp_path, compile=True), torch.device("cuda")
-    assert compiled(one, torch.nn.Identity(), cuda) == "reduce-overhead"
+    assert compile_model(one, torch.nn.Identity(), cuda) == "reduce-overhead"
     for changes in ({"accumulate": 2}, {"dropout": 0.1}, {"control": ("locater",)}):
-        assert compiled(replace(one, **changes), torch.nn.Identity(), cuda) == "default"
-    assert compiled(one, torch.nn.Identity(), torch.device("cpu")) == "default"
-    assert isinstance(compiled(replace(one, compile=False), torch.nn.Identity(), cuda), torch.nn.Identity)
+        assert compile_model(replace(one, **changes), torch.nn.Identity(), cuda) == "default"
+    assert compile_model(one, torch.nn.Identity(), torch.device("cpu")) == "default"
+    assert isinstance(compile_model(replace(one, compile=False), torch.nn.Identity(), cuda), torch.nn.Identity)

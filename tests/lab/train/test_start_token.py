@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from locater import LocaterError
-from locater.inputs.start_token import WithStart, without_start
+from locater.inputs.start_token import StartTokenizer, without_start
 from locater.inputs.text import batches
 from locater.inputs.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
 from locater_lab.data.tokens import WordTokenizer
@@ -33,7 +33,7 @@ def test_the_saved_tokenizer_puts_it_in_front(kind: str) -> None:
     from tokenizers import Tokenizer as Theirs
 
     plain = tokenizer_of(kind)
-    tokenizer = WithStart(plain)
+    tokenizer = StartTokenizer(plain)
     theirs, ids = Theirs.from_str(tokenizer.to_json()), plain.encode(TEXT).tolist()
     assert tokenizer.encode(TEXT).tolist() == ids
     assert theirs.encode(TEXT).ids == [plain.size, *ids]
@@ -105,5 +105,5 @@ def test_tasks_without_it() -> None:
 
 def test_a_literal_start_token_in_the_text_is_text() -> None:
     text = "a <bos> b"
-    assert WithStart(ByteTokenizer()).encode(text).tolist() == list(text.encode())
-    assert WithStart(WordTokenizer(["a"])).encode(text).tolist() == [2, 0, 0, 1]
+    assert StartTokenizer(ByteTokenizer()).encode(text).tolist() == list(text.encode())
+    assert StartTokenizer(WordTokenizer(["a"])).encode(text).tolist() == [2, 0, 0, 1]

@@ -40,7 +40,7 @@ def test_tokens_from_a_file_are_those_of_the_text(tmp_path: Path, monkeypatch: p
     plan = Plan(corpus=(str(corpus),), vocabulary=300, length=16)
 
     def read() -> text_data.TextData:
-        for cached in (text_data._trained, text_data.encoded):
+        for cached in (text_data._pair_tokenizer, text_data.encode_texts):
             cached.cache_clear()
         return text_data.read_text_data(plan, tmp_path / "run", torch.device("cpu"))
 

@@ -118,7 +118,7 @@ def test_a_word_that_is_not_in_the_vocabulary_is_no_target() -> None:
 
     entries = Entries(tokenizer=PreTrainedTokenizerFast(tokenizer_object=saved(WordTokenizer(["a", "cat"]))))
     assert (entries.index("cat"), entries.index("<unk>")) == (3, 0)
-    with pytest.raises(LocaterError, match="target 'dog' is no token of the vocabulary"):
+    with pytest.raises(LocaterError, match="target 'dog' is not one token of the vocabulary"):
         entries.index("dog")
 
 

@@ -1,4 +1,4 @@
-"""Jobs of a fleet: one checkpoint, or some layers of a very large one, and the name of the part that it makes."""
+"""Jobs of a fleet: one checkpoint, or some layers of a very large one, and the name of its part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from locater.results.scan import LENGTH
 from locater.version import __version__
 
 PACKAGE = Path(__file__).parents[2]
-# what the numbers of a scan do not depend on; a change of any other file makes new parts
+# the numbers of a scan do not depend on these; a change of any other file leads to new parts
 UNRELATED = (
     *("cli", "commands/fleet", "control", "demo", "explain", "inputs", "integrations", "observing", "runs"),
     *("__main__.py", "testing.py"),
@@ -44,7 +44,7 @@ class Job:
     settings: Settings
     reader: str  # the version of the code that reads
     piece: tuple[int, int] | None = None
-    seconds: float = 0.0  # about how long it takes; decides the order alone
+    seconds: float = 0.0  # about how long it takes; decides only the order
 
     @property
     def key(self) -> str:

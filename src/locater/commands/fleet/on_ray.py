@@ -1,7 +1,7 @@
-"""A fleet on a Ray cluster: the same tasks and parts as in workers, in at most so many tasks at the same time.
+"""A fleet on a Ray cluster: the same tasks and parts as in workers, with a limit on tasks at the same time.
 
-Ray is asked for one processor per task and nothing else: a request that no node can meet would wait for ever without a
-word. Deaths are counted here, not by Ray, so that a job is given up after the same number of them as elsewhere.
+Ray is asked for one processor per task and nothing else: a request that no node can meet would wait for ever in
+silence. Deaths are counted here, not by Ray, so that a job is given up after the same number of them as in workers.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from locater.files import read_json
 
 MOST = 8  # tasks at the same time, unless the user asks for more
 CONNECT = 10  # seconds for the first answer of the cluster
-FIRST_TASK = 180  # seconds until a first, empty task is done: a node may have to start, and import
-VISIBLE = 30  # seconds until a file that another machine wrote is seen here
+FIRST_TASK = 180  # seconds for a first, empty task: a node may have to start, and import
+VISIBLE = 30  # seconds until a file written by another machine is visible here
 
 
 def run_on_ray(tasks: Sequence[Task], folder: Path, address: str, most: int | None) -> Iterator[Outcome]:
-    """Do all tasks on the cluster at this address; yields what became of each job."""
-    ray = connected(address)
+    """Do all tasks on the cluster at this address; yields the outcome of each job."""
+    ray = connect(address)
     try:
         schedule, store = Schedule(tasks), Store(folder)
-        remote = ray.remote(num_cpus=1, max_retries=0)(_do)
+        remote = ray.remote(num_cpus=1, max_retries=0)(_perform_task)
         _probe(ray, folder, address)
-        flying: dict[Any, Task] = {}
-        while len(schedule) or flying:
-            while len(flying) < (most or MOST) and (task := schedule.next(len(flying))) is not None:
-                flying[remote.remote(task, folder)] = task
-            done, _ = ray.wait(list(flying), num_returns=1)
+        running: dict[Any, Task] = {}
+        while len(schedule) or running:
+            while len(running) < (most or MOST) and (task := schedule.next(len(running))) is not None:
+                running[remote.remote(task, folder)] = task
+            done, _ = ray.wait(list(running), num_returns=1)
             for reference in done:
-                yield from _landed(ray, reference, flying.pop(reference), schedule, store)
+                yield from _collect(ray, reference, running.pop(reference), schedule, store)
     finally:
         ray.shutdown()
 
 
-def connected(address: str) -> Any:
-    """Ray, connected to a cluster that runs already."""
+def connect(address: str) -> Any:
+    """Ray, connected to a running cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # what matters comes as an exception
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # what matters is raised as an exception
     try:
         import ray
     except ImportError:
         raise LocaterError("Ray is not installed: pip install 'locater[ray]'") from None
     if ray.is_initialized():
-        raise LocaterError("this process is connected to Ray already: ray.shutdown() first")
+        raise LocaterError("this process is already connected to Ray: call ray.shutdown() first")
     _refuse_silence(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
@@ -73,7 +73,7 @@ def connected(address: str) -> Any:
 
 
 def _refuse_silence(address: str) -> None:
-    """Refuse an address that does not answer: Ray would try for minutes, and warn in its own words."""
+    """Refuse an address that does not answer: Ray would retry for minutes, with warnings of its own."""
     known = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
     if not known:  # where Ray itself looks for a cluster of this machine
         current = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
@@ -92,8 +92,8 @@ def _refuse_silence(address: str) -> None:
 
 
 def _probe(ray: Any, folder: Path, address: str) -> None:
-    """One small task: whether the cluster does any work, with this version of Locater, and sees the folder."""
-    reference = ray.remote(num_cpus=1, max_retries=3)(_look).remote(folder)
+    """Run one small task, to check that the cluster works, has this version of Locater, and sees the folder."""
+    reference = ray.remote(num_cpus=1, max_retries=3)(_check_worker).remote(folder)
     done, _ = ray.wait([reference], timeout=FIRST_TASK)
     if not done:
         free = ray.available_resources().get("CPU", 0)
@@ -111,29 +111,34 @@ def _probe(ray: Any, folder: Path, address: str) -> None:
     if version != reader_version():
         raise LocaterError(f"--ray {address}: its workers have Locater {version}, this is {reader_version()}")
     if not seen:
-        raise LocaterError(f"{folder}: not seen by the workers of {address}: it has to be on storage that they share")
+        raise LocaterError(f"{folder}: the workers of {address} do not see it: it has to be on shared storage")
 
 
-def _look(folder: Path) -> tuple[str, bool]:
+def _check_worker(folder: Path) -> tuple[str, bool]:
     return reader_version(), Store(folder).description.exists()
 
 
-def _do(task: Task, folder: Path) -> list[Outcome]:
+def _perform_task(task: Task, folder: Path) -> list[Outcome]:
     import torch
 
     torch.set_num_threads(1)
     return list(perform_all(task, folder))
 
 
-def _landed(ray: Any, reference: Any, task: Task, schedule: Schedule, store: Store) -> Iterator[Outcome]:
+def _collect(ray: Any, reference: Any, task: Task, schedule: Schedule, store: Store) -> Iterator[Outcome]:
     try:
         outcomes: list[Outcome] = ray.get(reference)
     except ray.exceptions.RayError as error:
-        yield from _lost(task, first_line(error), schedule, store)
+        yield from _handle_death(task, first_line(error), schedule, store)
         return
     for outcome in outcomes:
         job = outcome.job
-        if outcome.reason is None and outcome.fatal is None and job.piece is None and not _visible(store, job):
+        if (
+            outcome.reason is None
+            and outcome.fatal is None
+            and job.piece is None
+            and not _wait_until_visible(store, job)
+        ):
             outcome = Outcome(
                 job,
                 fatal=f"{store.folder}: {job.source} was written by a worker and is not seen here: "
@@ -142,8 +147,8 @@ def _landed(ray: Any, reference: Any, task: Task, schedule: Schedule, store: Sto
         yield outcome
 
 
-def _visible(store: Store, job: Job) -> bool:
-    """Whether a part is there; storage over a network may take a while to show it."""
+def _wait_until_visible(store: Store, job: Job) -> bool:
+    """Whether a part appears; network storage may take a while to show it."""
     end = time.monotonic() + VISIBLE
     while not store.has(job.key):
         if time.monotonic() > end:
@@ -152,14 +157,14 @@ def _visible(store: Store, job: Job) -> bool:
     return True
 
 
-def _lost(task: Task, reason: str, schedule: Schedule, store: Store) -> Iterator[Outcome]:
-    """A worker died at one of these jobs, which one is not known: those without a part are done one by one."""
+def _handle_death(task: Task, reason: str, schedule: Schedule, store: Store) -> Iterator[Outcome]:
+    """A worker died in one of these jobs, and which one is not known: those without a part are done one by one."""
     for job in task:
         if store.has(job.key):
             yield Outcome(job)
         elif store.error(job.key).exists():
             yield Outcome(job, read_json(store.error(job.key))["reason"])
-        elif deaths := schedule.died(job):
+        elif deaths := schedule.record_death(job):
             why = f"{job.source}: its process on the cluster died {deaths} times ({reason})"
             store.write_error(job, why, deaths)
             yield Outcome(job, why)

@@ -15,14 +15,14 @@ from locater.results.scan import HeadRow, Scan
 from locater.version import SCAN_SCHEMA, __version__
 
 METADATA = b"locater"
-ROW = 20  # bytes that a head takes in a part, at the least: some twenty numbers that repeat nowhere
+ROW = 20  # bytes that a head takes in a part at least: it has some twenty numbers that do not repeat
 LABELS = {"source": "str", "run": "str", "step": "int", "identity": "str", "digest": "str", "layer_name": "str"}
 COMPUTED_AGAIN = ("expected_entropy", "flags", "faults")  # columns of schema 1 with another meaning
 LEFT_OUT = ("drive", "profile")  # columns that only a page of one scan draws
 
 
 class DamagedPartError(LocaterError):
-    """A part that is not whole: truncated or overwritten by something else."""
+    """A part that is not complete: truncated, or overwritten by something else."""
 
 
 def pyarrow() -> Any:
@@ -30,13 +30,13 @@ def pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise LocaterError("a fleet is kept as Parquet files: pip install 'locater[fleet]'") from None
+        raise LocaterError("a fleet is stored as Parquet files: pip install 'locater[fleet]'") from None
     return pyarrow
 
 
 @cache
 def schema() -> Any:
-    """The columns of a part: labels, then those of a scan's rows, with `faults` beside `flags`."""
+    """The columns of a part: labels, then those of the rows of a scan, with `faults` next to `flags`."""
     columns = {**LABELS, **{f.name: str(f.type) for f in fields(HeadRow) if f.name not in LEFT_OUT}}
     entries = []
     for name, kind in columns.items():
@@ -78,10 +78,10 @@ def to_bytes(scan: Scan, job: Job, digest: str) -> bytes:
         "layers": scan.layers,
     }
     table = arrow.Table.from_pylist(rows, schema=schema())
-    return _encoded(table, document)
+    return _encode(table, document)
 
 
-def _encoded(table: Any, document: dict[str, Any]) -> bytes:
+def _encode(table: Any, document: dict[str, Any]) -> bytes:
     arrow = pyarrow()
     table = table.replace_schema_metadata({METADATA: json.dumps(document, allow_nan=False).encode()})
     sink = arrow.BufferOutputStream()
@@ -89,8 +89,8 @@ def _encoded(table: Any, document: dict[str, Any]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def header(path: Path) -> dict[str, Any]:
-    """What the metadata of a part say; `DamagedPartError` where it is no whole part."""
+def read_header(path: Path) -> dict[str, Any]:
+    """The metadata of a part; `DamagedPartError` if it is not complete."""
     arrow = pyarrow()
     try:
         metadata = arrow.parquet.read_metadata(path)
@@ -102,24 +102,24 @@ def header(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except (arrow.ArrowException, KeyError, TypeError, ValueError, OSError) as error:
-        raise DamagedPartError(f"{path}: not a whole part ({first_line(error)})") from None
+        raise DamagedPartError(f"{path}: not a complete part ({first_line(error)})") from None
 
 
 def of_schema_1(path: Path) -> bool:
     """Whether a version before 0.3 wrote this part: its expected entropy and flags have another meaning."""
-    return bool(header(path).get("schema", 1) < SCAN_SCHEMA)
+    return bool(read_header(path).get("schema", 1) < SCAN_SCHEMA)
 
 
 def _check_rows(path: Path, metadata: Any) -> None:
-    """ValueError where a file has more rows than bytes for them: nulls take none, and gigabytes when they are read."""
+    """ValueError if a file has more rows than bytes for them: nulls take none, and gigabytes once they are read."""
     size = path.stat().st_size
     if metadata.num_rows * ROW > size:
         raise ValueError(f"{metadata.num_rows:,} rows in {size:,} bytes")
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
-    """The rows of a part as a pyarrow table. Expected entropy and flags of a part of schema 1 are computed again, so
-    that the rows of all parts mean the same.
+    """The rows of a part as a pyarrow table. Expected entropy and flags of a part of schema 1 are recomputed, so that
+    the rows of all parts mean the same.
     """
     table = _stored_rows(path, columns)
     again = [name for name in COMPUTED_AGAIN if name in table.column_names]
@@ -134,7 +134,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
 
 
 def _stored_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
-    """The rows as they are stored. For small files, threads would take longer than the reading."""
+    """The rows as they are stored. For small files, starting threads would take longer than reading."""
     arrow = pyarrow()
     try:
         with arrow.parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
@@ -146,20 +146,20 @@ def _stored_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
         raise DamagedPartError(f"{path}: damaged ({first_line(error)}): remove it and run the fleet again") from None
 
 
-def relabelled(path: Path, run: str | None, step: int | None) -> bytes:
+def relabel(path: Path, run: str | None, step: int | None) -> bytes:
     """The same part with another run and step."""
     arrow = pyarrow()
-    document = {**header(path), "run": run, "step": step}
+    document = {**read_header(path), "run": run, "step": step}
     table = _stored_rows(path)
     for name, value in (("run", run), ("step", step)):
         place, kind = table.schema.get_field_index(name), table.schema.field(name).type
         table = table.set_column(place, table.schema.field(name), arrow.array([value] * len(table), kind))
-    return _encoded(table, document)
+    return _encode(table, document)
 
 
 def to_scan(path: Path) -> Scan:
-    """The scan that a part was made of; of one of schema 1 with numbers computed again."""
-    document = header(path)
+    """The scan behind a part; numbers of schema 1 are recomputed."""
+    document = read_header(path)
     names = {f.name for f in fields(HeadRow)}
     rows = []
     for record in _stored_rows(path).to_pylist():
@@ -169,4 +169,4 @@ def to_scan(path: Path) -> Scan:
             known["eigenvalues"] = tuple((re, im) for re, im in known["eigenvalues"])
         rows.append(HeadRow(**known))
     found = Scan(document["source"], document["assumptions"], document["layers"], rows)
-    return found if document.get("schema", 1) == SCAN_SCHEMA else found.labelled_old().computed_again()
+    return found if document.get("schema", 1) == SCAN_SCHEMA else found.label_as_old().recompute()

@@ -1,4 +1,4 @@
-"""What a command asks of a fleet: to scan, to try failures again, or to show a folder."""
+"""What a command asks of a fleet: scan, retry failures, or show a folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from locater.commands.fleet.jobs import Settings
 from locater.commands.fleet.result import Fleet
 from locater.commands.fleet.running import Engine, retry, run
-from locater.commands.scanning import Progress, parsed_shard
+from locater.commands.scanning import Progress, parse_shard
 from locater.errors import LocaterError
-from locater.results.run_names import listing
+from locater.results.run_names import list_checkpoints
 from locater.results.scan import LENGTH
 
 
@@ -31,20 +31,20 @@ class Request:
 
     @property
     def engine(self) -> Engine:
-        return Engine(self.workers, self.ray, parsed_shard(self.shard))
+        return Engine(self.workers, self.ray, parse_shard(self.shard))
 
 
-def answered(
+def answer(
     request: Request, status: bool, retry_failed: bool, progress: Progress | None = None
 ) -> tuple[Fleet, list[str], list[str]]:
-    """The fleet after what was asked for is done, the sources that it was asked of, and notes."""
+    """Do what is asked; returns the fleet, the sources in question, and notes."""
     if request.out is None:
-        fleet = _shown(request)
+        fleet = _open_fleet(request)
         if retry_failed and not status:
             retry(fleet.folder, engine=request.engine, progress=progress)
         return fleet, [entry.source for entry in fleet.sources()], []
     if status:
-        found = listing(request.sources, request.run, request.step_pattern)
+        found = list_checkpoints(request.sources, request.run, request.step_pattern)
         return Fleet.open(request.out), [entry.source for entry in found.entries], found.notes
     account = run(
         request.sources,
@@ -59,8 +59,8 @@ def answered(
     return Fleet.open(request.out), account.asked, account.notes
 
 
-def _shown(request: Request) -> Fleet:
-    """The folder of a fleet that stands in place of sources; options that would be ignored are refused."""
+def _open_fleet(request: Request) -> Fleet:
+    """The fleet in a folder that was given in place of sources. Options that would be ignored are refused."""
     first = request.sources[0]
     if len(request.sources) > 1 or not os.path.isfile(os.path.join(first, "fleet.json")):
         raise LocaterError(f"add --out DIR, the folder for the results ({first} is not itself the folder of a fleet)")

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.commands.fleet.jobs import Settings
-from locater.commands.fleet.parts import DamagedPartError, header, pyarrow, read_rows, to_scan
+from locater.commands.fleet.parts import (
+    DamagedPartError,
+    of_schema_1,
+    pyarrow,
+    read_header,
+    read_rows,
+    schema,
+    to_scan,
+)
 from locater.commands.fleet.store import Store
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.escapes import one_line
 from locater.findings import FLAGS, Condition, crossings
 from locater.results.document import Document
@@ -26,13 +34,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from locater.commands.scanning import Progress
-    from locater.results.run_names import Listed
+    from locater.results.run_names import ListedCheckpoint
 
 
-# What a fleet shows at one look: the steps of each run, heads with faults, when flags first appear, duplicates.
+# An overview of a fleet: the steps of each run, heads with faults, when flags first appear, duplicates.
 
-
-Head = tuple[str, int, int]  # source, where that counts; layer, head
+Head = tuple[str, int, int]  # source if there is no run; layer, head
 
 
 def summary(
@@ -138,15 +145,15 @@ class FleetSource:
 
 
 class Fleet(Document):
-    """Scans of many checkpoints in one folder. Every call looks into the folder anew, so it can be used while a fleet
-    runs; only whole checkpoints are seen.
+    """Scans of many checkpoints in one folder. Every call re-reads the folder, so it can be used while a fleet runs;
+    only complete checkpoints are shown.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._store = Store(folder)
         self.settings = self._store.settings()
         self._headers: dict[tuple[str, int], dict[str, Any]] = {}
-        self.damaged: dict[str, str] = {}  # parts that cannot be read, and why; the next run makes them anew
+        self.damaged: dict[str, str] = {}  # parts that cannot be read, and why; the next run rebuilds them
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Fleet:
@@ -170,7 +177,7 @@ class Fleet(Document):
         retry_failed: bool = False,
         progress: Progress | None = None,
     ) -> Fleet:
-        """Scan checkpoints into a folder, as `locater fleet SOURCES --out DIR` does. What is there is not done again.
+        """Scan checkpoints into a folder, as `locater fleet SOURCES --out DIR` does. What is already there is kept.
 
         Checkpoints that fail do not stop the others: `errors` has them.
         """
@@ -207,7 +214,7 @@ class Fleet(Document):
     # what is there
 
     def _parts(self) -> dict[str, dict[str, Any]]:
-        """By key, what the metadata of each whole part say; for each source the newest part alone."""
+        """The metadata of each complete part by key; for each source only the newest part."""
         times = self._store.parts()
         self._headers = {place: known for place, known in self._headers.items() if times.get(place[0]) == place[1]}
         self.damaged = {}
@@ -215,7 +222,7 @@ class Fleet(Document):
         for key, time in times.items():
             if (key, time) not in self._headers:
                 try:
-                    self._headers[key, time] = header(self._store.part(key))
+                    self._headers[key, time] = read_header(self._store.part(key))
                 except FileNotFoundError:
                     continue
                 except DamagedPartError as error:
@@ -232,15 +239,17 @@ class Fleet(Document):
         return [self._store.part(key) for key in self._parts()]
 
     def _whole_files(self) -> list[Path]:
-        """The same, for frames, which cannot say themselves that a checkpoint is not in them."""
+        """The same, with a warning for damaged parts, since a frame cannot say that a checkpoint is missing."""
         files = self.files()
         for line in self.damaged.values():
             warnings.warn(f"{line}: its rows are left out; run the fleet again", stacklevel=3)
         return files
 
     def sources(self) -> list[FleetSource]:
-        """Every checkpoint that was asked for or is there, with what became of it, by run and step."""
-        found = {entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in self._asked()}
+        """Every checkpoint that was asked for or is there, with its status, by run and step."""
+        found = {
+            entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in self._listed_sources()
+        }
         for error in self._store.errors().values():
             labels = (error["source"], error.get("run"), error.get("step"))
             found[error["source"]] = FleetSource(
@@ -251,7 +260,7 @@ class Fleet(Document):
             found[known["source"]] = FleetSource(*labels, "done", known["heads"], known["digest"], known["identity"])
         return sorted(found.values(), key=lambda entry: _order(vars(entry)))
 
-    def _asked(self) -> list[Listed]:
+    def _listed_sources(self) -> list[ListedCheckpoint]:
         return self._store.lists()
 
     def counts(self) -> dict[str, int]:
@@ -260,7 +269,7 @@ class Fleet(Document):
         return {status: found.count(status) for status in ("done", "failed", "to do")}
 
     def status_words(self, asked: Sequence[str] = ()) -> str:
-        """What is done, failed and to do, and why checkpoints failed; `asked` are names that may be new to it."""
+        """What is done, failed and to do, and why checkpoints failed; `asked` may have names that are not in it yet."""
         entries = self.sources()
         new = {*asked} - {entry.source for entry in entries}
         counts = {**self.counts()}
@@ -310,8 +319,6 @@ class Fleet(Document):
 
     def to_arrow(self) -> Any:
         """The same as a pyarrow table. Columns that parts of earlier versions lack are null there."""
-        from locater.commands.fleet.parts import schema
-
         arrow = pyarrow()
         tables = [read_rows(path) for path in self._whole_files()]
         tables = [table.replace_schema_metadata(None) for table in tables] or [schema().empty_table()]
@@ -322,9 +329,7 @@ class Fleet(Document):
 
         The result prints as a table; `.pl()`, `.df()` and `.fetchall()` give it in other forms.
         """
-        from locater.commands.fleet.queries import answer
-
-        return answer(query, self._whole_files(), [asdict(entry) for entry in self.sources()])
+        return run_query(query, self._whole_files(), [asdict(entry) for entry in self.sources()])
 
     def scan(self, source: str | os.PathLike[str]) -> Scan:
         """The scan of one checkpoint, given its name or the end of it (`step-1000`), with all that a `Scan` can do."""
@@ -337,7 +342,7 @@ class Fleet(Document):
         if len(matches) != 1:
             if reason := self.errors.get(wanted, self.errors.get(path)):
                 raise LocaterError(f"{source}: failed in this fleet ({reason})")
-            what = "not in this fleet" if not matches else f"{len(matches)} checkpoints of this fleet end so"
+            what = "not in this fleet" if not matches else f"{len(matches)} checkpoints of this fleet match"
             raise LocaterError(f"{source}: {what}; fleet.sources() lists them")
         kept = to_scan(self._store.part(matches[0]))
         settings = self.settings
@@ -369,3 +374,39 @@ class Fleet(Document):
 def _order(labels: Any) -> tuple[str, float, str]:
     step = labels["step"]
     return labels["run"] or "", -1 if step is None else step, labels["source"]
+
+
+# SQL over the parts of a fleet, by DuckDB.
+
+
+def run_query(query: str, files: Sequence[Path], sources: Sequence[dict[str, Any]]) -> duckdb.DuckDBPyRelation:
+    """The result of a query over `heads`, `sources` and `errors`."""
+    try:
+        import duckdb
+    except ImportError:
+        raise LocaterError("duckdb is not installed: pip install 'locater[fleet]'") from None
+    arrow = pyarrow()
+    connection = duckdb.connect()
+    old = [path for path in files if of_schema_1(path)]
+    if old:  # their numbers are computed again, so their rows come from memory
+        tables = [read_rows(path).replace_schema_metadata(None) for path in old]
+        connection.register("old_heads", arrow.concat_tables(tables, promote_options="default"))
+    if new := [path for path in files if path not in old]:
+        names = ", ".join("'" + str(path).replace("'", "''") + "'" for path in new)
+        both = "union all by name select * from old_heads" if old else ""
+        connection.execute(f"create view heads as select * from read_parquet([{names}], union_by_name=true) {both}")
+    elif old:
+        connection.execute("create view heads as select * from old_heads")
+    else:
+        connection.register("heads", schema().empty_table())
+    text, whole = arrow.string(), arrow.int64()
+    columns = {"source": text, "run": text, "step": whole, "status": text, "heads": whole, "digest": text}
+    columns |= {"identity": text, "reason": text, "tries": whole}
+    table = arrow.Table.from_pylist(list(sources), schema=arrow.schema(list(columns.items())))
+    connection.register("sources", table)
+    failed = "select source, run, step, reason, tries from sources where status = 'failed'"
+    connection.execute(f"create view errors as {failed}")
+    try:
+        return connection.sql(query)
+    except duckdb.Error as error:
+        raise LocaterError(f"this query cannot be answered: {first_line(error)}") from None

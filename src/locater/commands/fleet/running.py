@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from locater.commands.fleet.jobs import Job, Settings, Task, reader_version
-from locater.commands.fleet.parts import DamagedPartError, header, pyarrow, relabelled
+from locater.commands.fleet.parts import DamagedPartError, pyarrow, read_header, relabel
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import NAME, Store, StoreError
 from locater.commands.fleet.tasks import Outcome, perform, reason_of
 from locater.commands.scanning import Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
-from locater.report.sentences import counted
-from locater.results.run_names import Listed, Listing, listing
+from locater.report.sentences import amount
+from locater.results.run_names import ListedCheckpoint, Listing, list_checkpoints
 from locater.sources.listing import identity, size_of
 from locater.sources.remote import session
 from locater.sources.remote.address import remote_address
@@ -35,9 +35,8 @@ from locater.sources.sources import open_source
 
 # Worker processes on this machine, under a supervisor that survives the death of any of them.
 
-
 MOST = 8  # workers, unless the user asks for more
-NEVER_READY = 5  # workers in a row that end before they begin; four times as many where someone kills them
+NEVER_READY = 5  # consecutive workers that end before they start; four times as many if something kills them
 
 
 def default_workers() -> int:
@@ -48,13 +47,13 @@ def default_workers() -> int:
 class _Worker:
     process: Any
     connection: Connection
-    left: list[Job] = field(default_factory=list)  # of its task, the one it is at included
+    left: list[Job] = field(default_factory=list)  # of its task, including the current one
     at: Job | None = None
     ready: bool = False
 
 
 def run_in_workers(schedule: Schedule, folder: Path, workers: int) -> Iterator[Outcome]:
-    """Do all tasks in at most so many processes; yields what became of each job."""
+    """Do all tasks in at most `workers` processes; yields the outcome of each job."""
     supervisor = _Supervisor(schedule, folder, workers)
     try:
         yield from supervisor.outcomes()
@@ -74,15 +73,15 @@ class _Supervisor:
             self.context.set_forkserver_preload([__name__])
 
     def outcomes(self) -> Iterator[Outcome]:
-        self._deal()
+        self._dispatch()
         while self.workers:
             by_connection = {worker.connection: worker for worker in self.workers}
             for connection in wait(list(by_connection)):
-                yield from self._hear(by_connection[connection])  # type: ignore[index]
-            self._deal()
+                yield from self._receive(by_connection[connection])  # type: ignore[index]
+            self._dispatch()
 
-    def _deal(self) -> None:
-        """Give tasks to idle workers, start workers while there is work for them, and end idle ones at the end."""
+    def _dispatch(self) -> None:
+        """Assign tasks to idle workers, start workers while there is work for them, and stop them at the end."""
         while len(self.schedule):
             busy = [worker for worker in self.workers if worker.left]
             idle = next((worker for worker in self.workers if not worker.left), None)
@@ -91,14 +90,14 @@ class _Supervisor:
             task = self.schedule.next(len(busy))
             if task is None:
                 break
-            self._give(idle or self._start(), task)
+            self._assign(idle or self._start(), task)
         if not any(worker.left for worker in self.workers):
             self.stop()
 
     def _start(self) -> _Worker:
         ours, theirs = self.context.Pipe()
         threads = max(1, (os.cpu_count() or 1) // self.most)
-        process = self.context.Process(target=work, args=(theirs, self.folder, threads), daemon=True)
+        process = self.context.Process(target=run_worker, args=(theirs, self.folder, threads), daemon=True)
         with _no_main():
             process.start()
         theirs.close()
@@ -106,16 +105,16 @@ class _Supervisor:
         self.workers.append(worker)
         return worker
 
-    def _give(self, worker: _Worker, task: Task) -> None:
+    def _assign(self, worker: _Worker, task: Task) -> None:
         worker.left = list(task)
-        with contextlib.suppress(OSError):  # it has died; this is noticed when it is listened to
+        with contextlib.suppress(OSError):  # it has died, which shows when its next message is read
             worker.connection.send(task)
 
-    def _hear(self, worker: _Worker) -> Iterator[Outcome]:
+    def _receive(self, worker: _Worker) -> Iterator[Outcome]:
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
-            yield from self._bury(worker)
+            yield from self._handle_death(worker)
             return
         if message == "ready":
             worker.ready, self.never_ready = True, 0
@@ -126,8 +125,8 @@ class _Supervisor:
             worker.left = [job for job in worker.left if job.name != message.job.name]
             yield message
 
-    def _bury(self, worker: _Worker) -> Iterator[Outcome]:
-        """A worker has died: its job is suspect, the rest of its task waits again."""
+    def _handle_death(self, worker: _Worker) -> Iterator[Outcome]:
+        """A worker has died: its job is suspect, and the rest of its task goes back to the queue."""
         worker.connection.close()
         worker.process.join(5)
         code = worker.process.exitcode
@@ -136,27 +135,27 @@ class _Supervisor:
             self.never_ready += 1
             if self.never_ready >= (NEVER_READY if code is None or code >= 0 else 4 * NEVER_READY):
                 raise LocaterError(
-                    f"workers end before they begin (the last {ending(code)}): is there enough memory? Try "
+                    f"workers end before they start (the last {describe_exit(code)}): is there enough memory? Try "
                     "--workers 1, or --workers 0 for none"
                 )
         suspect = worker.at
         rest = [job for job in worker.left if suspect is None or job.name != suspect.name]
-        self.schedule.again(rest)
+        self.schedule.requeue(rest)
         if suspect is None:
             return
-        if self.store.has(suspect.key):  # it died between writing the part and saying so
+        if self.store.has(suspect.key):  # it died after writing the part and before reporting it
             yield Outcome(suspect)
             return
-        if deaths := self.schedule.died(suspect):
+        if deaths := self.schedule.record_death(suspect):
             reason = (
-                f"{suspect.source}: its process {ending(code)} {deaths} times, the last ones with nothing "
+                f"{suspect.source}: its process {describe_exit(code)} {deaths} times, the last ones with nothing "
                 "beside it: is there enough memory for it?"
             )
             self.store.write_error(suspect, reason, deaths)
             yield Outcome(suspect, reason)
 
     def stop(self) -> None:
-        """End all workers. What they have written is whole, so they can be killed."""
+        """Stop all workers. Files that they have written are complete, so they can be killed."""
         for worker in self.workers:
             worker.connection.close()
             worker.process.kill()
@@ -176,10 +175,10 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = before
 
 
-def ending(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """How a process ended, in words.
 
-    >>> ending(-9), ending(3)
+    >>> describe_exit(-9), describe_exit(3)
     ('was killed by SIGKILL', 'ended with status 3')
     """
     if code is not None and code < 0:
@@ -190,14 +189,14 @@ def ending(code: int | None) -> str:
     return f"ended with status {code}"
 
 
-def work(connection: Connection, folder: Path, threads: int) -> None:
-    """The process of a worker: does tasks until the other end is closed."""
+def run_worker(connection: Connection, folder: Path, threads: int) -> None:
+    """The process of a worker: does tasks until the connection is closed."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     torch.set_num_threads(threads)
     tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, tasks), daemon=True).start()
+    threading.Thread(target=_receive_tasks, args=(connection, tasks), daemon=True).start()
     try:
         connection.send("ready")
         while True:
@@ -208,8 +207,8 @@ def work(connection: Connection, folder: Path, threads: int) -> None:
         os._exit(1)
 
 
-def _listen(connection: Connection, tasks: queue.SimpleQueue[Task]) -> None:
-    """Take in tasks. When the supervisor is gone, end this process, whatever it is doing."""
+def _receive_tasks(connection: Connection, tasks: queue.SimpleQueue[Task]) -> None:
+    """Receive tasks. When the supervisor is gone, end this process, whatever it is doing."""
     try:
         while True:
             tasks.put(connection.recv())
@@ -219,10 +218,9 @@ def _listen(connection: Connection, tasks: queue.SimpleQueue[Task]) -> None:
 
 # From checkpoints to tasks: what each costs, which are split, which are done together, and in which order.
 
-
 LEAST = 5.0  # seconds of work in a task: a worker takes two seconds to start
 SERIAL = 10.0  # seconds of work up to which no worker is started
-LARGE = 2_000_000_000  # bytes of queries and keys above which the layers of a checkpoint are dealt out
+LARGE = 2_000_000_000  # bytes of queries and keys above which a checkpoint is split by layers
 EACH, PER_BYTE = 0.07, 4e-9  # seconds for any checkpoint, and for a byte of its files (benchmarks/fleet.py)
 REMOTE = 2.0  # seconds for a checkpoint of unknown size
 FEW = 16  # remote checkpoints whose sizes are asked for
@@ -230,9 +228,9 @@ ASKED_AT_ONCE = 8  # identities, which take a request each for remote checkpoint
 
 
 def jobs_of(
-    entries: Sequence[Listed], settings: Settings, shard: tuple[int, int] | None = None
+    entries: Sequence[ListedCheckpoint], settings: Settings, shard: tuple[int, int] | None = None
 ) -> tuple[list[Job], list[Outcome]]:
-    """The jobs of these checkpoints, and outcomes for those that cannot even be looked at.
+    """The jobs of these checkpoints, and outcomes for those that cannot even be inspected.
 
     `shard=(i, n)` takes every n-th checkpoint, beginning with the i-th; where there are fewer checkpoints than shards,
     every n-th piece of them.
@@ -241,15 +239,15 @@ def jobs_of(
         entries, shard = entries[shard[0] - 1 :: shard[1]], None
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         few = len(entries) <= FEW
-        looked_at = list(pool.map(lambda entry: _looked_at(entry, settings, few), entries))
+        looked_at = list(pool.map(lambda entry: _inspect(entry, settings, few), entries))
     jobs = [job for found in looked_at if isinstance(found, list) for job in found]
     failed = [found for found in looked_at if isinstance(found, Outcome)]
     return (jobs, failed) if shard is None else (jobs[shard[0] - 1 :: shard[1]], failed)
 
 
-def _looked_at(entry: Listed, settings: Settings, few: bool) -> list[Job] | Outcome:
-    """The jobs of one checkpoint. Sizes of remote ones, another request each, are asked for where they are `few`: many
-    checkpoints keep all workers busy without being split.
+def _inspect(entry: ListedCheckpoint, settings: Settings, few: bool) -> list[Job] | Outcome:
+    """The jobs of one checkpoint. Sizes of remote ones, which take another request each, are asked for if they are
+    `few`: many checkpoints keep all workers busy without being split.
     """
 
     def job(mark: str, piece: tuple[int, int] | None = None, seconds: float = 0.0) -> Job:
@@ -268,7 +266,7 @@ def _looked_at(entry: Listed, settings: Settings, few: bool) -> list[Job] | Outc
 
 
 def _pieces(source: str, size: int) -> int:
-    """How many pieces the layers of a checkpoint are read in; the same for everyone who looks at it."""
+    """How many pieces the layers of a checkpoint are read in; the same in every process that inspects it."""
     try:
         with session():  # closes remote files
             weights, config = open_source(source)
@@ -293,13 +291,13 @@ def tasks_of(jobs: Sequence[Job]) -> list[Task]:
 
 
 def is_small(jobs: Sequence[Job]) -> bool:
-    """Whether the work is so little that starting workers would take longer."""
+    """Whether starting workers would take longer than the work."""
     return sum(job.seconds for job in jobs) <= SERIAL
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Where jobs are done. `workers=None` chooses: in this process where the work is small."""
+    """Where jobs are done. `workers=None` decides by the work: in this process if it is small."""
 
     workers: int | None = None
     ray: str | None = None  # "auto" or the address of a cluster
@@ -319,7 +317,7 @@ class Account:
     """What one call of `run` did."""
 
     store: Store
-    asked: list[str]  # sources that this call is to see to
+    asked: list[str]  # sources that this call was given
     scanned: dict[str, None] = field(default_factory=dict)  # sources, in the order in which they were done
     failed: dict[str, str] = field(default_factory=dict)  # source: reason; earlier failures included
     notes: list[str] = field(default_factory=list)
@@ -336,26 +334,26 @@ def run(
     retry_failed: bool = False,
     progress: Progress | None = None,
 ) -> Account:
-    """Scan what is not in the folder yet. Checkpoints that failed before are tried again with `retry_failed` alone, or
-    when they have changed.
+    """Scan what is not in the folder yet. Checkpoints that failed before are retried only with `retry_failed`, or when
+    they have changed.
     """
     pyarrow()
     settings, engine = settings or Settings(), engine or Engine()
     if not 2 <= settings.length <= 10**9:
         raise LocaterError(f"length {settings.length} is out of range: give 2 to 1,000,000,000 tokens")
-    found = listing(sources, run_name, step_pattern)
+    found = list_checkpoints(sources, run_name, step_pattern)
     if not found.entries:
         raise LocaterError("no checkpoints: give folders, files, patterns such as 'run/step-*', or @list.csv")
     fleet = next((entry.source for entry in found.entries if os.path.isfile(os.path.join(entry.source, NAME))), None)
     if fleet is not None:  # it would stay in the folder as a checkpoint that failed
-        raise LocaterError(f"{fleet}: the folder of a fleet, not a checkpoint: give it alone, or the checkpoints again")
+        raise LocaterError(f"{fleet}: the folder of a fleet, not a checkpoint: give it alone, or give checkpoints")
     store = Store.create(out, settings)
     store.write_list(found.entries)
     return _run(store, found, settings, engine, retry_failed, progress)
 
 
 def retry(out: str | os.PathLike[str], *, engine: Engine | None = None, progress: Progress | None = None) -> Account:
-    """Try the failed checkpoints of a folder again, and those that a killed run left."""
+    """Retry the failed checkpoints of a folder, and those that a killed run left undone."""
     pyarrow()
     store = Store(out)
     settings = store.settings()
@@ -372,7 +370,7 @@ def _run(
     kept = [outcome for outcome in unreadable if before.has_part(outcome.job)]
     if kept:
         account.notes.append(
-            f"{counted(len(kept), 'checkpoint')} cannot be looked at now; what was scanned before stays "
+            f"{amount(len(kept), 'checkpoint')} cannot be inspected now; what was scanned before stays "
             f"(first {kept[0].reason})"
         )
     for outcome in unreadable:
@@ -393,7 +391,7 @@ def _run(
 
 
 def _note(outcome: Outcome, before: _Before, account: Account) -> None:
-    """Keep account of what became of a job."""
+    """Record the outcome of a job."""
     if outcome.fatal:
         raise StoreError(outcome.fatal)
     job = outcome.job
@@ -401,14 +399,14 @@ def _note(outcome: Outcome, before: _Before, account: Account) -> None:
         account.failed[job.source] = outcome.reason
     elif account.store.has(job.key):
         account.scanned[job.source] = None
-    else:  # a piece, and others are not there yet
+    else:  # a piece, while others are still missing
         return
     before.forget_errors(job)
     before.hide_parts(job)
 
 
 class _Before:
-    """What the folder held when a run began."""
+    """What was in the folder when a run began."""
 
     def __init__(self, store: Store, account: Account) -> None:
         self.store, self.account = store, account
@@ -416,27 +414,27 @@ class _Before:
         self.headers: dict[str, dict[str, Any]] = {}
         for key in store.parts():
             try:
-                self.headers[key] = header(store.part(key))
+                self.headers[key] = read_header(store.part(key))
             except FileNotFoundError:  # hidden by another process
                 continue
             except DamagedPartError as error:
-                account.notes.append(f"{error}: put aside")
+                account.notes.append(f"{error}: set aside")
                 store.hide(key, "damaged")
         self.by_source: dict[str, list[str]] = {}
         for key, entry in (*self.headers.items(), *self.errors.items()):
             self.by_source.setdefault(entry["source"], []).append(key)
 
     def has_part(self, job: Job) -> bool:
-        """Whether the source of this job has a part, as it was when it was scanned."""
+        """Whether the source of this job has a part, perhaps of an earlier state."""
         return any(key in self.headers for key in self.by_source.get(job.source, ()))
 
     def is_open(self, job: Job, retry_failed: bool) -> bool:
-        """Whether a job is to be done. A part with other labels is written anew; an old error counts as a failure."""
+        """Whether a job is to be done. A part with other labels is rewritten; an old error counts as a failure."""
         if job.key in self.headers:
             labels = self.headers[job.key]
             self.forget_errors(job)
             if (labels["run"], labels["step"]) != (job.run, job.step):
-                self.store.write_part(job.key, relabelled(self.store.part(job.key), job.run, job.step))
+                self.store.write_part(job.key, relabel(self.store.part(job.key), job.run, job.step))
             return False
         if job.key in self.errors and not retry_failed:
             self.account.failed[job.source] = self.errors[job.key]["reason"]
@@ -445,7 +443,7 @@ class _Before:
         return True
 
     def forget_errors(self, job: Job) -> None:
-        """Forget errors of a source as it was before it changed, or as another version read it."""
+        """Forget errors of a source from before it changed, or from another version."""
         for key in self.by_source.get(job.source, ()):
             if key != job.key:
                 self.store.forget_error(key)
@@ -466,7 +464,7 @@ def _outcomes(waiting: list[Job], store: Store, engine: Engine) -> Generator[Out
 
         yield from run_on_ray(tasks, store.folder, engine.ray, engine.workers)
         return
-    # what killed this process once is not done in it again
+    # what once killed this process is not done in it again
     cut_off = any(store.was_cut_off(job) for job in waiting)
     if engine.workers == 0 or (engine.workers is None and is_small(waiting) and not cut_off):
         yield from _in_this_process(tasks, store)

@@ -14,7 +14,7 @@ TRIES = 3
 
 
 class Schedule:
-    """Tasks that wait, and suspects: jobs that were being done when a worker died."""
+    """Waiting tasks, and suspects: jobs that were running when a worker died."""
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self._waiting = deque(tasks)
@@ -25,20 +25,20 @@ class Schedule:
         return len(self._waiting) + len(self._suspects)
 
     def next(self, running: int) -> Task | None:
-        """The next task, given how many are running; None where there is none, or where one has to wait."""
+        """The next task, given how many are running; None if there is none, or if it has to wait."""
         if self._waiting:
             return self._waiting.popleft()
         if self._suspects and not running:
             return (self._suspects.popleft(),)
         return None
 
-    def again(self, jobs: Sequence[Job]) -> None:
-        """Jobs that a dead worker had not begun: first in line."""
+    def requeue(self, jobs: Sequence[Job]) -> None:
+        """Put jobs that a dead worker had not started first in line."""
         if jobs:
             self._waiting.appendleft(tuple(jobs))
 
-    def died(self, job: Job) -> int | None:
-        """A worker died while it did this job. How often that has happened where it is given up, else None."""
+    def record_death(self, job: Job) -> int | None:
+        """Count a death of a worker during this job. Returns the number of deaths if the job is given up, else None."""
         self._deaths[job.name] += 1
         if self._deaths[job.name] >= TRIES:
             return self._deaths[job.name]

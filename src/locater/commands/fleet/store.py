@@ -1,16 +1,16 @@
-"""The folder of a fleet: a Parquet part or a small error file per checkpoint, and lists of what was asked for.
+"""The folder of a fleet: a Parquet part or a small error file per checkpoint, and lists of requested checkpoints.
 
     fleet.json                how its checkpoints are scanned
     list-DIGEST.json          checkpoints that a command asked for
-    KEY.parquet               the rows of one checkpoint; there whole, or not at all
+    KEY.parquet               the rows of one checkpoint; complete, or not there
     KEY.error.json            why a checkpoint has no part
-    .KEY.2-of-8.json          layers of a very large checkpoint, until all are there
-    .KEY.started              a job in the process of the command itself, to be seen when it was killed
-    .KEY.superseded           the part of a checkpoint as it was before it changed, or as another version read it
-    .KEY.damaged              a part that was not whole
+    .KEY.2-of-8.json          some layers of a very large checkpoint, until all are there
+    .KEY.started              a job in the process of the command itself; stays if that is killed
+    .KEY.superseded           the part of a checkpoint before it changed, or as another version read it
+    .KEY.damaged              a part that was not complete
 
-Files are written under hidden names and then renamed. So any number of processes can write to one folder: what two of
-them make is the same.
+Files are written under hidden names and then renamed. So any number of processes can write to one folder: if two write
+the same file, its content is the same.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any
 from locater.commands.fleet.jobs import Job, Settings
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
-from locater.results.run_names import Listed
+from locater.results.run_names import ListedCheckpoint
 from locater.version import SCHEMA, __version__
 
 NAME, PART, ERROR = "fleet.json", ".parquet", ".error.json"
 UNFINISHED = re.compile(r"\.fleet\.\d+\.\d+|\..+\.(parquet|json|started)\.[^.]+")  # the last part is a random name
-LEFT_OVER = 24 * 3600  # seconds after which an unfinished file is of no living process
+LEFT_OVER = 24 * 3600  # seconds after which an unfinished file belongs to no living process
 
 
 class StoreError(LocaterError):
-    """The folder cannot be written to: no fault of any checkpoint, so everything stops."""
+    """The folder cannot be written to. This is not the fault of a checkpoint, so everything stops."""
 
 
 class Store:
@@ -49,7 +49,7 @@ class Store:
 
     @classmethod
     def create(cls, folder: str | os.PathLike[str], settings: Settings) -> Store:
-        """A new folder, or one that was made with the same settings."""
+        """A new folder, or an existing one with the same settings."""
         store = cls(folder)
         try:
             store.folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Store:
         made = store.settings()
         if made != settings:
             raise StoreError(
-                f"{folder}: made with {made.words()}, and this command says {settings.words()}: "
+                f"{folder}: was created with {made.words()}, and this command has {settings.words()}: "
                 "give the same options, or another folder"
             )
         store._sweep()
@@ -88,7 +88,7 @@ class Store:
             raise LocaterError(f"{self.description}: damaged: give a new folder") from None
 
     def _write_once(self, settings: Settings) -> None:
-        """Of two fleets that begin at the same time, the first decides."""
+        """Write the settings. If two fleets start at the same time, the first decides."""
         text = json.dumps({"schema": SCHEMA, "locater": __version__, "settings": asdict(settings)}, indent=1)
         hidden = self.folder / f".fleet.{os.getpid()}.{time.time_ns()}"
         self._write(hidden, text)
@@ -111,7 +111,7 @@ class Store:
             ) from None
 
     def _sweep(self) -> None:
-        """Remove files that killed processes left half-written, once no living one can own them."""
+        """Remove half-written files of killed processes, once no living process can own them."""
         for entry in os.scandir(self.folder):
             if UNFINISHED.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ class Store:
         self._mark(key).unlink(missing_ok=True)
 
     def hide(self, key: str, why: str) -> None:
-        """Take a part out of sight of every query: one that is damaged, or of a checkpoint that has changed."""
+        """Hide a part from every query: one that is damaged, or that belongs to a checkpoint before it changed."""
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.part(key), self.folder / f".{key}.{why}")
 
@@ -182,30 +182,30 @@ class Store:
         found = {}
         for name in sorted(os.listdir(self.folder)):
             if name.endswith(ERROR) and not name.startswith("."):
-                with contextlib.suppress(LocaterError):  # gone since: it was scanned after all
+                with contextlib.suppress(LocaterError):  # deleted meanwhile: it was scanned after all
                     document = read_json(self.folder / name)
                     if isinstance(document, dict) and _fits(document, source=str, reason=str):
                         found[name.removesuffix(ERROR)] = document
         return found
 
-    # what was asked for
+    # requested checkpoints
 
-    def write_list(self, entries: Iterable[Listed]) -> None:
+    def write_list(self, entries: Iterable[ListedCheckpoint]) -> None:
         text = json.dumps({"schema": SCHEMA, "sources": [asdict(entry) for entry in entries]}, indent=1)
         name = f"list-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"
         if not (self.folder / name).exists():
             self._write(self.folder / name, text)
 
-    def lists(self) -> list[Listed]:
-        """All checkpoints that any command asked for. Where two gave one of them different labels, the later counts."""
+    def lists(self) -> list[ListedCheckpoint]:
+        """All checkpoints that any command requested. If two gave one of them different labels, the later counts."""
         names = [entry for entry in os.scandir(self.folder) if entry.name.startswith("list-")]
-        found: dict[str, Listed] = {}
+        found: dict[str, ListedCheckpoint] = {}
         for entry in sorted(names, key=lambda entry: (entry.stat().st_mtime_ns, entry.name)):
             try:
                 for item in read_json(Path(entry.path))["sources"]:
                     if not _fits(item, source=str):
                         raise TypeError
-                    found[item["source"]] = Listed(item["source"], item["run"], item["step"])
+                    found[item["source"]] = ListedCheckpoint(item["source"], item["run"], item["step"])
             except (KeyError, TypeError):
                 raise LocaterError(f"{entry.path}: damaged: remove it, and give its command again") from None
         return list(found.values())
@@ -217,7 +217,7 @@ class Store:
 
     @contextlib.contextmanager
     def started(self, job: Job) -> Iterator[None]:
-        """Mark a job while this process does it: a mark that stays tells that the process was killed meanwhile."""
+        """Mark a job while this process does it. If the process is killed meanwhile, the mark stays."""
         mark = self._mark(job.key)
         self._write(mark, str(os.getpid()))
         try:
@@ -230,6 +230,6 @@ class Store:
 
 
 def _fits(entry: dict[str, Any], **kinds: type) -> bool:
-    """Whether what a file says of a checkpoint can be that: these keys, and a run and a step or null."""
+    """Whether an entry of a file describes a checkpoint: it has these keys, and a run and a step or null."""
     given = all(isinstance(entry.get(name), kind) for name, kind in kinds.items())
     return given and isinstance(entry.get("run"), str | None) and isinstance(entry.get("step"), int | None)

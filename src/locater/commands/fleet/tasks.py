@@ -15,13 +15,13 @@ from locater.files import read_json
 from locater.results.scan import Scan
 from locater.sources.hashing import HashedWeights, combined_hash
 from locater.sources.listing import identity
-from locater.sources.sources import Wrapped
+from locater.sources.sources import WrappedSource
 from locater.sources.weights import Weights
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: done, or a reason why not; `fatal` is why no job can be done."""
+    """The outcome of a job: done, or a reason why not; `fatal` is why no job can be done."""
 
     job: Job
     reason: str | None = None
@@ -38,11 +38,11 @@ def perform_all(task: Task, folder: Path) -> Iterator[Outcome]:
 
 
 def perform(job: Job, folder: Path) -> Outcome:
-    """Scan one checkpoint, or a piece of it, and write it down; or write down why that failed."""
+    """Scan one checkpoint, or a piece of it, and store the result, or the reason why it failed."""
     store = Store(folder)
     try:
         if not store.description.exists():
-            return Outcome(job, fatal=f"{folder}: not seen from where the work is done: it has to be on shared storage")
+            return Outcome(job, fatal=f"{folder}: not visible where the work is done: it has to be on shared storage")
         if store.has(job.key):  # another process was faster
             return Outcome(job)
         if job.reader != reader_version():
@@ -83,7 +83,7 @@ def _scan_and_write(job: Job, store: Store) -> None:
         return seen[-1]
 
     result = scan(
-        Wrapped(job.source, hashing),
+        WrappedSource(job.source, hashing),
         length=settings.length,
         raw=settings.raw,
         eigenvalues=settings.eigenvalues,
@@ -100,7 +100,7 @@ def _scan_and_write(job: Job, store: Store) -> None:
 
 
 def _join_pieces(job: Job, store: Store) -> None:
-    """Make the part once all pieces are there. Several workers may come here at once, and write the same."""
+    """Write the part once all pieces exist. Several workers may do so at once, and write the same."""
     assert job.piece is not None
     count = job.piece[1]
     if not store.has_all_pieces(job):

@@ -3,7 +3,6 @@ computed from, `replay` computes a part of the pass again with other values. The
 modules, and no architecture.
 """
 
-from locater.discovery.tape.recording import Made, Node, Tape
-from locater.discovery.tape.replaying import replay
+from locater.discovery.tape.recording import ModuleResult, Node, Tape, replay
 
-__all__ = ["Made", "Node", "Tape", "replay"]
+__all__ = ["ModuleResult", "Node", "Tape", "replay"]

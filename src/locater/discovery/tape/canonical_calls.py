@@ -6,22 +6,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from locater.calls.function_table import JOINS, MOVES, PARTING, SOFTMAXES, writes_in_place
-from locater.calls.recognise import Made, Product, contraction, in_order, outer_sum, softmax_axis, softmax_written_out
+from locater.calls.recognise import (
+    Operation,
+    Product,
+    broadcast_contraction,
+    contraction,
+    in_order,
+    softmax_axis,
+    softmax_written_out,
+)
 from locater.torch_private import tree_flatten, tree_map
 
-# a tensor -> (the function that made it, its inputs, whether it depends on the inputs of the pass)
-Origin = Callable[[Tensor], tuple[str, list[Tensor], bool]]
+
+class Origin(NamedTuple):
+    """How a tensor was made."""
+
+    name: str  # of the function
+    part: str  # its `part_name`
+    inputs: list[Tensor]
+    moving: bool  # whether it depends on the inputs of the pass
 
 
-def rewritten(
-    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin
+OriginOf = Callable[[Tensor], Origin]
+
+
+def canonical_form(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: OriginOf
 ) -> Callable[[], Any] | None:
     """What a call is written down as, to be called in its place; None where it stays as it is."""
     if isinstance(out := kwargs.get("out"), Tensor):
@@ -34,7 +51,7 @@ def rewritten(
 
 
 def _other_form(
-    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: OriginOf
 ) -> Callable[[], Any] | None:
     if (terms := contraction(name, args, kwargs)) is not None:
         return partial(product, terms)
@@ -52,8 +69,8 @@ def _other_form(
         return _whole_softmax(name, args, kwargs, origin)
     if name in ("stack", *JOINS):
         return _joined_products(func, args, kwargs, origin)
-    parts = as_map(func, args, kwargs)
-    return None if parts is None else partial(mapped, *parts)
+    parts = map_of_convolution(func, args, kwargs)
+    return None if parts is None else partial(apply_map, *parts)
 
 
 def product(terms: Product) -> Tensor:
@@ -73,14 +90,14 @@ def product(terms: Product) -> Tensor:
     left, right = ([letter for letter in out if letter in part and letter not in both] for part in (first, second))
     sizes = {**dict(zip(first, one.shape, strict=True)), **dict(zip(second, two.shape, strict=True))}
     shape = [sizes[letter] for letter in both]
-    a = _placed(one, first, [*both, *left, *summed], [*shape, _size(sizes, left), _size(sizes, summed)])
-    b = _placed(two, second, [*both, *summed, *right], [*shape, _size(sizes, summed), _size(sizes, right)])
+    a = _arrange_axes(one, first, [*both, *left, *summed], [*shape, _size(sizes, left), _size(sizes, summed)])
+    b = _arrange_axes(two, second, [*both, *summed, *right], [*shape, _size(sizes, summed), _size(sizes, right)])
     order = [*both, *left, *right]
     result = torch.matmul(a, b).reshape([sizes[letter] for letter in order])
     return result if order == list(out) else result.permute([order.index(letter) for letter in out])
 
 
-def _placed(x: Tensor, letters: str, order: list[str], shape: list[int]) -> Tensor:
+def _arrange_axes(x: Tensor, letters: str, order: list[str], shape: list[int]) -> Tensor:
     if list(letters) != order:
         x = x.permute([letters.index(letter) for letter in order])
     return x if list(x.shape) == shape else x.reshape(shape)
@@ -102,29 +119,29 @@ def _over_last_axis(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return lambda: func(args[0].movedim(axis, -1), -1, *args[2:], **rest).movedim(-1, axis)
 
 
-def _sum_of_products(args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: Origin) -> Any:
+def _sum_of_products(args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: OriginOf) -> Any:
     """`(q[..., None, :] * k[..., None, :, :]).sum(-1)` as a matrix product."""
     axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
     axis = axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
     keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     if not args or not isinstance(args[0], Tensor) or not isinstance(axis, int) or keeps or kwargs.get("dtype"):
         return None
-    name, factors, _ = origin(args[0])
-    if name != "mul" or len(factors) != 2 or not all(origin(x)[2] for x in factors):
+    whole = origin(args[0])
+    if whole.name != "mul" or len(whole.inputs) != 2 or not all(origin(x).moving for x in whole.inputs):
         return None
-    terms = outer_sum(factors[0], factors[1], axis)
+    terms = broadcast_contraction(whole.inputs[0], whole.inputs[1], axis)
     return None if terms is None else partial(product, terms)
 
 
-def _whole_softmax(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: Origin) -> Any:
+def _whole_softmax(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: OriginOf) -> Any:
     """The last step of a softmax that is written out, as the whole of it."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if kwargs.get("rounding_mode") is not None:
         return None
 
-    def made(x: Tensor) -> Made[Tensor] | None:
-        name, inputs, moving = origin(x)
-        return Made(name, inputs) if moving and inputs else None
+    def made(x: Tensor) -> Operation[Tensor] | None:
+        how = origin(x)
+        return Operation(how.part, how.inputs) if how.moving and how.inputs else None
 
     logits = softmax_written_out(name, tensors, made, lambda x: x.shape)
     if logits is None:
@@ -132,15 +149,17 @@ def _whole_softmax(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     return lambda: functional.softmax(logits, -1).to(tensors[0].dtype)
 
 
-def _joined_products(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: Origin) -> Any:
+def _joined_products(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: OriginOf
+) -> Any:
     """`torch.stack([q[:, h] @ k[:, h].mT for h in heads], 1)`, products of parts of two tensors, as one product."""
     parts = args[0] if args else kwargs.get("tensors")
     if not isinstance(parts, list | tuple) or len(parts) < 2 or not all(isinstance(x, Tensor) for x in parts):
         return None
     made = [origin(x) for x in parts]
-    if any(name != "matmul" or not moving or len(inputs) != 2 for name, inputs, moving in made):
+    if any(how.name != "matmul" or not how.moving or len(how.inputs) != 2 for how in made):
         return None
-    factors = list(zip(*(inputs for _, inputs, _ in made), strict=True))
+    factors = list(zip(*(how.inputs for how in made), strict=True))
     sources = [_parts_of(side, origin) for side in factors]
     axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     ndim = parts[0].ndim + (func is torch.stack)
@@ -151,14 +170,14 @@ def _joined_products(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     return lambda: torch.matmul(*(func(list(side), axis % ndim) for side in factors))
 
 
-def _parts_of(tensors: tuple[Tensor, ...], origin: Origin) -> int | None:
+def _parts_of(tensors: tuple[Tensor, ...], origin: OriginOf) -> int | None:
     """The identity of the one tensor that all of these are parts of; None where there is none."""
     sources = set()
     for x in tensors:
-        name, inputs, _ = origin(x)
-        while name in MOVES - PARTING and len(inputs) == 1:
-            name, inputs, _ = origin(inputs[0])
-        sources.add(id(inputs[0]) if name in MOVES and len(inputs) == 1 else None)
+        how = origin(x)
+        while how.name in MOVES - PARTING and len(how.inputs) == 1:
+            how = origin(how.inputs[0])
+        sources.add(id(how.inputs[0]) if how.name in MOVES and len(how.inputs) == 1 else None)
     return sources.pop() if len(sources) == 1 else None
 
 
@@ -168,11 +187,14 @@ AXES = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
-def as_map(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def map_of_convolution(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
     """(input, weight, bias) of a convolution that is one map of all places; None for other calls.
 
     >>> x, w = torch.zeros(2, 4, 7), torch.zeros(6, 4, 1)
-    >>> as_map(torch.conv1d, (x, w), {}) is not None, as_map(torch.conv1d, (x, torch.zeros(6, 4, 3)), {})
+    >>> wide = torch.zeros(6, 4, 3)
+    >>> map_of_convolution(torch.conv1d, (x, w), {}) is not None, map_of_convolution(torch.conv1d, (x, wide), {})
     (True, None)
     """
     axes = AXES.get(func)
@@ -188,11 +210,11 @@ def as_map(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return (x, weight, given.get("bias")) if single and plain else None
 
 
-def mapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def apply_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The result of the convolution.
 
     >>> x, w = torch.randn(2, 4, 7), torch.randn(6, 4, 1)
-    >>> torch.allclose(mapped(x, w, None), torch.conv1d(x, w), atol=1e-6)
+    >>> torch.allclose(apply_map(x, w, None), torch.conv1d(x, w), atol=1e-6)
     True
     """
     return functional.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)

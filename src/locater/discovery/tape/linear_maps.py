@@ -33,21 +33,21 @@ def linear_map(tape: Tape, node: Node) -> LinearMap | None:
     """`node` as a product of an activation with one parameter, its bias included; None where it is something else."""
     args = [*node.args, *node.kwargs.values()]
     if node.name in ADDS and len(args) == 2:
-        return _biased(tape, node, args)
+        return _with_bias_term(tape, node, args)
     if node.name == "linear" and len(args) > 1:
         source, constant = args[:2]
         bias = args[2] if len(args) > 2 and isinstance(args[2], Node) else None
-        return _map(tape, node, source, constant, False, bias)
+        return _linear_map_of(tape, node, source, constant, False, bias)
     if node.name == "addmm" and len(args) > 2:
-        return _map(tape, node, args[1], args[2], True, args[0])
+        return _linear_map_of(tape, node, args[1], args[2], True, args[0])
     if node.name == "matmul" and len(args) == 2:
         source, constant = args
         if isinstance(source, Node) and isinstance(constant, Node) and source.moving and not constant.moving:
-            return _map(tape, node, source, constant, True, None)
+            return _linear_map_of(tape, node, source, constant, True, None)
     return None
 
 
-def _biased(tape: Tape, node: Node, terms: list[Any]) -> LinearMap | None:
+def _with_bias_term(tape: Tape, node: Node, terms: list[Any]) -> LinearMap | None:
     """A product with a parameter, plus a vector of parameters: a bias that a call of its own adds."""
     for product, bias in (terms, terms[::-1]):
         if not isinstance(product, Node) or not isinstance(bias, Node) or bias.moving:
@@ -69,7 +69,9 @@ def with_bias(tape: Tape, linear: LinearMap) -> LinearMap:
     return biased or linear
 
 
-def _map(tape: Tape, node: Node, source: Node, constant: Node, transposed: bool, bias: Node | None) -> LinearMap | None:
+def _linear_map_of(
+    tape: Tape, node: Node, source: Node, constant: Node, transposed: bool, bias: Node | None
+) -> LinearMap | None:
     if constant.moving or constant.value.ndim != 2 or tape.parameter(constant) is None:
         return None
     weight = constant.value.mT if transposed else constant.value

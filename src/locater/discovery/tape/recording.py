@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from locater.calls.function_table import fills, name_of, writes_in_place
-from locater.discovery.tape.canonical_calls import has_both, in_double, rewritten
+from locater.calls.recognise import part_name
+from locater.discovery.tape.canonical_calls import Origin, canonical_form, has_both, in_double
 from locater.torch_private import tree_flatten, tree_map
 
 # functions of torch.nn.functional that hide attention: what they call is written down, not they
@@ -49,7 +50,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Made:
+class ModuleResult:
     """A value that a module returned."""
 
     module: nn.Module
@@ -69,7 +70,7 @@ class Tape(TorchFunctionMode):
         self._precise = precise
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self.nodes: list[Node] = []
-        self.made: dict[Node, Made] = {}
+        self.made: dict[Node, ModuleResult] = {}
         self.called: set[str] = set()  # paths of modules that ran
         self._model = model
         self._nodes_by_id: dict[int, Node] = {}
@@ -106,7 +107,7 @@ class Tape(TorchFunctionMode):
         if func in LOOKED_INTO:
             return self._look_into(func, args, kwargs)
         name = name_of(func)
-        other = rewritten(name, func, args, kwargs, self._origin)
+        other = canonical_form(name, func, args, kwargs, self._origin)
         if other is not None:
             with _Again(self):
                 return other()
@@ -137,7 +138,7 @@ class Tape(TorchFunctionMode):
                 single = isinstance(result, Tensor)
                 self._write(x, name, func, known_args, known_kwargs, None if single else part, in_place)
         for view, base, tensor in zip(bases, bases[1:], written[1:], strict=False):
-            self._write(tensor, "written", _writing(view), (base, self._last), {}, None)
+            self._write(tensor, "written", _write_through(view), (base, self._last), {}, None)
         return out
 
     def node(self, x: Tensor) -> Node:
@@ -145,13 +146,15 @@ class Tape(TorchFunctionMode):
         known = self._nodes_by_id.get(id(x))
         if known is None:
             given = self._given.get(id(x))
-            known = self._put(x, Node(x, 0, moving=given is True, from_ids=given is False))
+            known = self._register(x, Node(x, 0, moving=given is True, from_ids=given is False))
         return known
 
-    def _origin(self, x: Tensor) -> tuple[str, list[Tensor], bool]:
-        """(the function that made a tensor, the tensors that it was made of, whether these depend on the inputs)."""
+    def _origin(self, x: Tensor) -> Origin:
+        """How a tensor was made."""
         node = self.node(x)
-        return node.name, [y.value for y in node.inputs], node.moving
+        inputs = [y.value for y in node.inputs]
+        part = part_name(node.name, node.args, node.kwargs, inputs[0].ndim) if inputs else node.name
+        return Origin(node.name, part, inputs, node.moving)
 
     def parameter(self, node: Node, depth: int = 12) -> str | None:
         """Name of the one parameter or buffer that a constant is made of."""
@@ -194,7 +197,7 @@ class Tape(TorchFunctionMode):
     def _stays(self, x: Tensor) -> bool:
         return x.dtype == torch.float64 and (id(x) in self._parameters or self.node(x).moving)
 
-    def _put(self, x: Tensor, node: Node) -> Node:
+    def _register(self, x: Tensor, node: Node) -> Node:
         self._order += 1
         node.order = self._order
         self._nodes_by_id[id(x)] = node
@@ -219,7 +222,7 @@ class Tape(TorchFunctionMode):
         # a map of learned tokens (queries of a pool or a detector) is an activation too
         moving |= name in ("linear", "addmm")
         node = Node(x, 0, name, func, args, kwargs, part, tuple(self._running), moving, from_ids, in_place, inputs)
-        self._last = self._put(x, node)
+        self._last = self._register(x, node)
         self.nodes.append(node)
 
     def _look_into(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -247,7 +250,7 @@ class Tape(TorchFunctionMode):
             source, result = _first_tensor((args, kwargs)), _first_tensor(out)
             if source is not None and result is not None and source is not result:
                 node = self.node(result)
-                self.made.setdefault(node, Made(module, path, self.node(source)))
+                self.made.setdefault(node, ModuleResult(module, path, self.node(source)))
 
         return hook
 
@@ -279,7 +282,7 @@ def _shares_memory(view: Node, base: Any) -> bool:
     return view.value.untyped_storage().data_ptr() == base.value.untyped_storage().data_ptr()
 
 
-def _writing(view: Node) -> Callable[[Tensor, Tensor], Tensor]:
+def _write_through(view: Node) -> Callable[[Tensor, Tensor], Tensor]:
     """What a write into a view does to its base."""
 
     def write(base: Tensor, value: Tensor) -> Tensor:
@@ -293,3 +296,46 @@ def _writing(view: Node) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _first_tensor(x: Any) -> Tensor | None:
     return next((y for y in tree_flatten(x)[0] if isinstance(y, Tensor)), None)
+
+
+# ---- a part of a tape computed again, with other values for some of its nodes
+
+
+def replay(node: Node, given: Mapping[Node, Tensor]) -> Tensor:
+    """The value of `node` if the nodes of `given` had these values; everything else is as it was."""
+    start = min(n.order for n in given)
+    values: dict[Node, Tensor] = dict(given)
+    for step in _nodes_between(node, given, start):
+        args, kwargs = tree_map(
+            lambda x: values.get(x, x.value) if isinstance(x, Node) else x, (step.args, step.kwargs)
+        )
+        values[step] = _call_again(step, args, kwargs)
+    return values.get(node, node.value)
+
+
+def _call_again(step: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    assert step.func is not None
+    if step.in_place:
+        args = (args[0].clone(), *args[1:])
+    out = step.func(*args, **kwargs)
+    if step.name == "__setitem__":
+        return args[0]
+    return out if step.part is None else out[step.part]
+
+
+def _nodes_between(node: Node, given: Mapping[Node, Tensor], start: int) -> list[Node]:
+    """The nodes on the way from `given` to `node`, in the order of their calls."""
+    reached: set[Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n not in reached and n not in given and n.func is not None and n.order > start:
+            reached.add(n)
+            todo += n.inputs
+    changed: set[Node] = set(given)
+    steps = []
+    for n in sorted(reached, key=lambda n: n.order):
+        if any(x in changed for x in n.inputs):
+            changed.add(n)
+            steps.append(n)
+    return steps

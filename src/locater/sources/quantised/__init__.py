@@ -1,5 +1,5 @@
 """Quantised checkpoints read as floats: one file per format, behind the same interface as plain tensors."""
 
-from locater.sources.quantised.view import Dequantised, seen_through
+from locater.sources.quantised.dequantised import Dequantised, dequantised_view
 
-__all__ = ["Dequantised", "seen_through"]
+__all__ = ["Dequantised", "dequantised_view"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.sources.quantised.stored import bad, expect_shape, joined_rows, read_scales
+from locater.sources.quantised.stored_map import expect_shape, joined_rows, quantised_error, read_scales
 from locater.sources.weights import Rows, Weights
 
 STATE = "quant_state.bitsandbytes__"  # followed by the name of the format
@@ -53,7 +53,9 @@ class FourBit:
             if self._nested and not math.isfinite(state["nested_offset"]):
                 raise ValueError("nested_offset is no number")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise bad(self.weights, stored, f"is not the state of a quantised map ({error}): damaged") from None
+            raise quantised_error(
+                self.weights, stored, f"is not the state of a quantised map ({error}): damaged"
+            ) from None
         return dict(state)
 
     @property
@@ -76,7 +78,9 @@ class FourBit:
         needed = SUFFIXES if "nested_blocksize" in self._state else SUFFIXES[:2]
         missing = next((x for x in needed if f"{self.name}.{x}" not in self.weights.names()), None)
         if missing is not None:
-            raise bad(self.weights, self.name, f"is quantised ({self.kind}), and its {missing} is missing: incomplete")
+            raise quantised_error(
+                self.weights, self.name, f"is quantised ({self.kind}), and its {missing} is missing: incomplete"
+            )
         expect_shape(self.weights, f"{self.name}.quant_map", (16,))
         blocks = -(-numbers // self._state["blocksize"])
         expect_shape(self.weights, f"{self.name}.absmax", (blocks,))
@@ -88,7 +92,7 @@ class FourBit:
         """Codes number `first` to `last`. The bytes may be stored as wider numbers, for sharding."""
         per = 2 * self.weights.read(self.name, [(0, 0)]).element_size()  # codes in a stored number
         if math.prod(self.weights.shape(self.name)) != -(-math.prod(self.shape()) // per):
-            raise bad(
+            raise quantised_error(
                 self.weights, self.name, f"has {list(self.weights.shape(self.name))} bytes for {list(self.shape())}"
             )
         begin, end = first // per, -(-last // per)
@@ -107,7 +111,7 @@ class FourBit:
         if self._nested:
             outer = self._state["nested_blocksize"]
             if stored.dtype != torch.uint8:
-                raise bad(
+                raise quantised_error(
                     self.weights, f"{self.name}.absmax", f"is stored as {stored.dtype}, and not as bytes: damaged"
                 )
             values = read_scales(self.weights, f"{self.name}.nested_quant_map").float()[stored.int()]
@@ -138,18 +142,22 @@ class LLMInt8:
     def read(self, rows: Rows | None = None) -> Tensor:
         name, layout = self.parts[1:]
         if len(self.shape()) != 2:
-            raise bad(
+            raise quantised_error(
                 self.weights, self.name, f"is quantised and has shape {list(self.shape())}, not two axes: damaged"
             )
         expect_shape(self.weights, name, (self.shape()[0],), (1, self.shape()[0]))
         if layout in self.weights.names() and self.weights.read(layout).flatten().tolist() != [0]:
-            raise bad(self.weights, layout, "is not 0 (rows): other orders of LLM.int8 are not read, save it again")
+            raise quantised_error(
+                self.weights, layout, "is not 0 (rows): other orders of LLM.int8 are not read, save it again"
+            )
         largest = read_scales(self.weights, name).float().flatten()
 
         def part(start: int, stop: int) -> Tensor:
             stored = self.weights.read(self.name, [(start, stop)])
             if stored.dtype != torch.int8:
-                raise bad(self.weights, self.name, f"is scaled by {name} and stored as {stored.dtype}, not as int8")
+                raise quantised_error(
+                    self.weights, self.name, f"is scaled by {name} and stored as {stored.dtype}, not as int8"
+                )
             return stored * largest[start:stop, None] * STEP
 
         return joined_rows(rows, self.shape()[0], part)

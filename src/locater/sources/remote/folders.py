@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from locater.errors import LocaterError
-from locater.files import JSON_LIMIT, parsed_json
+from locater.files import JSON_LIMIT, parse_json
 from locater.sources.remote.address import Address
+from locater.sources.remote.buckets import BucketListing, ask_bucket, import_obstore, listing, store_of
 from locater.sources.remote.http_client import HttpClient, Stopped, Temporary, Traffic, pause
 from locater.sources.remote.http_file import HttpFile, Location
 from locater.sources.remote.hub import HubModel, hub_headers, hub_location, hub_model
-from locater.sources.remote.objects import Listing, asked, import_obstore, listing, store_of
 
 
 class RangedFile(Protocol):
@@ -39,7 +39,7 @@ class RangedFile(Protocol):
         """End reads that wait in other threads."""
 
 
-def read(file: RangedFile, start: int, stop: int) -> bytearray:
+def read_range(file: RangedFile, start: int, stop: int) -> bytearray:
     """The bytes from `start` to `stop`, fewer only where the file ends."""
     buffer = bytearray(stop - start)
     with memoryview(buffer) as view:
@@ -61,7 +61,7 @@ class RemoteFolder(Protocol):
     def file(self, name: str) -> RangedFile: ...
 
 
-def has(folder: RemoteFolder, name: str) -> bool:
+def has_file(folder: RemoteFolder, name: str) -> bool:
     """Whether a file is in a folder; asked for where the server lists none."""
     names = folder.names()
     return name in names if names is not None else folder.file(name).facts() is not None
@@ -80,7 +80,7 @@ def remote_json(folder: RemoteFolder, name: str, unique: bool = False, most: int
     if len(text) > most:
         raise LocaterError(f"{where}: more than {most:,} bytes, too large for a configuration or an index")
     try:
-        return parsed_json(text.decode("utf-8"), unique)
+        return parse_json(text.decode("utf-8"), unique)
     except RecursionError:
         raise LocaterError(f"{where}: not readable as JSON (nested too deep)") from None
     except ValueError as error:
@@ -117,7 +117,7 @@ class ObjectFile:
         """
         filled, tries = 0, 0
         while filled < len(view) and (self.size is None or start + filled < self.size):
-            got = asked(self.address, partial(self._fill, start + filled, view[filled:]))
+            got = ask_bucket(self.address, partial(self._fill, start + filled, view[filled:]))
             tries = 0 if got else tries + 1
             if not got:
                 pause(self.where, Temporary("the bucket sends no bytes"), tries, self._stopped)
@@ -128,14 +128,14 @@ class ObjectFile:
         import obstore
 
         self._traffic.add(requests=1)
-        result = asked(self.address, lambda: self._unless_missing(obstore.get, store_of(self.address)))
+        result = ask_bucket(self.address, lambda: self._unless_missing(obstore.get, store_of(self.address)))
         if result is None:
             return None
         if result.meta["size"] > JSON_LIMIT:
             raise LocaterError(
                 f"{self.where}: more than {JSON_LIMIT:,} bytes, too large for a configuration or an index"
             )
-        body = asked(self.address, lambda: bytes(result.bytes()))
+        body = ask_bucket(self.address, lambda: bytes(result.bytes()))
         self._traffic.add(bytes=len(body))
         return body
 
@@ -154,13 +154,13 @@ class ObjectFile:
                 raise LocaterError(f"{self.where}: came short: try again")
 
         self._traffic.add(requests=1)
-        asked(self.address, copy)
+        ask_bucket(self.address, copy)
 
     def facts(self) -> tuple[int, str] | None:
         import obstore
 
         self._traffic.add(requests=1)
-        meta = asked(self.address, lambda: self._unless_missing(obstore.head, store_of(self.address)))
+        meta = ask_bucket(self.address, lambda: self._unless_missing(obstore.head, store_of(self.address)))
         return None if meta is None else (int(meta["size"]), str(meta["e_tag"] or meta["last_modified"]))
 
     def _unless_missing(self, question: Any, store: Any) -> Any:
@@ -239,7 +239,7 @@ class BucketFolder:
         self._traffic = traffic
 
     @cached_property
-    def _listing(self) -> Listing:
+    def _listing(self) -> BucketListing:
         return listing(self.address)
 
     def names(self) -> list[str]:

@@ -47,7 +47,7 @@ class TooSlow(TimeoutError):  # noqa: N818
     """Bytes come, but not as fast as they have to."""
 
 
-class _Paced(io.RawIOBase):
+class _PacedReader(io.RawIOBase):
     """What a socket sends, within a deadline: the timeout of a socket starts again with each byte."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -94,7 +94,7 @@ class _Reply(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *args: Any, **settings: Any) -> None:
         super().__init__(sock, *args, **settings)
         self.fp.close()
-        self._paced = _Paced(sock)
+        self._paced = _PacedReader(sock)
         self.fp = io.BufferedReader(self._paced, 1 << 16)
 
     def begin(self) -> None:
@@ -147,7 +147,12 @@ class HttpClient:
     def _answer(
         self, key: Key, method: str, url: str, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        sent = {"User-Agent": f"locater/{__version__}", "Accept-Encoding": "identity", **_user(key[1]), **headers}
+        sent = {
+            "User-Agent": f"locater/{__version__}",
+            "Accept-Encoding": "identity",
+            **_authorization(key[1]),
+            **headers,
+        }
         while True:
             connection, kept = self._connection(key)
             try:
@@ -202,14 +207,14 @@ def _new_connection(scheme: str, host: str) -> http.client.HTTPConnection:
     address = through.rpartition("@")[2]
     if scheme == "http":
         connection = http.client.HTTPConnection(address, timeout=timeout)
-        connection.proxy_headers = _user(through, "Proxy-Authorization")  # type: ignore[attr-defined]
+        connection.proxy_headers = _authorization(through, "Proxy-Authorization")  # type: ignore[attr-defined]
         return connection
     tunnel = http.client.HTTPSConnection(address, timeout=timeout, context=_context())
-    tunnel.set_tunnel(bare, headers=_user(through, "Proxy-Authorization"))
+    tunnel.set_tunnel(bare, headers=_authorization(through, "Proxy-Authorization"))
     return tunnel
 
 
-def _user(host: str, header: str = "Authorization") -> dict[str, str]:
+def _authorization(host: str, header: str = "Authorization") -> dict[str, str]:
     """The header for `user:password@host`."""
     user, at, _ = host.rpartition("@")
     return {header: f"Basic {b64encode(unquote(user).encode()).decode()}"} if at else {}
@@ -303,7 +308,7 @@ def pause(where: str, failure: Temporary, tries: int, stop: Event | None = None)
         raise Stopped
 
 
-def tried(where: str, action: Callable[[], T]) -> T:
+def retry(where: str, action: Callable[[], T]) -> T:
     """The result of `action`, which is run again where it raises `Temporary`."""
     tries = 0
     while True:

@@ -45,7 +45,7 @@ class Location:
     size: int | None = None
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, and often not an error
+class HttpRefusal(Exception):  # noqa: N818 - an answer, and often not an error
     """A status that is no success, and that does not change by asking again."""
 
     def __init__(self, status: int, words: str) -> None:
@@ -128,7 +128,7 @@ class HttpFile:
     def _unless_missing(self, method: str, take: Callable[[http.client.HTTPResponse], T]) -> T | None:
         try:
             return self._exchange(method, {}, take, missing=True)
-        except Refusal:
+        except HttpRefusal:
             return None
 
     def _exchange(
@@ -139,7 +139,7 @@ class HttpFile:
         missing: bool = False,
     ) -> T:
         """What `take` makes of the answer. Failures that may pass are tried again, and an expired address is renewed
-        once. `missing` raises `Refusal` where there is no such file; every other failure is one line.
+        once. `missing` raises `HttpRefusal` where there is no such file; every other failure is one line.
         """
         tries, renewed = 0, False
         while True:
@@ -149,7 +149,7 @@ class HttpFile:
             except Temporary as failure:
                 tries += 1
                 pause(self.where, failure, tries, self._client.stopped)
-            except Refusal as refusal:
+            except HttpRefusal as refusal:
                 if missing and refusal.status in MISSING:
                     raise
                 if refusal.status not in (401, 403) or renewed or not self._renew(location):
@@ -168,10 +168,10 @@ class HttpFile:
                     if reply.status not in MOVED:
                         _check(reply)
                         result = take(reply)
-                        self._moved(location, url)
+                        self._remember_redirect(location, url)
                         return result
                     reply.readinto(bytearray(PROGRESS))  # a short body keeps the connection
-                    url = _redirected(url, reply.getheader("Location") or "")
+                    url = _redirect_target(url, reply.getheader("Location") or "")
             except Unreachable as error:
                 if host not in self._client.met:
                     raise LocaterError(f"{self.where}: {error}") from None
@@ -261,7 +261,7 @@ class HttpFile:
                 self.size = self._location.size if self.size is None else self.size
             return self._location
 
-    def _moved(self, location: Location, url: str) -> None:
+    def _remember_redirect(self, location: Location, url: str) -> None:
         """Ask where a redirection led from now on."""
         with self._lock:
             if url != location.url and self._location is location:
@@ -280,7 +280,7 @@ class HttpFile:
             self._location = renewed
             return renewed.url != refused.url
 
-    def _refuse(self, refusal: Refusal) -> NoReturn:
+    def _refuse(self, refusal: HttpRefusal) -> NoReturn:
         if refusal.status == 412:
             words = CHANGED
         elif refusal.status in MISSING:
@@ -300,9 +300,9 @@ def _check(reply: http.client.HTTPResponse) -> None:
         words = f"the server answers {reply.status} {reply.reason:.200}".strip()
         raise Temporary(words, retry_after(reply.getheader("Retry-After")))
     if reply.status not in (200, 206):
-        raise Refusal(reply.status, f"{reply.getheader('X-Error-Message') or reply.reason:.200}")
+        raise HttpRefusal(reply.status, f"{reply.getheader('X-Error-Message') or reply.reason:.200}")
     if reply.getheader("Content-Encoding", "identity") != "identity":
-        raise Refusal(reply.status, "with a compressed body, which has no ranges: add --download")
+        raise HttpRefusal(reply.status, "with a compressed body, which has no ranges: add --download")
 
 
 def _content_range(reply: http.client.HTTPResponse) -> tuple[int, int]:
@@ -312,7 +312,7 @@ def _content_range(reply: http.client.HTTPResponse) -> tuple[int, int]:
     span, _, end = rest.partition("/")
     first, size = _size(span.partition("-")[0]), _size(end)
     if unit != "bytes" or first is None or size is None:
-        raise Refusal(reply.status, f"without a range of known size ({header:.100})")
+        raise HttpRefusal(reply.status, f"without a range of known size ({header:.100})")
     return first, size
 
 
@@ -331,7 +331,7 @@ def _version(reply: http.client.HTTPResponse) -> str | None:
     return reply.getheader("ETag") or reply.getheader("Last-Modified")
 
 
-def _redirected(url: str, location: str) -> str:
+def _redirect_target(url: str, location: str) -> str:
     """Where a redirection leads: to http or https, and never from https to http."""
     # headers are read as Latin-1, and may hold bytes that have to be quoted in a request
     target = urljoin(url, quote(location.encode("latin-1", "replace"), safe="%/:?#[]@!$&'()*+,;=~"))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from locater.errors import LocaterError, first_line
 from locater.sources.remote.address import Address
-from locater.sources.remote.http_client import TEMPORARY, Temporary, retry_after, tried
+from locater.sources.remote.http_client import TEMPORARY, Temporary, retry, retry_after
 from locater.sources.remote.http_file import may_lead
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def hub_model(address: Address) -> HubModel:
             files[str(sibling.rfilename)] = HubFile(int(sibling.size or 0), str(digest))
         return HubModel(str(info.sha), files)
 
-    return asked(address, model)
+    return ask_hub(address, model)
 
 
 def hub_revisions(address: Address) -> list[str]:
@@ -72,7 +72,7 @@ def hub_revisions(address: Address) -> list[str]:
         document = response.json()
         return list(dict.fromkeys(str(ref["name"]) for kind in ("branches", "tags") for ref in document.get(kind, ())))
 
-    return asked(address, refs)
+    return ask_hub(address, refs)
 
 
 def hub_location(address: Address, commit: str) -> Any:
@@ -87,7 +87,7 @@ def hub_location(address: Address, commit: str) -> Any:
             raise LocaterError(f"{address}: the hub redirects to no https address, which is not followed")
         return found
 
-    return asked(address, head, met=True)
+    return ask_hub(address, head, met=True)
 
 
 def hub_headers(url: str) -> dict[str, str]:
@@ -98,11 +98,11 @@ def hub_headers(url: str) -> dict[str, str]:
     return dict(build_hf_headers()) if url.startswith(f"{constants.ENDPOINT}/") else {}
 
 
-def asked(address: Address, question: Callable[[], T], met: bool = False) -> T:
+def ask_hub(address: Address, question: Callable[[], T], met: bool = False) -> T:
     """The hub's answer. It is asked again where it is busy, and after a lost connection if it was `met` before; every
     other failure is one line.
     """
-    return tried(str(address), partial(_once, address, question, met))
+    return retry(str(address), partial(_once, address, question, met))
 
 
 def _once(address: Address, question: Callable[[], T], met: bool) -> T:

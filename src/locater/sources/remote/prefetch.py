@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.sources.remote.folders import RangedFile, read
+from locater.sources.remote.folders import RangedFile, read_range
 from locater.sources.remote.http_client import Traffic
 
 Read = tuple[RangedFile, int, int]  # file, first byte, byte after the last
 Plan = Sequence[Sequence[Read]]
+Step = Iterable[Callable[[], Any]]  # what reads tensors
 THREADS = 16
 BUDGET = 512 << 20  # bytes that are fetched and not yet let go
 GAP = 1 << 20  # bytes between two ranges that may be read with them
@@ -74,13 +75,13 @@ def byte_ranges(plan: Plan) -> list[ByteRange]:
                 spans[key] = ByteRange(file, start, stop, step, step)
                 groups.setdefault((step, id(file)), []).append(spans[key])
             spans[key].last = step
-    touching = [_united(group, 0) for group in groups.values()]
+    touching = [_unite(group, 0) for group in groups.values()]
     needed = sum(block.stop - block.start for group in touching for block in group)
     gap = _widest_gap(touching, max(int(WASTE * needed), FREE_WASTE))
     blocks: list[ByteRange] = []
     for (_, file_id), group in groups.items():
         before = sorted((block for block in blocks if id(block.file) == file_id), key=lambda block: block.start)
-        blocks += _united([rest for block in group for rest in _without(block, before)], gap, before)
+        blocks += _unite([rest for block in group for rest in _without(block, before)], gap, before)
     return [piece for block in blocks for piece in _pieces(block)]
 
 
@@ -99,7 +100,7 @@ def _without(block: ByteRange, before: Sequence[ByteRange]) -> list[ByteRange]:
     return rest
 
 
-def _united(blocks: Sequence[ByteRange], gap: int, between: Sequence[ByteRange] = ()) -> list[ByteRange]:
+def _unite(blocks: Sequence[ByteRange], gap: int, between: Sequence[ByteRange] = ()) -> list[ByteRange]:
     """Blocks of one file and step with those at most `gap` bytes apart made one, unless one of `between` is there."""
     united: list[ByteRange] = []
     for block in sorted(blocks, key=lambda block: (block.start, block.stop)):
@@ -154,18 +155,18 @@ class Prefetcher:
     def take(self, file: RangedFile, start: int, stop: int) -> memoryview | None:
         """The bytes of a range, once they have come; None where they are not in the plan, or were let go."""
         with self._lock:
-            blocks = self._covering(file, start, stop)
+            blocks = self._covering_ranges(file, start, stop)
             if not blocks:
                 return None
             memories = [self._memory(block) for block in blocks]
             self._begin(max(block.first for block in blocks), blocks)
-            futures = [self._submitted(block) for block in blocks]
+            futures = [self._submit(block) for block in blocks]
             self._submit_more()
         try:
             ended = any(came.result() < block.stop - block.start for block, came in zip(blocks, futures, strict=True))
         except CancelledError:  # another thread has gone on to a later step
             return None
-        if ended:  # whoever reads it directly is told how
+        if ended:  # a direct read raises the error
             return None
         if all(memory is memories[0] for memory in memories):
             return memories[0].part(start, stop)
@@ -179,7 +180,7 @@ class Prefetcher:
         """Fetch no more. Reads that are under way end when their files are closed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _covering(self, file: RangedFile, start: int, stop: int) -> list[ByteRange]:
+    def _covering_ranges(self, file: RangedFile, start: int, stop: int) -> list[ByteRange]:
         """The blocks that hold a range without a hole; none where a part is missing."""
         blocks = self._by_file.get(id(file), [])
         at = bisect.bisect_right(blocks, start, key=lambda block: block.start) - 1
@@ -212,9 +213,9 @@ class Prefetcher:
                 return  # what the step under way needs is fetched at once, however large it is
             self._next += 1
             if not block.released:
-                self._submitted(block)
+                self._submit(block)
 
-    def _submitted(self, block: ByteRange) -> Future[int]:
+    def _submit(self, block: ByteRange) -> Future[int]:
         if block.came is None:
             self._held += block.stop - block.start
             part = self._memory(block).part(block.start, block.stop)
@@ -233,9 +234,8 @@ _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 
 @dataclass
 class Record:
-    """Ranges that were asked for. Tensors of up to `small` bytes are zeros, larger ones have a shape and no data."""
+    """Ranges that were asked for. Their tensors have a shape and no data."""
 
-    small: int
     reads: list[Read] = field(default_factory=list)
 
     def tensor(self, file: RangedFile, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -243,7 +243,7 @@ class Record:
         return self.stand_in(stop - start, dtype)
 
     def stand_in(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size // dtype.itemsize, dtype=dtype, device="cpu" if size <= self.small else "meta")
+        return torch.zeros(size // dtype.itemsize, dtype=dtype, device="meta")
 
     def taken(self) -> list[Read]:
         """What was asked for since the last call."""
@@ -270,7 +270,7 @@ class Session:
         if self._prefetcher is not None:
             data = self._prefetcher.take(file, start, stop)
         if data is None:
-            data = read(file, start, stop)
+            data = read_range(file, start, stop)
         if len(data) != stop - start:
             raise LocaterError(f"{file.where}: ends before its data does: the file is truncated")
         return data
@@ -325,9 +325,9 @@ def current_session() -> Session:
 
 
 @contextlib.contextmanager
-def recorded(small: int = 0) -> Iterator[Record]:
+def recorded() -> Iterator[Record]:
     """Inside, reads of remote files fetch nothing: they are listed, and give tensors that stand in for real ones."""
-    record = Record(small)
+    record = Record()
     token = _RECORD.set(record)
     try:
         yield record
@@ -337,3 +337,17 @@ def recorded(small: int = 0) -> Iterator[Record]:
 
 def recording() -> Record | None:
     return _RECORD.get()
+
+
+def planned_reads(steps: Iterable[Step]) -> list[list[Read]]:
+    """The ranges that the calls of each step read. Nothing is fetched. A call that looks at numbers fails here, and
+    what it read before that counts.
+    """
+    plan: list[list[Read]] = []
+    with recorded() as record:
+        for step in steps:
+            for call in step:
+                with contextlib.suppress(Exception):
+                    call()
+            plan.append(record.taken())
+    return plan

@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.kernels.dispatch import has_triton, on_a_kernel
+from locater.kernels.dispatch import has_triton, runs_on_kernel
 
 WIDEST = 128  # channels of queries and of values: a program keeps a dozen tiles of a chunk
 
 
 def has_delta_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether `delta_rule` can take them: on CUDA, up to 128 channels, not float64."""
-    return on_a_kernel(q, v, WIDEST)
+    return runs_on_kernel(q, v, WIDEST)
 
 
 def delta_rule(

@@ -24,7 +24,7 @@ def doubly_attention(
     """u A v + (1 - u) softmax(scale q k^T) v with A doubly normalized and u = `mix`, which is 1 where it is None.
 
     `keys` is False for those that nobody sees, `rows` for queries that do not count in sums over queries. Gradients go
-    to q, k, v and mix. Operands are those that `locater_lab.mechanisms.kernels.weighted.has_kernel` takes.
+    to q, k, v and mix. Operands are those that `locater_lab.mechanisms.kernels.weighted.has_weighted_kernel` takes.
     """
     out: Tensor = _doubly(q, k, v, None if mix is None else mix.float().contiguous(), keys, rows, scale)[0]
     return out
@@ -74,7 +74,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, mix: Tensor | None, *others: Any) -> tupl
     return dq, dk, dv, q.new_empty(0 if mix is None else q.shape[1], dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, scale = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # of what is kept for the gradient nobody needs one
@@ -88,4 +88,4 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return *grads, None if mix is None else dmix, None, None, None
 
 
-_doubly.register_autograd(_backward, setup_context=_keep)
+_doubly.register_autograd(_backward, setup_context=_save_for_backward)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from locater.kernels.dispatch import on_a_kernel
+from locater.kernels.dispatch import runs_on_kernel
 
 # ---- The gradient of an operation ----
 
@@ -49,7 +49,7 @@ WIDEST = 128  # channels of queries and of values: the sums of a chunk are kept 
 
 def has_feature_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether `feature_attention` can take them: on CUDA, up to 128 channels, not float64."""
-    return on_a_kernel(q, v, WIDEST)
+    return runs_on_kernel(q, v, WIDEST)
 
 
 def feature_attention(
@@ -133,7 +133,7 @@ def polynomial_attention(
     """sum_j f(x_j) v_j / sum_j f(x_j), f = 1 + x (order 1) or 1 + x + x^2 / 2 (order 2), zero for a row without keys.
 
     x = scale q.k, with `unit` of q / |q| and k / |k|; `keys` is False for those that nobody sees. Operands are those
-    that `locater_lab.mechanisms.kernels.weighted.has_kernel` takes. Time grows as T S, memory as T + S.
+    that `locater_lab.mechanisms.kernels.weighted.has_weighted_kernel` takes. Time grows as T S, memory as T + S.
     """
     out: Tensor = _polynomial(q, k, v, keys, scale, order, unit, causal)[0]
     return out

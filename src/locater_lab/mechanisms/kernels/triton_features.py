@@ -50,7 +50,7 @@ def _through_features(grad, rows, scale, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _kept(Pad, pb, ph, b, h, j, inside, PAD: tl.constexpr):
+def _seen(Pad, pb, ph, b, h, j, inside, PAD: tl.constexpr):
     """Which of the keys j there are, and are seen."""
     if PAD:
         inside = inside & (tl.load(Pad + b * pb + h * ph + j, mask=inside, other=0) != 0)
@@ -81,7 +81,7 @@ def _sums(X, Y, Out, Total, Pad, Sums, xb, xh, xt, yb, yh, yt, pb, ph, H, length
     if GRADIENT:
         y, last = _grads(Y, Out, Total, head * length, at, e, E, inside)
     else:
-        inside = _kept(Pad, pb, ph, b, h, at, inside, PAD)
+        inside = _seen(Pad, pb, ph, b, h, at, inside, PAD)
         y = rows_of(Y + b * yb + h * yh, at, yt, e, E, inside).to(tl.float32)
         last = inside.to(tl.float32)
     phi = tl.where(inside[:, None] & (d < D)[None, :], _features(x, scale, UNIT), 0.0)
@@ -137,7 +137,7 @@ def _output(Q, K, V, Pad, Running, Out, Total, qb, qh, qt, kb, kh, kt, vb, vh, v
         out += tl.load(base + D * (E + 1) + e, mask=e < E, other=0.0)[None, :]
         total += tl.load(base + D * (E + 1) + E)
     if CAUSAL:
-        seen = _kept(Pad, pb, ph, b, h, j, j < S, PAD)
+        seen = _seen(Pad, pb, ph, b, h, j, j < S, PAD)
         k = _features(rows_of(K + b * kb + (h // GROUP) * kh, j, kt, d, D, seen), 1.0, UNIT)
         k = tl.where((d < D)[None, :], k, 0.0)
         v = rows_of(V + b * vb + (h // GROUP) * vh, j, vt, e, E, seen).to(tl.float32)
@@ -165,7 +165,7 @@ def _gradients(Q, K, V, Pad, Do, Out, Total, Running, Back, Dq, Dk, Dv, qb, qh, 
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
     real = (i >= 0) & (i < T)
-    seen = _kept(Pad, pb, ph, b, h, j, j < S, PAD)
+    seen = _seen(Pad, pb, ph, b, h, j, j < S, PAD)
     of_keys = b * (H // GROUP) + h // GROUP
     size = (D + CONSTANT) * (E + 1)
     past = Running + (of_keys * (chunks + 1) + (n if CAUSAL else chunks)) * size

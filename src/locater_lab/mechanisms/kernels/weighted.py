@@ -10,19 +10,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.kernels.dispatch import on_a_kernel
+from locater.kernels.dispatch import runs_on_kernel
 
 WIDEST, WIDEST_FULL = 256, 128  # channels of a head, in half precision and in float32: what fits a GPU's shared memory
 
 
-def has_kernel(q: Tensor, v: Tensor) -> bool:
-    """Whether `weighed_attention` can take them: on CUDA, in half precision up to 256 channels, in float32 up to
+def has_weighted_kernel(q: Tensor, v: Tensor) -> bool:
+    """Whether `weighted_attention` can take them: on CUDA, in half precision up to 256 channels, in float32 up to
     128.
     """
-    return on_a_kernel(q, v, WIDEST_FULL if q.dtype == torch.float32 else WIDEST)
+    return runs_on_kernel(q, v, WIDEST_FULL if q.dtype == torch.float32 else WIDEST)
 
 
-def weighed_attention(
+def weighted_attention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B K S D"],
     v: Float[Tensor, "B K S E"],
@@ -39,14 +39,14 @@ def weighed_attention(
 
     `keys` is False for those that nobody sees; a row that sees none is zero. Gradients go to q, k, v and shift.
     """
-    out: Tensor = _weighed(
+    out: Tensor = _weighted(
         q, k, v, None if shift is None else shift.float().contiguous(), keys, scale, cap or 0.0, causal, window
     )[0]
     return out
 
 
-@torch.library.custom_op("locater::weighed_attention", mutates_args=())
-def _weighed(
+@torch.library.custom_op("locater::weighted_attention", mutates_args=())
+def _weighted(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -63,13 +63,13 @@ def _weighed(
     return out, row if shift is None else row.new_empty(0)  # an output may not be an input
 
 
-@_weighed.register_fake
+@_weighted.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, *others: object) -> tuple[Tensor, Tensor]:
     row = q.new_empty(q.shape[:3] if shift is None else (0,), dtype=torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[3])), row
 
 
-@torch.library.custom_op("locater::weighed_attention_gradient", mutates_args=())
+@torch.library.custom_op("locater::weighted_attention_gradient", mutates_args=())
 def _gradient(
     q: Tensor,
     k: Tensor,
@@ -95,7 +95,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
     return dq, dk, dv, q.new_empty((*q.shape[:2], q.shape[2] if others[-1] else 0), dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, shift, keys, *numbers = inputs
     out, row = output
     ctx.mark_non_differentiable(row)
@@ -110,4 +110,4 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, dshift if ctx.sigmoid else None, None, None, None, None, None
 
 
-_weighed.register_autograd(_backward, setup_context=_keep)
+_weighted.register_autograd(_backward, setup_context=_save_for_backward)

@@ -55,7 +55,7 @@ FIRST_PLAN = {
         for rank in (0, 1)
     ),
 }
-# As planned anew: lengths begin at 8, the rate is lower and there are more steps.
+# The second plan: lengths begin at 8, the rate is lower and there are more steps.
 DEEP: dict[str, Any] = {"steps": 4_000, "seeds": 5, "rate": 0.005, "length": math.sqrt(WIDTH)}
 SECOND_PLAN = {
     "e": tuple(_arm(r, copies=WIDTH, layers=3, **DEEP) for r in (64, 4, 1)),
@@ -182,7 +182,7 @@ def train_missing_arms(letter: str, arms: Sequence[Encoder], runs: Runs, setting
             result = {**train_encoders(arm, "cuda"), **versions("cuda")}
         except Exception as error:  # anything can end a run (compilers, memory); it has no line and is run again
             broken.append(f"{name_of(arm)}: {type(error).__name__}: {first_line(error)}")
-            setting.tell(broken[-1])
+            setting.log(broken[-1])
             continue
         line = round_numbers({"claim": letter, "arm": name_of(arm), "options": arm.options, **result}, 6)
         runs.lines[key_of(arm)] = line
@@ -190,7 +190,7 @@ def train_missing_arms(letter: str, arms: Sequence[Encoder], runs: Runs, setting
             append_line(runs.path, line)
         ends = losses_of(line)
         outcome = f"loss {min(ends):.4f} to {max(ends):.4f}" if ends else "a seed without a finite loss"
-        setting.tell(f"{name_of(arm)}: {outcome}, {line['seconds']:.0f} s")
+        setting.log(f"{name_of(arm)}: {outcome}, {line['seconds']:.0f} s")
     if broken:
         raise LocaterError(f"{len(broken)} arms broke and can be run again, the first: {broken[0]}")
 
@@ -327,7 +327,7 @@ def judge_positions(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measuremen
 def judge_several_layers(
     letter: str, table: str, judge: Callable[..., dict[str, Measurement | None]], runs: Runs
 ) -> Results:
-    """Claims on encoders of several layers: the arms planned anew where there are any, else those of the first plan.
+    """Claims on encoders of several layers: the arms of the second plan where there are any, else those of the first plan.
     All are open where one of the arms has learned nothing with most of its seeds.
     """
     again = any(key_of(arm) in runs.lines for arm in SECOND_PLAN[letter])

@@ -34,7 +34,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 
 # ---- a: one full-rank head ----
@@ -77,7 +77,7 @@ def sphere(*shape: int, seed: int) -> Float[Tensor, "*shape"]:
     >>> bool((sphere(3, 5, seed=0).norm(dim=-1) - 1).abs().max() < 1e-12)
     True
     """
-    return torch.nn.functional.normalize(normal(*shape, seed=seed), dim=-1)
+    return torch.nn.functional.normalize(draw_normal(*shape, seed=seed), dim=-1)
 
 
 def farthest(x: Points) -> Points:

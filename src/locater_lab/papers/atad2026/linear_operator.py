@@ -27,12 +27,12 @@ from locater_lab.engine.explanations import (
     OPERATORS,
     RIVALS,
     WORDS,
-    cost,
-    hits_by_method,
+    hit_rates_by_method,
     mean_curves,
     measure_areas,
     planted_model,
-    redrawn_likeness,
+    redraw_similarities,
+    relative_cost,
     train_by_seed,
 )
 from locater_lab.engine.reproduction import Results, Setting, Study
@@ -79,7 +79,7 @@ def operator_rows(T: FrozenOperator, i: int) -> Tensor:
     length, width = T.x.shape
     covectors = T.x.new_zeros(width, length, width)
     covectors[:, i] = torch.eye(width).to(T.x)
-    return T.back(covectors)
+    return T.pull_back(covectors)
 
 
 def jacobian_rows(model: nn.Module, ids: Tensor, i: int) -> tuple[Tensor, Tensor]:
@@ -196,12 +196,12 @@ PERTURBATION_CLAIMS = (
 
 def measure_perturbation(setting: Setting) -> Results:
     areas = measure_areas(setting, (OPERATORS[0], *RIVALS), (*OPERATORS[1:], *GRADIENT_METHODS))
-    measured = {key: areas.less_rivals(model, "operator logit") for key, model in MODELS.items()}
+    measured = {key: areas.gain_over_rivals(model, "operator logit") for key, model in MODELS.items()}
     measured |= {
-        "b5": areas.less_rivals("text", "operator input_output", ("operator norm",)),
-        "b6": areas.less_rivals("images", "operator input_output", ("operator norm",)),
-        "b7": areas.less_rivals("text", "operator logit", ("gradient_input",)),
-        "b8": areas.less_rivals("text", "operator logit", ("relevance",)),
+        "b5": areas.gain_over_rivals("text", "operator input_output", ("operator norm",)),
+        "b6": areas.gain_over_rivals("images", "operator input_output", ("operator norm",)),
+        "b7": areas.gain_over_rivals("text", "operator logit", ("gradient_input",)),
+        "b8": areas.gain_over_rivals("text", "operator logit", ("relevance",)),
     }
     return Results(measured, {"areas": areas.table()})
 
@@ -245,9 +245,9 @@ SANITY_CLAIMS = (
 
 def measure_sanity(setting: Setting) -> Results:
     subjects = train_by_seed(setting, planted_model)
-    shares = hits_by_method(subjects, CHECKED_METHODS)
-    likeness = redrawn_likeness(subjects, ("operator logit", "rollout"))
-    taken = cost(subjects[0], CHECKED_METHODS)
+    shares = hit_rates_by_method(subjects, CHECKED_METHODS)
+    likeness = redraw_similarities(subjects, ("operator logit", "rollout"))
+    taken = relative_cost(subjects[0], CHECKED_METHODS)
     measured = {
         "c1": by_seed(shares["operator logit"]),
         "c2": by_seed(shares["operator norm"]),

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from locater_lab.engine import mechanism_runs
-from locater_lab.engine.arms import Line, What, value_of
+from locater_lab.engine.arms import Line, Quantity, value_of
 from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.engine.runs import Arm, Row, Runs, expected_rows
 from locater_lab.train.plan import Plan
@@ -219,20 +219,20 @@ def finished_lines(runs: Runs, rows: Iterable[Row]) -> dict[int, Line]:
     return {seed: line for seed, line in lines.items() if line is not None and line["status"] == "done"}
 
 
-def mean_of_rows(runs: Runs, rows: Iterable[Row], what: What) -> Measurement | None:
+def mean_of_rows(runs: Runs, rows: Iterable[Row], what: Quantity) -> Measurement | None:
     """The quantity itself; None with fewer than `FEWEST_SEEDS` seeds."""
     values = [value_of(line, what) for line in finished_lines(runs, rows).values()]
     return measure_seeds([x for x in values if x is not None])
 
 
 def change_between(
-    runs: Runs, rows: Iterable[Row], against: Iterable[Row], what: What, more: Mapping[str, Any] | None = None
+    runs: Runs, rows: Iterable[Row], against: Iterable[Row], what: Quantity, more: Mapping[str, Any] | None = None
 ) -> Measurement | None:
     """Differences within a seed; None with fewer than `FEWEST_SEEDS` pairs."""
     return measure_seeds(list(differences(runs, rows, against, what).values()), more)
 
 
-def differences(runs: Runs, rows: Iterable[Row], against: Iterable[Row], what: What) -> dict[int, float]:
+def differences(runs: Runs, rows: Iterable[Row], against: Iterable[Row], what: Quantity) -> dict[int, float]:
     """By seed, where both runs have finished and know the quantity."""
     ours, base = finished_lines(runs, rows), finished_lines(runs, against)
     values = {seed: (value_of(ours[seed], what), value_of(base[seed], what)) for seed in sorted(ours.keys() & base)}

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from locater.commands.scanning import scan
 from locater.control import register_control
 from locater.control.base import Control
-from locater.control.eigenspectrum import LocAteR
+from locater.control.locater import LocAteR
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import effective
 from locater.numerics import one_thread
 from locater.observing.forward_pass import evaluation_mode
 from locater.observing.observation import observe
-from locater_lab.engine.arms import Line, difference, ends_table, study_of_runs
+from locater_lab.engine.arms import Line, difference, study_of_runs, table_of_arms
 from locater_lab.engine.claims import Claim, by_seed, verdict_of
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs
@@ -180,7 +180,7 @@ def judge_parts(runs: Runs) -> Results:
 def judge_rivals(runs: Runs) -> Results:
     """LocAteR against each of them, on top of three, and against the one with the least report loss."""
     mimetic, normed, decay = (RIVALS[name] for name in ("mimetic", "QK-norm", "weight decay 0.3"))
-    rivals = [(arm, ends) for arm in RIVALS.values() if "LocAteR" not in arm.name and (ends := arm.ends(runs))]
+    rivals = [(arm, ends) for arm in RIVALS.values() if "LocAteR" not in arm.name and (ends := arm.final_lines(runs))]
     best = min(rivals, key=lambda pair: fmean(line["report_loss"] for line in pair[1]), default=(None, []))[0]
     measured = {
         "e1": difference(runs, BOTH, mimetic, "report_loss"),
@@ -277,7 +277,7 @@ def end_of_line(line: Line) -> dict[str, Any]:
 def arm_rows(runs: Runs, arms: Iterable[Arm], plain: Arm) -> list[dict[str, Any]]:
     """Arms with the ends of the seeds that there are, and their changes against the plain arm within a seed."""
     by_name = {arm.name: arm for arm in arms}
-    rows = ends_table(runs, by_name.values(), lambda line: {**end_of_line(line), "accuracy": line["accuracy"]})
+    rows = table_of_arms(runs, by_name.values(), lambda line: {**end_of_line(line), "accuracy": line["accuracy"]})
     for row in rows:
         row["perplexity"] = math.exp(fmean(end["loss"] for end in row["ends"]))
         row["change"] = _changes(runs, by_name[row["arm"]], plain)

@@ -21,13 +21,13 @@ from locater_lab.engine.explanations import (
     MISSING,
     MODELS,
     WORDS,
-    areas,
-    cost,
-    hits_by_method,
+    deletion_areas,
+    hit_rates_by_method,
     mean_curves,
     measure_areas,
     planted_model,
-    redrawn_likeness,
+    redraw_similarities,
+    relative_cost,
     train_by_seed,
     two_stream_model,
 )
@@ -108,8 +108,8 @@ PERTURBATION_CLAIMS = (
 
 def measure_perturbation(setting: Setting) -> Results:
     areas = measure_areas(setting, ("relevance", *ADAPTED), OTHERS)
-    measured = {key: areas.less_rivals(model, "relevance", ADAPTED) for key, model in MODELS.items()}
-    measured["b5"] = areas.less_rivals("text", "relevance", ("integrated_gradients",))
+    measured = {key: areas.gain_over_rivals(model, "relevance", ADAPTED) for key, model in MODELS.items()}
+    measured["b5"] = areas.gain_over_rivals("text", "relevance", ("integrated_gradients",))
     return Results(measured, {"areas": areas.table()})
 
 
@@ -143,12 +143,12 @@ STREAM_CLAIMS = (
 
 def measure_streams(setting: Setting) -> Results:
     subjects = train_by_seed(setting, two_stream_model)
-    shares = hits_by_method(subjects, METHODS)
-    orders = {name: [fmean(areas(subject, name)) for subject in subjects] for name in METHODS}
+    shares = hit_rates_by_method(subjects, METHODS)
+    orders = {name: [fmean(deletion_areas(subject, name)) for subject in subjects] for name in METHODS}
     alone = train_by_seed(setting, planted_model)
-    alone_shares = hits_by_method(alone, METHODS)
-    likeness = redrawn_likeness(alone, ("relevance", "rollout"))
-    taken = cost(subjects[0], METHODS)
+    alone_shares = hit_rates_by_method(alone, METHODS)
+    likeness = redraw_similarities(alone, ("relevance", "rollout"))
+    taken = relative_cost(subjects[0], METHODS)
     measured = {
         "c1": by_seed([a - b for a, b in zip(shares["relevance"], shares["rollout"], strict=True)]),
         "c2": by_seed([a - b for a, b in zip(orders["relevance"], orders["rollout"], strict=True)]),

@@ -35,7 +35,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from locater_lab.data.synthetic import NgramSource, contexts
+from locater_lab.data.synthetic import NgramSource, context_codes
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.compute import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
@@ -90,7 +90,7 @@ def joint_counts(rows: Int[Tensor, "N T"], parents: tuple[int, ...], tokens: int
     """How often each combination of parents was followed by each token: (N, contexts, S), over the same places for all
     parents within `reach`.
     """
-    codes = contexts(rows, parents, tokens)[:, reach - max((*parents, 0)) :]
+    codes = context_codes(rows, parents, tokens)[:, reach - max((*parents, 0)) :]
     cells = codes * tokens + rows[:, reach:]
     wide = tokens ** (len(parents) + 1)
     counts = torch.zeros(len(rows), wide, dtype=torch.float64)
@@ -260,7 +260,7 @@ def counting_posterior(
 ) -> Float[Tensor, "N S"]:
     """Probabilities of the last token by counting with these parents."""
     start = max((*parents, 0))
-    codes = contexts(rows, parents, tokens)  # of tokens from `start` on
+    codes = context_codes(rows, parents, tokens)  # of tokens from `start` on
     same = (codes[:, :-1] == codes[:, -1:]).double()
     counts = torch.zeros(len(rows), tokens, dtype=torch.float64)
     counts.scatter_add_(1, rows[:, start:-1], same)

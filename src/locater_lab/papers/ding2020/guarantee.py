@@ -15,7 +15,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
@@ -155,14 +155,14 @@ def draw_logits(count: int) -> list[Draw]:
         S, size = KEYS[seed % 4], SIZES[seed // 4 % 4]
         T = int(S * QUERIES[seed % 3])
         loud = seed % 5 == 0
-        bias = 3 * normal(1, S, seed=seed + 50_000) if loud else 0.0
-        drawn.append(Draw(size, loud, size * normal(T, S, seed=seed) + bias))
+        bias = 3 * draw_normal(1, S, seed=seed + 50_000) if loud else 0.0
+        drawn.append(Draw(size, loud, size * draw_normal(T, S, seed=seed) + bias))
     return drawn
 
 
 def padding_error(seed: int = 0, tokens: int = 24, more: int = 9) -> tuple[float, float]:
     """Of a padded sequence's map from its own; and the least column sum times S were padded queries counted."""
-    q, k = (normal(1, 2, tokens + more, 8, seed=seed + n) for n in range(2))
+    q, k = (draw_normal(1, 2, tokens + more, 8, seed=seed + n) for n in range(2))
     real = torch.arange(tokens + more)[None] < tokens
     padded = mechanism("doubly_normalized").map(q, k, padding=real)[:, :, :tokens, :tokens]
     alone = mechanism("doubly_normalized").map(q[:, :, :tokens], k[:, :, :tokens])
@@ -180,7 +180,7 @@ def sums_of_draw(draw: Draw, number: int) -> dict[str, float]:
     E, u = draw.E, MIXES[number % 3]
     S = E.shape[1]
     plain, doubly = map_of("softmax", E), map_of("doubly_normalized", E)
-    biased = map_of("doubly_normalized", E + 5 * normal(1, S, seed=number))
+    biased = map_of("doubly_normalized", E + 5 * draw_normal(1, S, seed=number))
     return {
         "softmax": float(plain.sum(0).min() * S),
         "doubly": float(doubly.sum(0).min() * S),
@@ -211,7 +211,7 @@ def measure(setting: Setting) -> Results:
     drawn = draw_logits(DRAWS[setting.quick])
     rows = [sums_of_draw(draw, number) for number, draw in enumerate(setting.each(drawn))]
     least = {name: min(row[name] for row in rows) for name in ("softmax", "doubly", "hybrid")}
-    rough = ROUGH_SIZE * normal(SHOWN_KEYS, SHOWN_KEYS, seed=1)
+    rough = ROUGH_SIZE * draw_normal(SHOWN_KEYS, SHOWN_KEYS, seed=1)
     doubly = map_of("doubly_normalized", rough)
     error, padding_counted = padding_error()
     lowest, largest = f"none: least of {len(drawn)} draws", f"none: largest of {len(drawn)} draws"
@@ -229,13 +229,13 @@ def measure(setting: Setting) -> Results:
     }
     tables = {
         "column_sums": {"keys": SHOWN_KEYS, "rows": by_size(drawn, rows)},
-        "sinkhorn_rounds": {"size": ROUGH_SIZE, "rows": [sums_after(rough, rounds) for rounds in ROUNDS]},
+        "sinkhorn_rounds": {"size": ROUGH_SIZE, "rows": [column_sums_after(rough, rounds) for rounds in ROUNDS]},
         "padding_counted": padding_counted,
     }
     return Results(measured, tables)
 
 
-def sums_after(E: Logits, rounds: int) -> dict[str, float]:
+def column_sums_after(E: Logits, rounds: int) -> dict[str, float]:
     """Least and largest column sum after so many rounds."""
     sums = sinkhorn_map(E, rounds).sum(0)
     return {"rounds": rounds, "least": float(sums.min()), "largest": float(sums.max())}
@@ -259,15 +259,15 @@ def measure_causal(setting: Setting) -> Results:
     leaks: list[float] = []
     prefix_leaks: list[float] = []
     for seed in range(20):
-        E = normal(32, 32, seed=seed)
-        other = torch.cat([E[:-1], normal(1, 32, seed=seed + 100)])
+        E = draw_normal(32, 32, seed=seed)
+        other = torch.cat([E[:-1], draw_normal(1, 32, seed=seed + 100)])
         leaks.append(float((leaky_causal_map(E) - leaky_causal_map(other))[:-1].abs().max()))
         prefix_leaks.append(float((prefix_normalized_map(E) - prefix_normalized_map(other))[:-1].abs().max()))
     own: list[float] = []
     plain: list[float] = []
     for number in range(DRAWS[setting.quick] // 3):
         S = KEYS[number % 4]
-        E = SIZES[number // 4 % 4] * normal(S, S, seed=number)
+        E = SIZES[number // 4 % 4] * draw_normal(S, S, seed=number)
         place = torch.arange(1, S + 1, dtype=torch.float64)
         own.append(float((prefix_normalized_map(E).diagonal() * place).min()))
         plain.append(float((map_of("softmax", E, causal=True).sum(0) * place).min()))

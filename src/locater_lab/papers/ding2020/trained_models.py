@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.arms import difference, ends_table, mean_of_arm, study_of_arms
+from locater_lab.engine.arms import difference, mean_of_arm, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, half_range
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
 from locater_lab.engine.reproduction import Results, Setting, Study
@@ -178,7 +178,7 @@ def judge_runs(runs: Runs) -> Results:
         "d4": mean_of_arm(runs, SOFTMAX_MASKED, "measures.explained_away"),
         "d5": difference(runs, HYBRID, SOFTMAX_MASKED, "measures.column_least"),
     }
-    return Results(measured, {"arms": ends_table(runs, ARMS)})
+    return Results(measured, {"arms": table_of_arms(runs, ARMS)})
 
 
 TRAINING_STUDY = study_of_arms("training with it", TRAINING_CLAIMS, ARMS, judge_runs)

@@ -35,7 +35,7 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Variant:
+class LayerVariant:
     """What stands around attention."""
 
     name: str
@@ -46,11 +46,11 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("attention"),
-    Variant("attention, width 8", width=8),
-    Variant("attention and MLP", mlp=True),
-    Variant("attention with skip", skip=True),
-    Variant("x + attention", outer=True),
+    LayerVariant("attention"),
+    LayerVariant("attention, width 8", width=8),
+    LayerVariant("attention and MLP", mlp=True),
+    LayerVariant("attention with skip", skip=True),
+    LayerVariant("x + attention", outer=True),
 )
 
 CLAIMS = (
@@ -95,7 +95,7 @@ def token_pairs(at: Tensor, ahead: int = 0) -> Tensor:
     return torch.stack([points[(at + ahead) % POINTS], points[(at + APART + ahead) % POINTS]], -2)
 
 
-def draw_weights(variant: Variant, seeds: int) -> Weights:
+def draw_weights(variant: LayerVariant, seeds: int) -> Weights:
     """Maps N(0, 1/rows), shifts zero; one set per seed."""
     d, generator = variant.width, torch.Generator().manual_seed(1)
     sides = {
@@ -113,28 +113,28 @@ def draw_weights(variant: Variant, seeds: int) -> Weights:
     return {name: x.requires_grad_() for name, x in weights.items()}
 
 
-def apply_layer(variant: Variant, weights: Weights, x: Pairs) -> Pairs:
+def apply_layer(variant: LayerVariant, weights: Weights, x: Pairs) -> Pairs:
     """x + f(x), or f(x)."""
 
     def affine(name: str, y: Tensor) -> Tensor:
         return (y.flatten(1, 2) @ weights[name] + weights[f"{name}_shift"]).unflatten(1, y.shape[1:3])
 
-    def normed(y: Tensor) -> Tensor:
+    def normalize(y: Tensor) -> Tensor:
         return functional.layer_norm(y, y.shape[-1:])
 
-    y = normed(affine("in", x))
+    y = normalize(affine("in", x))
     query, key, value = (
         affine(name, y).unflatten(-1, (HEADS, -1)).transpose(2, 3) for name in ("query", "key", "value")
     )
     mixed = functional.scaled_dot_product_attention(query, key, value).transpose(2, 3).flatten(3)
-    y = normed(affine("output", mixed) + (y if variant.skip else 0))
+    y = normalize(affine("output", mixed) + (y if variant.skip else 0))
     if variant.mlp:
-        y = normed(y + affine("narrow", functional.gelu(affine("wide", y))))
+        y = normalize(y + affine("narrow", functional.gelu(affine("wide", y))))
     output = affine("out", y)
     return x + output if variant.outer else output
 
 
-def train_variant(variant: Variant, seeds: int, steps: int) -> Weights:
+def train_variant(variant: LayerVariant, seeds: int, steps: int) -> Weights:
     """Adam with cosine decay on the squared error of the next pair, random starts."""
     weights, generator = draw_weights(variant, seeds), torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(weights.values(), lr=RATE)
@@ -152,7 +152,7 @@ def train_variant(variant: Variant, seeds: int, steps: int) -> Weights:
 
 
 @torch.no_grad()
-def walk_states(variant: Variant, weights: Weights, steps: int = WALKED) -> Float[Tensor, "states seeds 2 2"]:
+def walk_states(variant: LayerVariant, weights: Weights, steps: int = WALKED) -> Float[Tensor, "states seeds 2 2"]:
     """The first pair and what the layer makes of it, fed back."""
     x = token_pairs(torch.zeros(len(weights["in"]), 1, dtype=torch.long))
     states = [x]
@@ -162,7 +162,7 @@ def walk_states(variant: Variant, weights: Weights, steps: int = WALKED) -> Floa
 
 
 @torch.no_grad()
-def prediction_error(variant: Variant, weights: Weights) -> list[float]:
+def prediction_error(variant: LayerVariant, weights: Weights) -> list[float]:
     """Root mean square distance of a predicted point from the right one, in steps of the circle."""
     at = torch.arange(POINTS).expand(len(weights["in"]), POINTS)
     off = (apply_layer(variant, weights, token_pairs(at)) - token_pairs(at, 1)).square().sum(-1).mean((1, 2)).sqrt()

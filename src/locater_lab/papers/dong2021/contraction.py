@@ -2,7 +2,7 @@
 bounds of the paper over random draws (study b).
 
 Residuals of a deep stack leave float64 after three layers if tokens are stored as they are: 1e-16 of the shared part is
-rounding. `Tokens` keeps the shared part and the residual apart, and `advance` moves both without ever subtracting one
+rounding. `SplitTokens` keeps the shared part and the residual apart, and `advance` moves both without ever subtracting one
 from the other, so that a residual of 1e-200 has its sixteen digits.
 
 The bounds are those of the paper's first version on arXiv, with the constant 4. That constant is too small for many
@@ -27,10 +27,10 @@ from torch import Tensor
 from locater.measures import composite_norm, token_residual
 from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory import (
-    Block,
+    FunctionalBlock,
     attention_bound,
     beta,
     contraction_order,
@@ -108,22 +108,22 @@ CONTRACTION_CLAIMS = (
 # --- draws ---
 
 
-def block(seed: int, width: int = WIDTH, heads: int = 1, size: float = 1.0, **kind: Any) -> Block:
+def block(seed: int, width: int = WIDTH, heads: int = 1, size: float = 1.0, **kind: Any) -> FunctionalBlock:
     """Gaussian maps that keep a token's size on average when `size` is 1.
 
     >>> block(0).W_QK.shape, round(block(0).scale, 3)
     (torch.Size([1, 8, 8]), 0.354)
     """
-    maps = normal(2, heads, width, width, seed=seed) * size / math.sqrt(width)
-    return Block(maps[0], maps[1], scale=width**-0.5, **kind)
+    maps = draw_normal(2, heads, width, width, seed=seed) * size / math.sqrt(width)
+    return FunctionalBlock(maps[0], maps[1], scale=width**-0.5, **kind)
 
 
 def relu_mlp(
     seed: int, gain: float = 1.0, width: int = WIDTH, hidden: int = 4 * WIDTH
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
     """x -> relu(x W_in + a) W_out, which keeps a token's size on average at gain 1; and both maps."""
-    W_in = gain * normal(width, hidden, seed=seed) / math.sqrt(width)
-    W_out, shift = normal(hidden, width, seed=seed + 1) * math.sqrt(2 / hidden), normal(hidden, seed=seed + 2)
+    W_in = gain * draw_normal(width, hidden, seed=seed) / math.sqrt(width)
+    W_out, shift = draw_normal(hidden, width, seed=seed + 1) * math.sqrt(2 / hidden), draw_normal(hidden, seed=seed + 2)
     return lambda y: (y @ W_in + shift).relu() @ W_out, W_in, W_out
 
 
@@ -131,24 +131,24 @@ def relu_mlp(
 
 
 @dataclass(frozen=True)
-class Tokens:
+class SplitTokens:
     """X = 1 v^T + R, R of mean zero over tokens; the two are stored apart."""
 
     shared: Float[Tensor, " width"]
     rest: Float[Tensor, "tokens width"]
 
     @classmethod
-    def of(cls, x: Float[Tensor, "tokens width"]) -> Tokens:
+    def of(cls, x: Float[Tensor, "tokens width"]) -> SplitTokens:
         return cls(x.mean(0), x - x.mean(0))
 
 
-def advance(x: Tokens, layer: Block) -> Tokens:
+def advance(x: SplitTokens, layer: FunctionalBlock) -> SplitTokens:
     """One layer of pure attention without a mask, to full precision however small R is.
 
         b = softmax(s v Q R^T)        E = s R Q R^T        t_i = sum_j b_j (e^E_ij - 1)
         P_ij - b_j = b_j (e^E_ij - 1 - t_i) / (1 + t_i)    R' = sum_h (P - 1 b^T) R W_h    v' = sum_h (v + b R) W_h
 
-    >>> start = Tokens.of(normal(5, 8, seed=1))
+    >>> start = SplitTokens.of(draw_normal(5, 8, seed=1))
     >>> after = advance(start, block(2))
     >>> bool(torch.allclose(after.shared + after.rest, block(2)(start.shared + start.rest)))
     True
@@ -161,12 +161,12 @@ def advance(x: Tokens, layer: Block) -> Tokens:
     total = (b * grown).sum(-1, keepdim=True)
     rest = (b * (grown - total) / (1 + total) @ R @ layer.W_VO).sum(0)
     shared = ((v + b @ R) @ layer.W_VO).sum(0).squeeze(0)
-    return Tokens(shared + rest.mean(0), rest - rest.mean(0))
+    return SplitTokens(shared + rest.mean(0), rest - rest.mean(0))
 
 
-def exact_depth(x: Float[Tensor, "tokens width"], layers: Sequence[Block]) -> list[float]:
+def exact_depth(x: Float[Tensor, "tokens width"], layers: Sequence[FunctionalBlock]) -> list[float]:
     """||res(X_l)|| layer by layer until it is under FLOOR."""
-    at, residuals = Tokens.of(x), [composite_norm(x - x.mean(0)).item()]
+    at, residuals = SplitTokens.of(x), [composite_norm(x - x.mean(0)).item()]
     for layer in layers:
         at = advance(at, layer)
         residuals.append(composite_norm(at.rest).item())
@@ -181,13 +181,13 @@ def exact_depth(x: Float[Tensor, "tokens width"], layers: Sequence[Block]) -> li
 def contraction_slopes(seed: int, heads: int, **kind: Any) -> Float[Tensor, " steps"]:
     """Slopes of log residual after against before, from far apart tokens to close ones."""
     layer = block(seed, heads=heads, **kind)
-    v, R = normal(1, WIDTH, seed=seed + 1000), normal(TOKENS, WIDTH, seed=seed + 2000)
+    v, R = draw_normal(1, WIDTH, seed=seed + 1000), draw_normal(TOKENS, WIDTH, seed=seed + 2000)
     after = torch.stack([depth_residuals(v + size * R, [layer])[1] for size in SIZES])
     return contraction_order(SIZES, after)
 
 
-def stack_of(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[Block]:
-    """Blocks of one of KINDS, every layer drawn anew."""
+def stack_of(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[FunctionalBlock]:
+    """Blocks of one of KINDS, every layer redrawn."""
     blocks = []
     for layer in range(depth):
         own = 1000 * seed + 10 * layer
@@ -202,7 +202,9 @@ def stack_of(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> lis
 
 def residual_shares(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[float]:
     """Residual as a share of the tokens' size at layers 0 ... depth."""
-    return depth_residuals(normal(TOKENS, WIDTH, seed=seed), stack_of(kind, seed, depth, gain), relative=True).tolist()
+    return depth_residuals(
+        draw_normal(TOKENS, WIDTH, seed=seed), stack_of(kind, seed, depth, gain), relative=True
+    ).tolist()
 
 
 def layers_until_equal(residual_shares: Sequence[float]) -> int:
@@ -245,7 +247,7 @@ def measure_contraction(setting: Setting) -> Results:
         name: torch.stack([contraction_slopes(seed, 1 + seed % 3, causal=name == "causal") for seed in seeds])
         for name in ("free", "causal")
     }
-    exact = [exact_depth(normal(TOKENS, WIDTH, seed=seed), stack_of("attention", seed)) for seed in seeds]
+    exact = [exact_depth(draw_normal(TOKENS, WIDTH, seed=seed), stack_of("attention", seed)) for seed in seeds]
     depth = {kind: [residual_shares(kind, seed) for seed in seeds] for kind in setting.each(list(KINDS))}
     until = [[layers_until_equal(residual_shares("with MLPs", seed, gain=gain)) for gain in GAINS] for seed in seeds]
     slower = [spearman(torch.tensor(GAINS), torch.tensor([float(n) for n in row])) or 0.0 for row in until]
@@ -374,7 +376,7 @@ def draw_layer(seed: int, tokens: int, size: float, centre: str) -> LayerDraw:
     single keys.
     """
     layer = block(seed, BOUND_WIDTH, heads=1 + seed % 3, size=size * (1 + 3 * (seed % 5 == 0)))
-    x = size * normal(tokens, BOUND_WIDTH, seed=seed + 10_000) + normal(1, BOUND_WIDTH, seed=seed + 20_000)
+    x = size * draw_normal(tokens, BOUND_WIDTH, seed=seed + 10_000) + draw_normal(1, BOUND_WIDTH, seed=seed + 20_000)
     before, after = depth_residuals(x, [layer], centre).tolist()
     stated = attention_bound(before, beta(layer.W_QK, layer.W_VO), layer.scale, heads=len(layer.W_QK)).item()
     return LayerDraw(tokens, size, after / stated, best_at_least(layer(x)) / layer_bound(x, layer, centre).item())
@@ -397,7 +399,7 @@ def deep_log_ratio(seed: int, kind: str) -> float | None:
     mlp, W_in, W_out = relu_mlp(seed + 7, 1.0, BOUND_WIDTH, 6)
     parts: dict[str, dict[str, Any]] = {"pure": {}, "skip": dict(skip=True), "mlp": dict(mlp=mlp)}
     layers = [block(100 * seed + i, BOUND_WIDTH, heads, **parts[kind]) for i in range(depth)]
-    x = size * normal(6, BOUND_WIDTH, seed=seed + 500)
+    x = size * draw_normal(6, BOUND_WIDTH, seed=seed + 500)
     largest = max(beta(layer.W_QK, layer.W_VO).item() for layer in layers)
     scale = layers[0].scale
     before = composite_norm(token_residual(x)).item()

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.control.base import Control
-from locater.control.eigenspectrum import LocAteR, traces
+from locater.control.locater import LocAteR, traces
 from locater.control.surgery import Surgery
 from locater.measures import rank_residual
 from locater_lab.engine.claims import Claim, by_seed
@@ -26,7 +26,7 @@ from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.contraction import visible_points
 from locater_lab.papers.dong2021.planted_heads import WIDTH, draw_tokens
 from locater_lab.papers.dong2021.two_collapses import MAIN
-from locater_lab.theory import Block, depth_residuals
+from locater_lab.theory import FunctionalBlock, depth_residuals
 from locater_lab.train import Shape, Transformer
 
 SEEDS = 8
@@ -105,7 +105,7 @@ def moments_of(maps: Maps) -> dict[str, float]:
 def stack_shares(maps: Maps, x: Float[Tensor, "T d"]) -> list[float]:
     """Residual's share after every layer; values and output are the identity."""
     same = torch.eye(WIDTH, dtype=torch.float64)[None]
-    layers = [Block((q.mT @ k).double()[None], same, SCALE, norm=True) for q, k in zip(*maps, strict=True)]
+    layers = [FunctionalBlock((q.mT @ k).double()[None], same, SCALE, norm=True) for q, k in zip(*maps, strict=True)]
     return depth_residuals(x, layers, relative=True).clamp_min(1e-17).tolist()
 
 
@@ -203,22 +203,22 @@ def measure(setting: Setting) -> Results:
     stacks = [by_part[None, seed] for seed in range(SEEDS)]
     runs = [{arm: by_part[arm, seed] for arm in ARMS} for seed in range(SEEDS)]
 
-    def gained(better: str, worse: str) -> list[float]:
+    def gain(better: str, worse: str) -> list[float]:
         return [math.log10(run[better]["shares"][SHOWN] / run[worse]["shares"][SHOWN]) for run in stacks]
 
     def later(arm: str) -> list[float]:
         return [math.log10(run[arm]["cut"][READ_LAYER] / run["no penalty"]["cut"][READ_LAYER]) for run in runs]
 
     measured = {
-        "h11": by_seed(gained("penalty, target 2", "drawn")),
-        "h12": by_seed(gained("penalty, target 2", "mean zero, F of target 2")),
+        "h11": by_seed(gain("penalty, target 2", "drawn")),
+        "h12": by_seed(gain("penalty, target 2", "mean zero, F of target 2")),
         "h13": by_seed(later("LocAteR, target 2")),
     }
     shown = {
         name: {"shares": _geometric_means([run[name]["shares"] for run in stacks]), **_moments(stacks, name)}
         for name in stacks[0]
     }
-    large = {"h12": gained("penalty, target 8", "mean zero, F of target 8"), "h13": later("LocAteR, target 8")}
+    large = {"h12": gain("penalty, target 8", "mean zero, F of target 8"), "h13": later("LocAteR, target 8")}
     models = models_table({arm: _mean_over_runs(runs, arm) for arm in ARMS}, STEPS[setting.quick])
     return Results(measured, {"penalty_stacks": stacks_table(shown), "sorting_models": models, "at_target_8": large})
 

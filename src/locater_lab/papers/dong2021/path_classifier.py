@@ -26,7 +26,7 @@ HeadPath = tuple[int | None, ...]  # a head per layer, None where the path takes
 
 
 @dataclass(frozen=True)
-class Data:
+class LabelledTokens:
     """Inputs (N, T) of tokens or (N, T, 2) of coordinates, and a class per token, -1 where there is none."""
 
     x: Tensor
@@ -36,15 +36,15 @@ class Data:
     def real(self) -> Tensor:
         return self.y >= 0
 
-    def part(self, rows: slice | Tensor) -> Data:
-        return Data(self.x[rows], self.y[rows])
+    def part(self, rows: slice | Tensor) -> LabelledTokens:
+        return LabelledTokens(self.x[rows], self.y[rows])
 
-    def to(self, device: str) -> Data:
-        return Data(self.x.to(device), self.y.to(device))
+    def to(self, device: str) -> LabelledTokens:
+        return LabelledTokens(self.x.to(device), self.y.to(device))
 
 
 @dataclass(frozen=True)
-class Shape:
+class ClassifierShape:
     """Sizes of a classifier."""
 
     heads: int
@@ -58,7 +58,7 @@ class Shape:
 # --- the model ---
 
 
-class Layer(nn.Module):
+class ClassifierLayer(nn.Module):
     """LN(x + heads(x)), and LN(x + MLP(x)) after it where there is one."""
 
     def __init__(self, width: int, heads: int, mlp: bool) -> None:
@@ -82,29 +82,29 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         mixed = self.drop(self.maps(x, real)) @ self._split(self.value(x))  # (B, H, T, h)
-        return self._after(self.norm(x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2)))))
+        return self._add_and_normalize(self.norm(x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2)))))
 
-    def one(self, x: Tensor, real: Tensor, head: int, maps: Tensor | None = None) -> Tensor:
+    def apply_head(self, x: Tensor, real: Tensor, head: int, maps: Tensor | None = None) -> Tensor:
         """One head's way through: its output and the bias, normed without gain, without x; `maps` in place of its own
         attention.
         """
         attention = (self.maps(x, real) if maps is None else maps)[:, head]
         value = attention @ self._split(self.value(x))[:, head]
-        return self._after(
+        return self._add_and_normalize(
             _normalize(value @ self.out.weight.unflatten(1, (self.heads, -1))[:, head].mT + self.out.bias)
         )
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def _after(self, x: Tensor) -> Tensor:
+    def _add_and_normalize(self, x: Tensor) -> Tensor:
         return x if self.mlp is None or self.mlp_norm is None else self.mlp_norm(x + self.mlp(x))
 
 
 class Classifier(nn.Module):
     """Embedding, layers, and a linear classifier per token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ClassifierShape) -> None:
         super().__init__()
         self.shape, width = shape, shape.width
         self.tokens = nn.Embedding(shape.vocabulary, width) if shape.vocabulary else None
@@ -114,7 +114,7 @@ class Classifier(nn.Module):
                 nn.init.normal_(table.weight, std=0.02)
         self.points = None if shape.vocabulary else nn.Sequential(_linear(2, width), nn.GELU())
         self.mixed, self.norm, self.drop = _linear(width, width), nn.LayerNorm(width, EPS), nn.Dropout(DROPOUT)
-        self.layers = nn.ModuleList(Layer(width, shape.heads, shape.mlp) for _ in range(DEPTH))
+        self.layers = nn.ModuleList(ClassifierLayer(width, shape.heads, shape.mlp) for _ in range(DEPTH))
         self.head = _linear(width, shape.labels)
 
     def embed(self, x: Tensor) -> Tensor:
@@ -135,25 +135,27 @@ class Classifier(nn.Module):
         """The maps of every layer in the whole model."""
         x, maps = self.embed(x), []
         for layer in self.layers:
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, ClassifierLayer)
             maps.append(layer.maps(x, real))
             x = layer(x, real)
         return maps
 
-    def along(self, x: Tensor, real: Tensor, path: HeadPath, maps: Sequence[Tensor] | None = None) -> Tensor:
+    def follow_path(self, x: Tensor, real: Tensor, path: HeadPath, maps: Sequence[Tensor] | None = None) -> Tensor:
         """Embedded tokens x after one path; a layer that it skips does nothing, not even its norm."""
         for number, (layer, head) in enumerate(zip(self.layers, path, strict=True)):
             if head is not None:
-                assert isinstance(layer, Layer)
-                x = layer.one(x, real, head, None if maps is None else maps[number])
+                assert isinstance(layer, ClassifierLayer)
+                x = layer.apply_head(x, real, head, None if maps is None else maps[number])
         return x
 
-    def of_paths(self, data: Data, paths: Sequence[HeadPath], maps: Sequence[Tensor] | None = None) -> Tensor:
+    def path_logits(
+        self, data: LabelledTokens, paths: Sequence[HeadPath], maps: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """Logits from the sum of the paths."""
         start = self.embed(data.x)
         total = torch.zeros_like(start)
         for path in paths:
-            total += self.along(start, data.real, path, maps)
+            total += self.follow_path(start, data.real, path, maps)
         return self.head(_normalize(total))
 
 
@@ -172,7 +174,7 @@ def _normalize(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """How a classifier is trained."""
 
     epochs: int
@@ -182,7 +184,7 @@ class Recipe:
     steady: bool = False  # the rate
 
 
-def train_classifier(shape: Shape, data: Data, recipe: Recipe, seed: int) -> Classifier:
+def train_classifier(shape: ClassifierShape, data: LabelledTokens, recipe: TrainingRecipe, seed: int) -> Classifier:
     """AdamW on batches in the order of the data; the rate rises over the first steps and falls to zero in a straight
     line, or is steady.
     """
@@ -205,7 +207,7 @@ def train_classifier(shape: Shape, data: Data, recipe: Recipe, seed: int) -> Cla
     return model.eval().requires_grad_(False)
 
 
-def _take_step(model: Classifier, optimizer: torch.optim.Optimizer, part: Data) -> None:
+def _take_step(model: Classifier, optimizer: torch.optim.Optimizer, part: LabelledTokens) -> None:
     """One step."""
     logits = model(part.x, part.real)
     nn.functional.cross_entropy(logits.flatten(0, 1), part.y.flatten(), ignore_index=-1).backward()
@@ -213,13 +215,15 @@ def _take_step(model: Classifier, optimizer: torch.optim.Optimizer, part: Data) 
     optimizer.zero_grad(set_to_none=not part.x.is_cuda)
 
 
-def _graph_of_step(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) -> Callable[[Data], None]:
+def _graph_of_step(
+    model: Classifier, optimizer: torch.optim.Optimizer, first: LabelledTokens
+) -> Callable[[LabelledTokens], None]:
     """The same as a CUDA graph, since the steps of so small a model are nothing but launches; the last, shorter batch
     is taken as it is.
 
     Capturing needs steps before it: they run on the first batch, and everything is put back after them.
     """
-    batch = Data(first.x.clone(), first.y.clone())
+    batch = LabelledTokens(first.x.clone(), first.y.clone())
     before = [p.detach().clone() for p in model.parameters()]
     again = as_cuda_graph(partial(_take_step, model, optimizer, batch))
     with torch.no_grad():
@@ -228,7 +232,7 @@ def _graph_of_step(model: Classifier, optimizer: torch.optim.Optimizer, first: D
             for x in optimizer.state[p].values():
                 x.zero_()
 
-    def take(part: Data) -> None:
+    def take(part: LabelledTokens) -> None:
         if part.x.shape != batch.x.shape:
             return _take_step(model, optimizer, part)
         batch.x.copy_(part.x)
@@ -238,21 +242,21 @@ def _graph_of_step(model: Classifier, optimizer: torch.optim.Optimizer, first: D
     return take
 
 
-def _batches(data: Data, size: int, epochs: int) -> Iterator[Data]:
+def _batches(data: LabelledTokens, size: int, epochs: int) -> Iterator[LabelledTokens]:
     for _ in range(epochs):
         for start in range(0, len(data.x), size):
             yield data.part(slice(start, start + size))
 
 
-def accuracy(logits: Tensor, data: Data) -> float:
+def accuracy(logits: Tensor, data: LabelledTokens) -> float:
     """The share of real tokens whose class is right."""
     return float((logits.argmax(-1) == data.y)[data.real].double().mean())
 
 
-def guess_accuracy(learn: Data, judged: Data) -> float:
+def guess_accuracy(learn: LabelledTokens, judged: LabelledTokens) -> float:
     """Accuracy of the most frequent class of each place: what can be had without reading the input.
 
-    >>> one = Data(torch.zeros(3, 2, dtype=torch.long), torch.tensor([[0, 1], [0, 1], [1, 1]]))
+    >>> one = LabelledTokens(torch.zeros(3, 2, dtype=torch.long), torch.tensor([[0, 1], [0, 1], [1, 1]]))
     >>> round(guess_accuracy(one, one), 3)
     0.833
     """

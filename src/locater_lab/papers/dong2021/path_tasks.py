@@ -26,9 +26,9 @@ from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.path_classifier import (
     DEPTH,
     Classifier,
-    Data,
-    Recipe,
-    Shape,
+    ClassifierShape,
+    LabelledTokens,
+    TrainingRecipe,
     accuracy,
     draw_path,
     guess_accuracy,
@@ -44,17 +44,19 @@ FROZEN = f"{MANY}, attention frozen"
 # --- the tasks ---
 
 VOCABULARY = 30_000  # of memorisation
-DataMaker = Callable[[Setting, int], tuple[Data, Data]]  # by seed: data to learn from, and to be judged on
+DataMaker = Callable[
+    [Setting, int], tuple[LabelledTokens, LabelledTokens]
+]  # by seed: data to learn from, and to be judged on
 
 
 @dataclass(frozen=True)
-class Task:
+class PathTask:
     """A task and the model for it. `entire` and `chance` are the lines that the paper draws."""
 
     name: str
     make: DataMaker
-    shape: Shape
-    recipe: Recipe
+    shape: ClassifierShape
+    recipe: TrainingRecipe
     published_rate: float
     entire: float
     chance: float
@@ -63,19 +65,19 @@ class Task:
     published_fall: str = ""  # of the rate
 
 
-def sorting(setting: Setting, seed: int) -> tuple[Data, Data]:
+def sorting(setting: Setting, seed: int) -> tuple[LabelledTokens, LabelledTokens]:
     """Eight digits; the class of token i is the value of rank i."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(10, (1200, 8), generator=generator)
-    return Data(x[:1000], x[:1000].sort(-1).values), Data(x[1000:], x[1000:].sort(-1).values)
+    return LabelledTokens(x[:1000], x[:1000].sort(-1).values), LabelledTokens(x[1000:], x[1000:].sort(-1).values)
 
 
-def convex_hull(setting: Setting, seed: int) -> tuple[Data, Data]:
+def convex_hull(setting: Setting, seed: int) -> tuple[LabelledTokens, LabelledTokens]:
     """Ten points of a square that is shifted at random; class 1 for those on the hull."""
     generator = torch.Generator().manual_seed(seed)
     x = 10 * torch.rand(10_300, 10, 2, generator=generator, dtype=torch.float64)
     x = x + 3.3 * torch.randn(len(x), 1, 2, generator=generator, dtype=torch.float64)
-    data = Data(x.float(), on_hull(x).long())
+    data = LabelledTokens(x.float(), on_hull(x).long())
     return data.part(slice(10_000)), data.part(slice(10_000, None))
 
 
@@ -93,7 +95,9 @@ def on_hull(points: Tensor) -> Tensor:
     return gaps.amax(-1) > math.pi
 
 
-def memorisation(setting: Setting, seed: int, count: int = 500, length: int = 128) -> tuple[Data, Data]:
+def memorisation(
+    setting: Setting, seed: int, count: int = 500, length: int = 128
+) -> tuple[LabelledTokens, LabelledTokens]:
     """Sentences with a random class for every token; judged on the first 88 of those that were learnt, as published."""
     numbers: dict[str, int] = {}
     texts, most = sentences(setting)[0][:count], VOCABULARY - 1
@@ -103,7 +107,7 @@ def memorisation(setting: Setting, seed: int, count: int = 500, length: int = 12
         x[i, : len(row)] = torch.tensor(row)
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(2, x.shape, generator=generator).masked_fill(x == 0, -1)
-    return Data(x, y), Data(x[:88], y[:88])
+    return LabelledTokens(x, y), LabelledTokens(x[:88], y[:88])
 
 
 def sentences(setting: Setting) -> tuple[list[str], str]:
@@ -118,16 +122,16 @@ def sentences(setting: Setting) -> tuple[list[str], str]:
 
 
 TASKS = (
-    Task(
-        "sorting", sorting, Shape(2, 48, 10, vocabulary=10, positions=8), Recipe(65, 30, 1e-3), 1e-5, 0.98, 0.10,
+    PathTask(
+        "sorting", sorting, ClassifierShape(2, 48, 10, vocabulary=10, positions=8), TrainingRecipe(65, 30, 1e-3), 1e-5, 0.98, 0.10,
         seeds={True: 2, False: 4}, quick_epochs=20,
     ),
-    Task(
-        "convex hull", convex_hull, Shape(3, 84, 2), Recipe(70, 30, 1e-5, decay=1e-3, steady=True), 1e-5, 0.90, 0.54,
+    PathTask(
+        "convex hull", convex_hull, ClassifierShape(3, 84, 2), TrainingRecipe(70, 30, 1e-5, decay=1e-3, steady=True), 1e-5, 0.90, 0.54,
         seeds={False: 2}, published_fall=", times 0.91 at five epochs",
     ),
-    Task(
-        "memorisation", memorisation, Shape(2, 250, 2, vocabulary=VOCABULARY, mlp=True), Recipe(50, 8, 3e-4), 3e-4, 0.85, 0.50,
+    PathTask(
+        "memorisation", memorisation, ClassifierShape(2, 250, 2, vocabulary=VOCABULARY, mlp=True), TrainingRecipe(50, 8, 3e-4), 3e-4, 0.85, 0.50,
         seeds={False: 3}, published_fall=" falling to zero",
     ),
 )  # fmt: skip
@@ -136,7 +140,7 @@ AT_LEAST = {"sorting": (0.95, 0.6), "convex hull": (0.88, 0.65), "memorisation":
 FIGURE = "figure of accuracy by path length"
 
 
-def _claims(task: Task, first: int) -> tuple[Claim, ...]:
+def _claims(task: PathTask, first: int) -> tuple[Claim, ...]:
     name, (whole, short) = task.name, AT_LEAST[task.name]
     return (
         Claim(
@@ -181,19 +185,21 @@ CLAIMS = (
 # --- one model ---
 
 
-def accuracy_by_length(model: Classifier, data: Data, count: int, seed: int, frozen: bool = False) -> list[float]:
+def accuracy_by_length(
+    model: Classifier, data: LabelledTokens, count: int, seed: int, frozen: bool = False
+) -> list[float]:
     """Mean accuracy of sums of `count` paths at length 0 ... L, over fresh sets of them."""
     draws = random.Random(1000 * seed + count)
     maps = model.attention(data.x, data.real) if frozen else None
     accuracies = []
     for length in range(DEPTH + 1):
         sets = [[draw_path(length, model.shape.heads, draws) for _ in range(count)] for _ in range(REPEATS)]
-        accuracies.append(sum(accuracy(model.of_paths(data, paths, maps), data) for paths in sets) / REPEATS)
+        accuracies.append(sum(accuracy(model.path_logits(data, paths, maps), data) for paths in sets) / REPEATS)
     return accuracies
 
 
 @torch.no_grad()
-def take_apart(model: Classifier, learn: Data, judged: Data, seed: int) -> dict[str, Any]:
+def take_apart(model: Classifier, learn: LabelledTokens, judged: LabelledTokens, seed: int) -> dict[str, Any]:
     """Accuracy of the whole model, of its paths, and without reading."""
     curves = {f"{count} paths": accuracy_by_length(model, judged, count, seed) for count in PATHS}
     curves[FROZEN] = accuracy_by_length(model, judged, PATHS[-1], seed, frozen=True)
@@ -204,23 +210,23 @@ def take_apart(model: Classifier, learn: Data, judged: Data, seed: int) -> dict[
     }
 
 
-def recipe_of(task: Task, setting: Setting) -> Recipe:
+def recipe_of(task: PathTask, setting: Setting) -> TrainingRecipe:
     return replace(task.recipe, epochs=task.quick_epochs) if setting.quick else task.recipe
 
 
-def part_of(setting: Setting, part: tuple[Task, int | None]) -> Any:
+def part_of(setting: Setting, part: tuple[PathTask, int | None]) -> Any:
     """A run of a task by its seed, or, without one, as published."""
     task, seed = part
     return train_as_published(task, setting) if seed is None else run_task(task, setting, seed)
 
 
-def run_task(task: Task, setting: Setting, seed: int) -> dict[str, Any]:
+def run_task(task: PathTask, setting: Setting, seed: int) -> dict[str, Any]:
     """One model of a task, trained and taken apart."""
     learn, judged = (part.to(device_of_study(setting)) for part in task.make(setting, seed))
     return take_apart(train_classifier(task.shape, learn, recipe_of(task, setting), seed), learn, judged, seed)
 
 
-def train_as_published(task: Task, setting: Setting) -> Measurement:
+def train_as_published(task: PathTask, setting: Setting) -> Measurement:
     """One model at the published rate for the published epochs; the interval is that of the sequences it is judged
     on.
     """
@@ -266,7 +272,7 @@ def measure_claims(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Measur
     return {**measured, "f17": by_seed(gains)}
 
 
-def task_row(task: Task, runs: list[dict[str, Any]], setting: Setting) -> dict[str, Any]:
+def task_row(task: PathTask, runs: list[dict[str, Any]], setting: Setting) -> dict[str, Any]:
     """How a task was run and what came out, for the page."""
     recipe = recipe_of(task, setting)
     fall = "" if recipe.steady else " falling to zero"
@@ -276,7 +282,7 @@ def task_row(task: Task, runs: list[dict[str, Any]], setting: Setting) -> dict[s
     return {"task": task.name, "how": how + text, **task_means(task, runs)}
 
 
-def task_means(task: Task, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def task_means(task: PathTask, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over models, the paper's two lines, and every run."""
     curves = {
         kind: [fmean(at) for at in zip(*(one["curves"][kind] for one in runs), strict=True)]

@@ -92,7 +92,7 @@ class HeadEffects:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """Tokens, and what of them does not depend on the head."""
 
     x: Float[Tensor, "count T d"]
@@ -102,7 +102,7 @@ class Batch:
     second: Float[Tensor, "count d d"]  # X^T X / n
 
     @classmethod
-    def of(cls, x: Float[Tensor, "count T d"]) -> Batch:
+    def of(cls, x: Float[Tensor, "count T d"]) -> TokenBatch:
         rest = token_residual(x)
         wide = x.double()
         second = wide.mT @ wide / x.shape[1]
@@ -110,13 +110,13 @@ class Batch:
         return cls(x, composite_norm(rest), rest.norm(dim=-1).amax(-1), covariance, second)
 
 
-def attend_batch(batch: Batch, maps: Float[Tensor, "heads d d"], causal: bool = False) -> HeadEffects:
+def attend_batch(batch: TokenBatch, maps: Float[Tensor, "heads d d"], causal: bool = False) -> HeadEffects:
     """softmax(X A X^T) X of every head, measured."""
     parts = [_attend(batch, part, causal) for part in maps.split(max(1, AT_ONCE // len(batch.x)))]
     return HeadEffects(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _attend(batch: Batch, maps: Float[Tensor, "heads d d"], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(batch: TokenBatch, maps: Float[Tensor, "heads d d"], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     x, n = batch.x, batch.x.shape[1]
     logits, visible = x @ maps.to(x)[:, None] @ x.mT, torch.full((n,), n)  # (heads, count, T, T)
     if causal:
@@ -137,7 +137,7 @@ def _causal_mask(length: int) -> Tensor:
 
 
 def linear_response(
-    batch: Batch, maps: Float[Tensor, "heads d d"]
+    batch: TokenBatch, maps: Float[Tensor, "heads d d"]
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
     """(v, k): variance of logits across keys and residual kept to first order, from A and the tokens' covariance."""
     A, C = maps[:, None], batch.covariance

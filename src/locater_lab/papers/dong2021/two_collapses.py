@@ -37,7 +37,7 @@ from locater_lab.papers.dong2021.planted_heads import (
     SHAPES,
     TOKENS,
     WIDTH,
-    Batch,
+    TokenBatch,
     attend_batch,
     draw_tokens,
     linear_response,
@@ -171,7 +171,7 @@ def measure_part(setting: Setting, part: tuple[str, int]) -> tuple[dict[bool, Ro
 
 def sweep_heads(kind: str, seed: int, count: int) -> dict[bool, Rows]:
     """Every head of the grid on the same tokens, without mask and with."""
-    batch = Batch.of(draw_tokens(kind, count, seed))
+    batch = TokenBatch.of(draw_tokens(kind, count, seed))
     rows: dict[bool, Rows] = {False: [], True: []}
     for ratio, M in product(RATIOS, MEANS):
         maps = {size: A for size in SIZES if (A := planted_head(M, size, ratio, seed=seed)) is not None}
@@ -206,7 +206,7 @@ def explained_variance(kind: str, seed: int, count: int) -> dict[str, float]:
     """Share of the variance of kept and entropy, over heads of four shapes of spectrum, that is between cells of (M, F,
     S/F).
     """
-    batch = Batch.of(draw_tokens(kind, count, seed))
+    batch = TokenBatch.of(draw_tokens(kind, count, seed))
     cells = []
     for ratio, M, size in product(RATIOS[::2], MEANS[::2], SIZES[::2]):
         maps = [A for shape in SHAPES if (A := planted_head(M, size, ratio, shape, seed)) is not None]
@@ -220,7 +220,7 @@ def explained_variance(kind: str, seed: int, count: int) -> dict[str, float]:
 
 def window_widths(kind: str, seed: int, count: int) -> list[float]:
     """Octaves of scale over which neither collapse happens, per concentration."""
-    batch = Batch.of(draw_tokens(kind, count, seed))
+    batch = TokenBatch.of(draw_tokens(kind, count, seed))
     widths = []
     for share in CONCENTRATIONS:
         maps = [A for size in SCALES if (A := planted_head(share * WIDTH**0.5 * size, size, 1.0)) is not None]

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from locater_lab.engine.arms import difference, ends_table, mean_of_arm, study_of_arms
+from locater_lab.engine.arms import difference, mean_of_arm, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.mechanism_runs import BASE, IMAGE, SOFTMAX, SOFTMAX_IMAGE, arm
 from locater_lab.engine.reproduction import Results, Setting, Study
@@ -200,7 +200,7 @@ def judge_training(runs: Runs) -> Results:
         "e5": mean_of_arm(runs, ORDER_2, "measures.entropy_share"),
         "e6": mean_of_arm(runs, SOFTMAX, "measures.entropy_share"),
     }
-    return Results(measured, {"arms": ends_table(runs, ARMS), "training": {"layers": BASE.layers, "sink": SINK}})
+    return Results(measured, {"arms": table_of_arms(runs, ARMS), "training": {"layers": BASE.layers, "sink": SINK}})
 
 
 TRAINING_STUDY = study_of_arms("Fastmax in training", TRAINING_CLAIMS, ARMS, judge_training)

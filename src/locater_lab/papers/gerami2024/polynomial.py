@@ -37,7 +37,7 @@ from torch import Tensor
 
 from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
@@ -103,8 +103,8 @@ def draw_operands(
     seed: int, T: int, S: int, heads: int = 2, groups: int = 1, size: int = 5
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = (0.1, 1.0, 10.0)[seed % 3]
-    q = scale * normal(1, heads * groups, T, size, seed=seed)
-    return q, normal(1, heads, S, size, seed=seed + 1) + 0.3, normal(1, heads, S, 3, seed=seed + 2)
+    q = scale * draw_normal(1, heads * groups, T, size, seed=seed)
+    return q, draw_normal(1, heads, S, size, seed=seed + 1) + 0.3, draw_normal(1, heads, S, 3, seed=seed + 2)
 
 
 def form_differences(seed: int) -> dict[str, float]:
@@ -122,7 +122,7 @@ def form_differences(seed: int) -> dict[str, float]:
                 else explicit_output(a, b, c, order, causal)
             )
             outs.append(out.detach())
-            grads.append(torch.autograd.grad((out * normal(*out.shape, seed=seed + 5)).sum(), leaves))
+            grads.append(torch.autograd.grad((out * draw_normal(*out.shape, seed=seed + 5)).sum(), leaves))
         largest[name] = (outs[0] - outs[1]).abs().max().item()
         largest[f"{name} gradient"] = max((a - b).abs().max().item() for a, b in zip(*grads, strict=True))
     return largest
@@ -130,7 +130,7 @@ def form_differences(seed: int) -> dict[str, float]:
 
 def rounding_errors(length: int, order: int, seed: int = 0) -> dict[str, float]:
     """Errors in float32 against float64, over the largest output: factorised, and the explicit map's."""
-    q, k, v = (normal(1, 1, length, FORM_SIZE, seed=seed + i) for i in range(3))
+    q, k, v = (draw_normal(1, 1, length, FORM_SIZE, seed=seed + i) for i in range(3))
     exact = mechanism("fastmax")(q, k, v, causal=True, order=order)
     low = [x.float() for x in (q, k, v)]
     factorised = mechanism("fastmax")(*low, causal=True, order=order).double()
@@ -150,9 +150,9 @@ def opposed_errors(far: float, order: int) -> list[float]:
     """Errors in float32 for keys that are `far` from the opposite of the query, over the largest output, by draw."""
     errors = []
     for seed in range(OPPOSED_DRAWS):
-        q = normal(1, 1, 1, FORM_SIZE, seed=seed)
-        k = -q / q.norm() + far / FORM_SIZE**0.5 * normal(1, 1, 64, FORM_SIZE, seed=seed + 100)
-        v = normal(1, 1, 64, 4, seed=seed + 200)
+        q = draw_normal(1, 1, 1, FORM_SIZE, seed=seed)
+        k = -q / q.norm() + far / FORM_SIZE**0.5 * draw_normal(1, 1, 64, FORM_SIZE, seed=seed + 100)
+        v = draw_normal(1, 1, 64, 4, seed=seed + 200)
         exact = mechanism("fastmax")(q, k, v, order=order)
         low = mechanism("fastmax")(q.float(), k.float(), v.float(), order=order).double()
         errors.append(((low - exact).abs().max() / exact.abs().max()).item())
@@ -226,13 +226,13 @@ def causal_outputs(q: Tensor, k: Tensor, v: Tensor, sequence: bool) -> Float[Ten
 def earlier_change(seed: int, tokens: int, sequence: bool, factor: float | None = None) -> float:
     """Change of the first half's outputs by another last token, over their size.
 
-    The last token is drawn anew, or, with `factor`, made so many times as long.
+    The last token is redrawn, or, with `factor`, made so many times as long.
     """
-    q, k, v = (normal(tokens, LEAK_SIZE, seed=10 * seed + i) for i in range(3))
+    q, k, v = (draw_normal(tokens, LEAK_SIZE, seed=10 * seed + i) for i in range(3))
     before = causal_outputs(q, k, v, sequence)[: tokens // 2]
     other = [x.clone() for x in (q, k, v)]
     for i, x in enumerate(other):
-        x[-1] = normal(LEAK_SIZE, seed=10 * seed + 5 + i) if factor is None else factor * x[-1]
+        x[-1] = draw_normal(LEAK_SIZE, seed=10 * seed + 5 + i) if factor is None else factor * x[-1]
     after = causal_outputs(other[0], other[1], other[2], sequence)[: tokens // 2]
     return ((after - before).norm() / before.norm()).item()
 
@@ -322,7 +322,7 @@ LIMIT_CLAIMS = (
 
 def build_keys(n: int, along: int = 1) -> tuple[Float[Tensor, "1 1 1 D"], Float[Tensor, "1 1 n D"]]:
     """A query, and n keys of which the first `along` point along it and the others against it."""
-    q = normal(1, 1, 1, LIMIT_SIZE, seed=n)
+    q = draw_normal(1, 1, 1, LIMIT_SIZE, seed=n)
     signs = torch.ones(n, 1, dtype=torch.float64)
     signs[along:] = -1
     return q, q * signs
@@ -330,7 +330,7 @@ def build_keys(n: int, along: int = 1) -> tuple[Float[Tensor, "1 1 1 D"], Float[
 
 def least_f(seed: int) -> float:
     """Of order 2 without a norm: x has a standard deviation of 3, and the first key is 0."""
-    q, k = 3 * normal(1, 1, 16, LIMIT_SIZE, seed=seed), normal(1, 1, 33, LIMIT_SIZE, seed=seed + 10_000)
+    q, k = 3 * draw_normal(1, 1, 16, LIMIT_SIZE, seed=seed), draw_normal(1, 1, 33, LIMIT_SIZE, seed=seed + 10_000)
     k[..., 0, :] = 0
     weights = mechanism("fastmax").map(q, k, norm=None)
     return (weights / weights[..., :1]).min().item()
@@ -351,7 +351,7 @@ def entropy_of_draw(seed: int, size: int, n: int = 40) -> float:
     >>> abs(entropy_of_draw(0, 64) - (1 - 1 / (128 * math.log(40)))) < 1e-3
     True
     """
-    q, k = normal(1, 1, 64, size, seed=seed), normal(1, 1, n, size, seed=seed + 1000)
+    q, k = draw_normal(1, 1, 64, size, seed=seed), draw_normal(1, 1, n, size, seed=seed + 1000)
     return (entropy(mechanism("fastmax").map(q, k)).mean() / math.log(n)).item()
 
 
@@ -400,13 +400,15 @@ def half_scale(n: int, fastmax: bool) -> float:
 def limits_of_draw(seed: int) -> tuple[float, float | None]:
     """One draw: its largest weight over the cap, and its largest slope over the bound; slopes of few keys alone."""
     n = KEY_COUNTS[seed % 3]
-    q = 3 * normal(1, 1, 8, LIMIT_SIZE, seed=seed)
-    k = normal(1, 1, n, LIMIT_SIZE, seed=seed + 10_000) + (seed % 2) * normal(1, 1, 1, LIMIT_SIZE, seed=seed + 1)
+    q = 3 * draw_normal(1, 1, 8, LIMIT_SIZE, seed=seed)
+    k = draw_normal(1, 1, n, LIMIT_SIZE, seed=seed + 10_000) + (seed % 2) * draw_normal(
+        1, 1, 1, LIMIT_SIZE, seed=seed + 1
+    )
     weight = mechanism("fastmax").map(q, k).max().item() * (n + 4) / 5
     if n > 40:
         return weight, None
     x = (q / q.norm(dim=-1, keepdim=True) @ (k / k.norm(dim=-1, keepdim=True)).mT)[0, 0, 0]
-    return weight, largest_slope(x, normal(n, 3, seed=seed + 5)) * (n + 4) / 4
+    return weight, largest_slope(x, draw_normal(n, 3, seed=seed + 5)) * (n + 4) / 4
 
 
 def limits_of_built_keys(n: int) -> dict[str, Any]:
@@ -422,7 +424,7 @@ def limits_of_built_keys(n: int) -> dict[str, Any]:
         "uniform": 1 / n,
         "gap": gap,
         "share": 1 - gap / math.log(n),
-        "slope": largest_slope(k[0, 0, :, 0].sign() * q[0, 0, 0, 0].sign(), normal(n, 3, seed=n)),
+        "slope": largest_slope(k[0, 0, :, 0].sign() * q[0, 0, 0, 0].sign(), draw_normal(n, 3, seed=n)),
         "slope_bound": 4 / (n + 4),
         "half_scale": half_scale(n, True) if n > 10 else None,
         "half_scale_softmax": half_scale(n, False) if n > 10 else None,
@@ -432,7 +434,7 @@ def limits_of_built_keys(n: int) -> dict[str, Any]:
 def measure_limit(setting: Setting) -> Results:
     """Draws, and keys built to attain each bound."""
     count = LIMIT_DRAWS[setting.quick]
-    raw = torch.cat([3 * normal(512, seed=seed) for seed in range(count)])
+    raw = torch.cat([3 * draw_normal(512, seed=seed) for seed in range(count)])
     drawn = [limits_of_draw(seed) for seed in range(count)]
     weights, slopes = [weight for weight, _ in drawn], [x for _, x in drawn if x is not None]
     rows = [limits_of_built_keys(n) for n in KEY_COUNTS]

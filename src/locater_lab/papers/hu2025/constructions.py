@@ -22,7 +22,7 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal, log_slope
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory.approximation import (
     Anchors,
@@ -31,8 +31,8 @@ from locater_lab.theory.approximation import (
     edge_error,
     head_maps,
     heads_bound,
-    interpolated,
-    interpolated_by_heads,
+    interpolate,
+    interpolate_by_heads,
     interpolation_bound,
     largest_error,
     ripple,
@@ -89,19 +89,8 @@ HEAD_CLAIMS = (
 def heads_error(heads: int, count: int, sharpness: float) -> float:
     s = torch.linspace(LOW - 0.5, HIGH + 0.5, GRID, dtype=torch.float64)
     return float(
-        (interpolated_by_heads(s, segments(LOW, HIGH, count, heads, sharpness)) - s.clamp(LOW, HIGH)).abs().max()
+        (interpolate_by_heads(s, segments(LOW, HIGH, count, heads, sharpness)) - s.clamp(LOW, HIGH)).abs().max()
     )
-
-
-def log_slope(at: list[float], values: list[float]) -> float:
-    """Of log values in log at, by least squares.
-
-    >>> round(log_slope([1.0, 2.0, 4.0], [8.0, 4.0, 2.0]), 6)
-    -1.0
-    """
-    x, y = (torch.tensor(v, dtype=torch.float64).log() for v in (at, values))
-    x = x - x.mean()
-    return float((x * y).sum() / x.square().sum())
 
 
 def largest_over_bound() -> float:
@@ -146,7 +135,7 @@ def joint_map(weight: Tensor, shift: float, anchors: Anchors) -> tuple[Tensor, T
 def map_row(count: int, sharpness: float, width: int = 10) -> dict[str, Any]:
     """Rank, mean, scale and temperature of the constructed head's W."""
     anchors = Anchors.sharp(LOW, HIGH, count, sharpness)
-    W, _ = joint_map(normal(width, seed=0) / math.sqrt(width), 0.1, anchors)
+    W, _ = joint_map(draw_normal(width, seed=0) / math.sqrt(width), 0.1, anchors)
     of = moments(torch.eye(len(W), dtype=torch.float64), W)
     singular = torch.linalg.svdvals(W)
     return {
@@ -222,7 +211,7 @@ SEQUENCE_CLAIMS = (
 )  # fmt: skip
 
 
-class Target(NamedTuple):
+class TargetFunction(NamedTuple):
     """f(X) = sum_i c_i ReLU(w_i^T vec X + t_i) on [0, 1]^n."""
 
     weights: Float[Tensor, "units n"]
@@ -233,9 +222,9 @@ class Target(NamedTuple):
         return (z @ self.weights.mT + self.shifts).clamp_min(0) @ self.scales
 
 
-def draw_target(numbers: int, seed: int = 0) -> Target:
-    weights = normal(UNITS, numbers, seed=seed) / math.sqrt(numbers)
-    return Target(weights, 0.3 * normal(UNITS, seed=seed + 1), normal(UNITS, seed=seed + 2))
+def draw_target(numbers: int, seed: int = 0) -> TargetFunction:
+    weights = draw_normal(UNITS, numbers, seed=seed) / math.sqrt(numbers)
+    return TargetFunction(weights, 0.3 * draw_normal(UNITS, seed=seed + 1), draw_normal(UNITS, seed=seed + 2))
 
 
 def gather_linear_forms(x: Float[Tensor, "b s d"], weights: Float[Tensor, "out n"]) -> Float[Tensor, "b s out"]:
@@ -252,18 +241,20 @@ def gather_linear_forms(x: Float[Tensor, "b s d"], weights: Float[Tensor, "out n
     return logits.softmax(-1) @ values
 
 
-def two_layers(x: Float[Tensor, "b s d"], f: Target, count: int, sharpness: float) -> Float[Tensor, "b s"]:
+def two_layers(x: Float[Tensor, "b s d"], f: TargetFunction, count: int, sharpness: float) -> Float[Tensor, "b s"]:
     """Every token's output. A unit that is never positive on the domain has no head."""
     forms = gather_linear_forms(x, f.weights) + f.shifts
     out = torch.zeros(x.shape[:2], dtype=x.dtype)
     for unit, scale in enumerate(f.scales.tolist()):
         most = float(f.weights[unit].clamp_min(0).sum() + f.shifts[unit])
         if most > 0:
-            out += scale * interpolated(forms[..., unit], Anchors.sharp(0.0, most, count, sharpness))
+            out += scale * interpolate(forms[..., unit], Anchors.sharp(0.0, most, count, sharpness))
     return out
 
 
-def layer_and_softmax(x: Float[Tensor, "b s d"], f: Target, side: int, sharpness: float) -> Float[Tensor, "b s"]:
+def layer_and_softmax(
+    x: Float[Tensor, "b s d"], f: TargetFunction, side: int, sharpness: float
+) -> Float[Tensor, "b s"]:
     """The same by one softmax over a grid: logits beta (2 z . z_k - |z_k|^2) are linear in z."""
     numbers = x.shape[1] * x.shape[2]
     z = gather_linear_forms(x, torch.eye(numbers, dtype=x.dtype))

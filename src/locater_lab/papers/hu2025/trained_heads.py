@@ -23,10 +23,9 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.compute import device_of_study, log_slope, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.papers.hu2025.constructions import log_slope
-from locater_lab.theory.approximation import Anchors, interpolated
+from locater_lab.theory.approximation import Anchors, interpolate
 
 # ---- c: a head that is trained ----
 
@@ -96,9 +95,7 @@ def least_constructed_error(count: int) -> tuple[float, float]:
     """The least root mean square error over temperatures, and its beta D^2."""
     s = head_inputs()
     tried = [0.2 * 1.1**n for n in range(50)]
-    errors = [
-        _root_mean_square(interpolated(s, Anchors.sharp(LOW, HIGH, count, x)) - s.clamp(LOW, HIGH)) for x in tried
-    ]
+    errors = [_root_mean_square(interpolate(s, Anchors.sharp(LOW, HIGH, count, x)) - s.clamp(LOW, HIGH)) for x in tried]
     least = min(range(len(tried)), key=lambda n: float(errors[n]))
     return float(errors[least]), tried[least]
 
@@ -183,7 +180,7 @@ LISTED_SHARPNESSES = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)  # beta D^2 of the cons
 
 
 @dataclass(frozen=True)
-class Size:
+class ExperimentSize:
     """How large an experiment is; the second is that of the paper's code."""
 
     places: int
@@ -193,11 +190,11 @@ class Size:
     rate: float
 
 
-SIZES = {True: Size(6, 480, 30, 8, 3e-3), False: Size(50, 1000, 50, 11, LAYER_RATE)}
+SIZES = {True: ExperimentSize(6, 480, 30, 8, 3e-3), False: ExperimentSize(50, 1000, 50, 11, LAYER_RATE)}
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerCase:
     """One setting of the layer."""
 
     heads: int = 1
@@ -206,15 +203,15 @@ class Case:
 
 
 CASES = {
-    True: (Case(), Case(heads=4), Case(heads=16), Case(span=10.0), Case(anchors=40)),
+    True: (LayerCase(), LayerCase(heads=4), LayerCase(heads=16), LayerCase(span=10.0), LayerCase(anchors=40)),
     False: (
-        *(Case(heads=h) for h in (1, 2, 4, 8, 16)),
-        *(Case(span=r) for r in (10.0, 20.0, 30.0, 40.0)),
-        *(Case(anchors=n) for n in (20, 30, 40, 50, 60, 70)),
+        *(LayerCase(heads=h) for h in (1, 2, 4, 8, 16)),
+        *(LayerCase(span=r) for r in (10.0, 20.0, 30.0, 40.0)),
+        *(LayerCase(anchors=n) for n in (20, 30, 40, 50, 60, 70)),
     ),
 }
-FEW_ANCHORS, MOST_HEADS, NARROW = Case(), Case(heads=16), Case(span=10.0)
-MANY_ANCHORS = {True: Case(anchors=40), False: Case(anchors=70)}
+FEW_ANCHORS, MOST_HEADS, NARROW = LayerCase(), LayerCase(heads=16), LayerCase(span=10.0)
+MANY_ANCHORS = {True: LayerCase(anchors=40), False: LayerCase(anchors=70)}
 VALIDATION = "the code's validation of Theorems 3.1 and 3.2"
 
 LAYER_CLAIMS = (
@@ -252,7 +249,7 @@ LAYER_CLAIMS = (
 class Layers(torch.nn.Module):
     """B layers side by side, none of which sees another."""
 
-    def __init__(self, seeds: int, places: int, case: Case) -> None:
+    def __init__(self, seeds: int, places: int, case: LayerCase) -> None:
         super().__init__()
         self.heads, self.places = case.heads, places
         g = torch.Generator().manual_seed(1)
@@ -276,17 +273,17 @@ class Layers(torch.nn.Module):
         own = (x.flatten(1, 2) @ self.into + self.into_bias).reshape(B, n, self.places, HIDDEN) * self.by_place
         return torch.cat([own, self.anchors.expand(-1, n, -1, -1)], 2)
 
-    def _mapped(self, z: Tensor, weight: Tensor, bias: Tensor) -> Float[Tensor, "B n h p size"]:
+    def _map_tokens(self, z: Tensor, weight: Tensor, bias: Tensor) -> Float[Tensor, "B n h p size"]:
         B, n, p = z.shape[:3]
         return (z.flatten(1, 2) @ weight + bias).reshape(B, n, p, self.heads, -1).transpose(2, 3)
 
     def logits(self, z: Tensor) -> Float[Tensor, "B n h s p"]:
-        q = self._mapped(z[:, :, : self.places], self.query, self.query_bias)
-        return q @ self._mapped(z, self.key, self.key_bias).mT / math.sqrt(q.shape[-1])
+        q = self._map_tokens(z[:, :, : self.places], self.query, self.query_bias)
+        return q @ self._map_tokens(z, self.key, self.key_bias).mT / math.sqrt(q.shape[-1])
 
     def forward(self, x: Float[Tensor, "B n s d"]) -> Float[Tensor, "B n s hidden"]:
         z = self.tokens(x)
-        mixed = self.logits(z).softmax(-1) @ self._mapped(z, self.value, self.value_bias)
+        mixed = self.logits(z).softmax(-1) @ self._map_tokens(z, self.value, self.value_bias)
         B, n = x.shape[:2]
         flat = mixed.transpose(2, 3).reshape(B, n * self.places, HIDDEN)
         return (flat @ self.out + self.out_bias).reshape(B, n, self.places, HIDDEN)
@@ -297,7 +294,7 @@ class Layers(torch.nn.Module):
         return (values @ self.out + self.out_bias)[..., 0]
 
 
-def linear_forms(size: Size) -> tuple[Tensor, Tensor]:
+def linear_forms(size: ExperimentSize) -> tuple[Tensor, Tensor]:
     """Tokens (B, samples, s, d) and their linear forms."""
     g = torch.Generator().manual_seed(0)
     x = LAYER_REACH * (2 * torch.rand(size.seeds, size.samples, size.places, WIDTH, generator=g) - 1)
@@ -305,7 +302,7 @@ def linear_forms(size: Size) -> tuple[Tensor, Tensor]:
     return x, (w * x).sum(-1) + torch.randn(size.seeds, 1, size.places, generator=g)
 
 
-def train_layers(case: Case, size: Size, where: str) -> tuple[Layers, Tensor, Tensor]:
+def train_layers(case: LayerCase, size: ExperimentSize, where: str) -> tuple[Layers, Tensor, Tensor]:
     """Layers after training on four fifths of the samples; the rest, to be judged by."""
     x, s = (part.to(where) for part in linear_forms(size))
     cut = size.samples * 4 // 5
@@ -322,12 +319,12 @@ def train_layers(case: Case, size: Size, where: str) -> tuple[Layers, Tensor, Te
     return model.requires_grad_(False), x[:, cut:], s[:, cut:]
 
 
-def constructed_errors(s: Tensor, case: Case) -> Float[Tensor, " B"]:
+def constructed_errors(s: Tensor, case: LayerCase) -> Float[Tensor, " B"]:
     """Mean square errors of the head with as many anchors, at the temperature that is best for them."""
     low, high = -case.span / 2, case.span / 2
     s = s.double().flatten(1)
     errors = [
-        interpolated(s, Anchors.sharp(low, high, case.anchors, x)) - s.clamp(low, high) for x in LISTED_SHARPNESSES
+        interpolate(s, Anchors.sharp(low, high, case.anchors, x)) - s.clamp(low, high) for x in LISTED_SHARPNESSES
     ]
     return torch.stack([error.square().mean(1) for error in errors]).amin(0)
 
@@ -344,7 +341,7 @@ def parabola(model: Layers, logits: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return beta, 1 - left.square().flatten(1).sum(1) / own.square().flatten(1).sum(1)
 
 
-def describe_layers(model: Layers, x: Tensor, s: Tensor, case: Case) -> dict[str, Any]:
+def describe_layers(model: Layers, x: Tensor, s: Tensor, case: LayerCase) -> dict[str, Any]:
     """Errors, attention and query-key maps of layers on new samples, lists by seed."""
     target = s.clamp(-case.span / 2, case.span / 2)
     with torch.no_grad():
@@ -373,11 +370,11 @@ def describe_layers(model: Layers, x: Tensor, s: Tensor, case: Case) -> dict[str
     return {name: None if x is None else x.double().cpu().tolist() for name, x in values.items()}
 
 
-def measure_case(setting: Setting, case: Case) -> dict[str, Any]:
+def measure_case(setting: Setting, case: LayerCase) -> dict[str, Any]:
     return describe_layers(*train_layers(case, SIZES[setting.quick], device_of_study(setting)), case)
 
 
-def _case_row(case: Case, values: dict[str, Any], places: int) -> dict[str, Any]:
+def _case_row(case: LayerCase, values: dict[str, Any], places: int) -> dict[str, Any]:
     middle = {k: None if v is None else float(torch.tensor(v).median()) for k, v in values.items()}
     return {"heads": case.heads, "span": case.span, "p": case.anchors + places, "anchors": case.anchors,
             **middle}  # fmt: skip

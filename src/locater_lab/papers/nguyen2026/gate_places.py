@@ -29,7 +29,7 @@ from torch import Tensor
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
-from locater_lab.mechanisms.gated import Gate
+from locater_lab.mechanisms.gated import GateModule
 from locater_lab.mechanisms.modules import attention_module
 
 # ---- a: attention as a mixture of experts ----
@@ -56,7 +56,7 @@ MIXTURE_CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Weights:
+class ProjectionWeights:
     """Projections of a layer, drawn; key heads may be fewer than query heads."""
 
     query: Float[Tensor, "D H d"]
@@ -67,7 +67,7 @@ class Weights:
     @classmethod
     def draw(
         cls, seed: int, few: int = HEADS, width: int = MIXTURE_WIDTH, heads: int = HEADS, size: int = MIXTURE_SIZE
-    ) -> Weights:
+    ) -> ProjectionWeights:
         g = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -79,7 +79,7 @@ class Weights:
         """q, k, v (1, heads, N, d) as mechanisms take them."""
         return tuple(torch.einsum("nd,dhm->hnm", x, w)[None] for w in (self.query, self.key, self.value))  # type: ignore[return-value]
 
-    def projected(self, heads: Float[Tensor, "1 H N d"]) -> Float[Tensor, "N D"]:
+    def project_output(self, heads: Float[Tensor, "1 H N d"]) -> Float[Tensor, "N D"]:
         return torch.einsum("hnm,hmc->nc", heads[0], self.out)
 
 
@@ -96,7 +96,7 @@ def softmax_row(scores: list[float]) -> list[float]:
 
 def triple_sum(
     x: Float[Tensor, "N D"],
-    w: Weights,
+    w: ProjectionWeights,
     causal: bool,
     gate: Float[Tensor, "H N d"] | None = None,
     value_gate: Tensor | None = None,
@@ -122,26 +122,26 @@ def triple_sum(
 
 
 def module_output(
-    x: Tensor, w: Weights, causal: bool, position: str | None = None, per: str = "element"
+    x: Tensor, w: ProjectionWeights, causal: bool, position: str | None = None, per: str = "element"
 ) -> tuple[Tensor, Tensor | None]:
     """The package's layer, and the gates that it made (heads, tokens, channels)."""
     q, k, v = w.operands(x)
     sizes = dict(width=x.shape[1], heads=w.query.shape[1], kv_heads=w.key.shape[1], size=q.shape[3])
     if position is None:
-        return w.projected(attention_module("softmax", **sizes)(q, k, v, causal=causal)), None
+        return w.project_output(attention_module("softmax", **sizes)(q, k, v, causal=causal)), None
     layer = attention_module("gated", **sizes, position=position, per=per).double()
     gate = layer.gate
-    assert isinstance(gate, Gate)
+    assert isinstance(gate, GateModule)
     with torch.no_grad():
         gate.weight.normal_(generator=torch.Generator().manual_seed(7))
         out = layer(q, k, v, x[None], causal=causal)
-        return w.projected(out), gate(x[None])[0].expand(-1, -1, q.shape[3])
+        return w.project_output(out), gate(x[None])[0].expand(-1, -1, q.shape[3])
 
 
 def measure_mixture(setting: Setting) -> Results:
     off = {"a1": 0.0, "a2": 0.0, "a3": 0.0}
     for number, (causal, few) in enumerate(CASES):
-        w = Weights.draw(number, few)
+        w = ProjectionWeights.draw(number, few)
         x = torch.randn(
             MIXTURE_TOKENS, MIXTURE_WIDTH, generator=torch.Generator().manual_seed(100 + number), dtype=torch.float64
         )
@@ -160,7 +160,7 @@ def row_sum_errors() -> tuple[float, float]:
     """How far the weights of a row are from summing to 1: with gates on keys or queries, and with one after
     attention.
     """
-    w = Weights.draw(0)
+    w = ProjectionWeights.draw(0)
     x = torch.randn(1, MIXTURE_TOKENS, MIXTURE_WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     q, k, _ = w.operands(x[0])
     far = {}
@@ -280,7 +280,7 @@ def linear_share(place: str, seed: int, draws: int, spread: float = GATE_SPREAD)
     return explained_variance(x, gated_head(place, seed, spread)(x))
 
 
-def turned_change(place: str, seed: int) -> float:
+def rotation_change(place: str, seed: int) -> float:
     """Relative change of the output when W_V and W_O are turned against each other: 0 where only their product
     counts.
     """
@@ -298,7 +298,7 @@ def head_rank(place: str, seed: int) -> int:
 def measure_places(setting: Setting) -> Results:
     seeds, draws = range(SEEDS[setting.quick]), DRAWS[setting.quick]
     linear = {place: [linear_share(place, seed, draws) for seed in seeds] for place in PLACES}
-    turned = {place: [turned_change(place, seed) for seed in seeds] for place in PLACES}
+    turned = {place: [rotation_change(place, seed) for seed in seeds] for place in PLACES}
     ranks = {place: max(head_rank(place, seed) for seed in seeds) for place in PLACES}
     gates, per_head = ("1 after attention", "2 values"), ("1, one per head", "2, one per head")
     first = [linear_share("1 after attention", seed, draws, 0.32) for seed in seeds]

@@ -60,7 +60,7 @@ PROOF = (
 
 
 @dataclass(frozen=True)
-class Heads:
+class ExpertHeads:
     """Parameters of B models with H heads each; `w` is not used without a gate."""
 
     P: Float[Tensor, "B H D E"]
@@ -72,17 +72,17 @@ class Heads:
         parts = (self.P, self.a, self.w) if self.gated else (self.P, self.a)
         return torch.cat([x.flatten(2) for x in parts], 2).flatten(1)
 
-    def at(self, flat: Float[Tensor, "B p"]) -> Heads:
+    def at(self, flat: Float[Tensor, "B p"]) -> ExpertHeads:
         """The same kind with other numbers."""
         parts = flat.unflatten(1, (self.a.shape[1], -1)).split(
             [PER_HEAD[k] for k in ("P", "a", *("w" * self.gated))], 2
         )
-        return Heads(
+        return ExpertHeads(
             parts[0].unflatten(2, (WIDTH, WIDTH - 1)), parts[1], parts[2] if self.gated else self.w, self.gated
         )
 
 
-def predict(m: Heads, x: Float[Tensor, "B n N D"]) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n p"]]:
+def predict(m: ExpertHeads, x: Float[Tensor, "B n N D"]) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n p"]]:
     """f and its derivative by every parameter, by hand.
 
     With e_j = a.x_j and m = sum_j A_j e_j: df/da = g sum_j A_j x_j, df/dP = g x_N (sum_j A_j (e_j - m) z_j)^T, df/dw =
@@ -102,7 +102,7 @@ def predict(m: Heads, x: Float[Tensor, "B n N D"]) -> tuple[Float[Tensor, "B n"]
     return (gate * mean).sum(1), torch.cat(parts, 3).permute(0, 2, 1, 3).flatten(2)
 
 
-def fit_students(start: Heads, x: Float[Tensor, "B n N D"], y: Float[Tensor, "B n"], steps: int) -> Heads:
+def fit_students(start: ExpertHeads, x: Float[Tensor, "B n N D"], y: Float[Tensor, "B n"], steps: int) -> ExpertHeads:
     """Least squares by damped Gauss-Newton steps, a damping per model; a model is done when QUIET steps in a row gain
     nothing.
     """
@@ -129,7 +129,7 @@ def fit_students(start: Heads, x: Float[Tensor, "B n N D"], y: Float[Tensor, "B 
     return start.at(flat)
 
 
-def draw_teacher(seeds: int, gated: bool) -> Heads:
+def draw_teacher(seeds: int, gated: bool) -> ExpertHeads:
     """Two heads for every seed; the same but for the gate."""
     g = torch.Generator().manual_seed(0)
 
@@ -137,20 +137,20 @@ def draw_teacher(seeds: int, gated: bool) -> Heads:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     P, a, w = draw(seeds, 2, WIDTH, WIDTH - 1), draw(seeds, 2, WIDTH), draw(seeds, 2, WIDTH)
-    return Heads(P, a, w, gated)
+    return ExpertHeads(P, a, w, gated)
 
 
-def start_student(truth: Heads, heads: int, seed: int) -> Heads:
+def start_student(truth: ExpertHeads, heads: int, seed: int) -> ExpertHeads:
     """Near the truth; a third head takes half of the first one's expert."""
     g = torch.Generator().manual_seed(seed)
     which = [0, 1, 0][:heads]
     share = torch.tensor([0.5, 1.0, 0.5] if heads == 3 else [1.0, 1.0], dtype=torch.float64)
     P, a, w = truth.P[:, which], truth.a[:, which] * share[:, None], truth.w[:, which]
     P, a, w = (x + APART_LEVEL * torch.randn(x.shape, generator=g, dtype=torch.float64) for x in (P, a, w))
-    return Heads(P, a, w, truth.gated)
+    return ExpertHeads(P, a, w, truth.gated)
 
 
-def expert_error(fit: Heads, truth: Heads) -> Float[Tensor, " B"]:
+def expert_error(fit: ExpertHeads, truth: ExpertHeads) -> Float[Tensor, " B"]:
     """Heads of the student go to the teacher's head with the nearest P. Their experts together against its expert, and,
     by what each expert weighs, their P against its P: sqrt of the sum over the teacher's heads of |sum a - a*|^2 + sum
     |a| |P - P*|^2.

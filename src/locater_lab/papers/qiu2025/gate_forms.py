@@ -24,9 +24,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement
+from locater_lab.engine.compute import relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
-from locater_lab.mechanisms.gated import Gate
+from locater_lab.mechanisms.gated import GateModule
 from locater_lab.mechanisms.modules import AttentionModule, attention_module
 
 # ---- every form of the mechanism ----
@@ -71,17 +72,8 @@ FORMS_CLAIMS = (
 )  # fmt: skip
 
 
-def relative(tensor: Tensor, reference: Tensor) -> float:
-    """Largest entry of the difference over the largest of the reference.
-
-    >>> relative(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))
-    0.25
-    """
-    return float((tensor - reference).abs().max() / reference.abs().max())
-
-
 @dataclass(frozen=True)
-class Layer:
+class DrawnLayer:
     """Weights of one attention layer and tokens to read, float64."""
 
     x: Float[Tensor, "B T width"]
@@ -93,7 +85,7 @@ class Layer:
     @classmethod
     def draw(
         cls, seed: int, tokens: int = TOKENS, width: int = WIDTH, heads: int = HEADS, key_heads: int = KEY_HEADS
-    ) -> Layer:
+    ) -> DrawnLayer:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -105,7 +97,7 @@ class Layer:
         return cls(x, W_Q, W_K, W_V, W_O)
 
     @property
-    def projected(self) -> tuple[Tensor, Tensor, Tensor]:
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, size), keys and values (B, K, T, size)."""
         return tuple(torch.einsum("btd,hde->bhte", self.x, W) for W in (self.W_Q, self.W_K, self.W_V))  # type: ignore[return-value]
 
@@ -113,7 +105,7 @@ class Layer:
         return torch.einsum("bhte,hed->btd", mixed, self.W_O)
 
 
-def gated_module(layer: Layer, seed: int, **settings: Any) -> AttentionModule:
+def gated_module(layer: DrawnLayer, seed: int, **settings: Any) -> AttentionModule:
     """The module of `gated`, its weights large enough that gates differ from 1/2."""
     heads, size = layer.W_O.shape[:2]
     gated = attention_module(
@@ -126,7 +118,7 @@ def gated_module(layer: Layer, seed: int, **settings: Any) -> AttentionModule:
 
 
 def looped_output(
-    layer: Layer, W_g: Float[Tensor, "gates width"], position: str, per: str, causal: bool
+    layer: DrawnLayer, W_g: Float[Tensor, "gates width"], position: str, per: str, causal: bool
 ) -> Float[Tensor, "B H T size"]:
     """The same head by head and token by token."""
     B, T, _ = layer.x.shape
@@ -155,12 +147,14 @@ def form_error(position: str, per: str, draws: int) -> float:
     """Largest relative error of one form over draws, both masks."""
     errors = []
     for seed in range(draws):
-        layer, causal = Layer.draw(seed), bool(seed % 2)
+        layer, causal = DrawnLayer.draw(seed), bool(seed % 2)
         gated = gated_module(layer, seed, position=position, per=per)
-        q, k, v = layer.projected
+        q, k, v = layer.projections
         W_g = gated.get_parameter("gate.weight")
         errors.append(
-            relative(gated(q, k, v, layer.x, causal=causal), looped_output(layer, W_g, position, per, causal))
+            relative_difference(
+                gated(q, k, v, layer.x, causal=causal), looped_output(layer, W_g, position, per, causal)
+            )
         )
     return max(errors)
 
@@ -169,10 +163,10 @@ def half_gate_error(draws: int) -> float:
     """How far a gate of zero weights is from taking half."""
     distances = []
     for seed, per in product(range(draws), ("head", "element")):
-        layer = Layer.draw(seed)
+        layer = DrawnLayer.draw(seed)
         gated = gated_module(layer, seed, per=per)
         gated.get_parameter("gate.weight").zero_()
-        q, k, v = layer.projected
+        q, k, v = layer.projections
         plain = attention_module("softmax", width=WIDTH, heads=HEADS, size=SIZE)
         ratio = layer.out(gated(q, k, v, layer.x)) / layer.out(plain(q, k, v))
         distances.append(float((ratio - 0.5).abs().max()))
@@ -183,7 +177,7 @@ def definition_errors(draws: int) -> dict[str, float]:
     """Errors of the three variants beside their definitions."""
     errors = {"shared": 0.0, "without input": 0.0, "NS-sigmoid": 0.0}
     for seed in range(draws):
-        x = Layer.draw(seed).x
+        x = DrawnLayer.draw(seed).x
         gates = {
             name: _draw_gate(seed, **how)
             for name, how in (("shared", dict(shared=True)), ("NS-sigmoid", dict(score="ns_sigmoid")))
@@ -200,8 +194,8 @@ def definition_errors(draws: int) -> dict[str, float]:
     return errors
 
 
-def _draw_gate(seed: int, **how: Any) -> Gate:
-    gate = Gate(WIDTH, HEADS, SIZE, "element", **how).double().requires_grad_(False)
+def _draw_gate(seed: int, **how: Any) -> GateModule:
+    gate = GateModule(WIDTH, HEADS, SIZE, "element", **how).double().requires_grad_(False)
     gate.weight.copy_(
         torch.randn(gate.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     )
@@ -214,8 +208,8 @@ def row_masses(draws: int) -> tuple[float, float, list[float]]:
     """
     after, within, values = 0.0, 0.0, []
     for seed in range(draws):
-        layer, causal = Layer.draw(seed), bool(seed % 2)
-        q, k, _ = layer.projected
+        layer, causal = DrawnLayer.draw(seed), bool(seed % 2)
+        q, k, _ = layer.projections
         for position in POSITIONS:
             gated = gated_module(layer, seed, position=position)
             sums = gated.map(q, k, layer.x, causal=causal).sum(-1)
@@ -234,14 +228,14 @@ def constant_gate_error(draws: int) -> float:
     """A gate that ignores the input, beside W_O with the gate in it and no gate."""
     errors = []
     for seed, per in product(range(draws), ("head", "element")):
-        layer = Layer.draw(seed)
+        layer = DrawnLayer.draw(seed)
         gated = gated_module(layer, seed, per=per, from_input=False)
-        q, k, v = layer.projected
+        q, k, v = layer.projections
         plain = attention_module("softmax", width=WIDTH, heads=HEADS, size=SIZE)(q, k, v, causal=True)
         # gates (H, size or 1, 1) on rows of W_O
         W_O = layer.W_O * gated.get_parameter("gate.weight").sigmoid()[..., None]
         inside = torch.einsum("bhte,hed->btd", plain, W_O)
-        errors.append(relative(layer.out(gated(q, k, v, layer.x, causal=True)), inside))
+        errors.append(relative_difference(layer.out(gated(q, k, v, layer.x, causal=True)), inside))
     return max(errors)
 
 
@@ -250,7 +244,7 @@ def gates_at_start() -> dict[str, float]:
     0.02).
     """
     torch.manual_seed(0)
-    gate = Gate(TRAINED_WIDTH, 4, 64, "element").requires_grad_(False)
+    gate = GateModule(TRAINED_WIDTH, 4, 64, "element").requires_grad_(False)
     gates = gate(torch.randn(1, 512, TRAINED_WIDTH))
     return {"mean": float(gates.mean()), "sd": float(gates.std())}
 
@@ -277,7 +271,7 @@ def measure_forms(setting: Setting) -> Results:
 
 
 def _closing_scores() -> Tensor:
-    gate = Gate(1, 1, 1, "element", score="ns_sigmoid").double().requires_grad_(False)
+    gate = GateModule(1, 1, 1, "element", score="ns_sigmoid").double().requires_grad_(False)
     gate.weight.fill_(1.0)
     return gate(torch.linspace(-40, 0, 81, dtype=torch.float64)[None, :, None])
 
@@ -325,7 +319,7 @@ def reading_errors(seed: int = 0) -> dict[str, float] | None:
     reference = attention(x, (cos[None], sin[None]), None, is_causal=True)[0]
     weights = {name: p.data for name, p in attention.named_parameters()}
     return {
-        name: relative(_explicit_layer(x, weights, name, config.rms_norm_eps), reference)
+        name: relative_difference(_explicit_layer(x, weights, name, config.rms_norm_eps), reference)
         for name in (PER_HEAD, HALVES, PER_GROUP)
     }
 

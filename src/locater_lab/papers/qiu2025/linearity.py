@@ -30,15 +30,16 @@ from torch import Tensor
 from locater.measures import ranks
 from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.compute import relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
-from locater_lab.papers.qiu2025.gate_forms import EXACT, Layer, gated_module, relative
+from locater_lab.papers.qiu2025.gate_forms import EXACT, DrawnLayer, gated_module
 
 # ---- c: the paper's own table ----
 
 
 @dataclass(frozen=True)
-class Variant:
+class GateVariant:
     """A row of Tables 1 and 4: a mixture-of-experts model of 15 billion parameters, 400 billion tokens."""
 
     name: str
@@ -49,14 +50,14 @@ class Variant:
     sink: float  # attention on the first token
 
 
-BASELINE = Variant("no gate", 0.0, 6.026, 1.0, 1053.0, 0.467)
+BASELINE = GateVariant("no gate", 0.0, 6.026, 1.0, 1053.0, 0.467)
 VARIANTS = (
-    Variant("after attention, per element", 201.0, 5.761, 0.116, 94.0, 0.048),
-    Variant("after attention, per head", 1.6, 5.792, 0.172, 98.0, 0.073),
-    Variant("on values, per element", 25.0, 5.820, 0.221, 125.0, 0.297),
-    Variant("after attention, shared by heads", 201.0, 5.801, 0.271, 286.0, 0.301),
-    Variant("without input", None, 5.917, 0.335, 471.0, 0.364),
-    Variant("NS-sigmoid", None, 5.900, 0.653, 892.0, 0.451),
+    GateVariant("after attention, per element", 201.0, 5.761, 0.116, 94.0, 0.048),
+    GateVariant("after attention, per head", 1.6, 5.792, 0.172, 98.0, 0.073),
+    GateVariant("on values, per element", 25.0, 5.820, 0.221, 125.0, 0.297),
+    GateVariant("after attention, shared by heads", 201.0, 5.801, 0.271, 286.0, 0.301),
+    GateVariant("without input", None, 5.917, 0.335, 471.0, 0.364),
+    GateVariant("NS-sigmoid", None, 5.900, 0.653, 892.0, 0.451),
 )
 
 TABLE_CLAIMS = (
@@ -112,7 +113,7 @@ def measure_table(setting: Setting) -> Results:
     return Results(measured, {"variants": [_variant_row(v) for v in (BASELINE, *VARIANTS)]})
 
 
-def _variant_row(variant: Variant) -> dict[str, Any]:
+def _variant_row(variant: GateVariant) -> dict[str, Any]:
     """As the page shows it, with the attention on the first token that is left behind the gate."""
     gate = None if variant is BASELINE else variant.gate
     return {**asdict(variant), "gate": gate, "acting": round(variant.gate * variant.sink, 3)}
@@ -238,8 +239,8 @@ def head_rank(seed: int, position: str, per: str) -> float:
     """Largest numerical rank of a head's share of the output (T, width), more tokens and channels than the head's
     size.
     """
-    layer = Layer.draw(seed, tokens=12)
-    q, k, v = layer.projected
+    layer = DrawnLayer.draw(seed, tokens=12)
+    q, k, v = layer.projections
     mixed = gated_module(layer, seed, position=position, per=per)(q, k, v, layer.x, causal=True)
     shares = torch.einsum("bhte,hed->bhtd", mixed, layer.W_O).flatten(0, 1)
     return float(ranks(shares).numerical.max()) / layer.W_O.shape[1]
@@ -252,8 +253,8 @@ def map_dimensions(seed: int, per: str, position: str = "output") -> float:
     By autograd through the mechanism with map and gates fixed: the Jacobian of the output of query i with respect to
     token j is A_ij times the map of the token whose gate acts.
     """
-    layer = Layer.draw(seed, tokens=10, key_heads=4)
-    q, k, _ = layer.projected
+    layer = DrawnLayer.draw(seed, tokens=10, key_heads=4)
+    q, k, _ = layer.projections
     gated = gated_module(layer, seed, position=position, per=per)
     options = gated.options(q, k, layer.x)
     last = q.shape[2] - 1
@@ -272,15 +273,15 @@ def map_dimensions(seed: int, per: str, position: str = "output") -> float:
 
 def merged_difference(seed: int) -> float:
     """A gate per head beside gate x (A X) M with M = W_V W_O made beforehand."""
-    layer = Layer.draw(seed, key_heads=4)
-    q, k, v = layer.projected
+    layer = DrawnLayer.draw(seed, key_heads=4)
+    q, k, v = layer.projections
     gated = gated_module(layer, seed)
     reference = layer.out(gated(q, k, v, layer.x, causal=True))
     A = mechanism("softmax").map(q, k, causal=True)
     gates = gated.options(q, k, layer.x)["gate"]
     M = layer.W_V @ layer.W_O  # (H, width, width)
     heads = torch.stack([gates[:, h] * (A[:, h] @ layer.x @ M[h]) for h in range(len(M))])
-    return relative(heads.sum(0), reference)
+    return relative_difference(heads.sum(0), reference)
 
 
 def ranks_and_spans(many: int) -> tuple[dict[str, float], dict[str, float]]:

@@ -5,7 +5,7 @@ The paper's models have 15 billion parameters and 400 billion tokens. These have
 tokens, so that every verdict is of this size alone. Softmax and one gate per head are at the better of two learning
 rates, variations at the higher of them.
 
-No head of these models has a sink, so claims on sinks are judged by other ones (`engine/sink_runs.py`), trained on more
+No head of these models has a sink, so claims on sinks are judged by other ones (`engine/mechanism_runs.py`), trained on more
 text by the recipe that grew the most. Where not one head of softmax has a sink there, nothing is said of sinks.
 
 Study f says which gates take a sink away, and which leave it; the models of study d have none.
@@ -21,13 +21,13 @@ from typing import Any
 
 from locater_lab.engine.arms import (
     difference,
-    ends_table,
     has_sink,
     mark_inconclusive,
     mean_of_arm,
     rank_correlation,
     study_of_arms,
     study_of_runs,
+    table_of_arms,
     uniform_first,
 )
 from locater_lab.engine.claims import Claim, Measurement, by_seed
@@ -38,7 +38,7 @@ from locater_lab.engine.mechanism_runs import (
     GATE,
     GATES,
     HERE,
-    LEFT,
+    NEARLY_GONE,
     NO_TEXT_SINK,
     ON_TEXT,
     PLAIN,
@@ -123,7 +123,7 @@ HOT_CLAIMS = (
 
 def training_table(runs: Runs, arms: Sequence[Arm]) -> dict[str, Any] | None:
     """Arms of one model as a page shows them, and whether the plain one has a sink; None without its runs."""
-    rows = ends_table(runs, arms)
+    rows = table_of_arms(runs, arms)
     shares = [end["first_mass"] for row in rows if row["arm"] == SOFTMAX.name for end in row["ends"]]
     if not shares:
         return None
@@ -253,8 +253,8 @@ SINK_CLAIMS = (
     Claim("f9", "The more the gates close, the smaller the sink", "rank correlation of mean gate with the first token's share over "
           f"{len(COPY_VARIANTS)} variants, seed by seed, {HERE}", "at least", 0.8, where="Table 4", bound="ours"),
     Claim("f10", "As it acts, the gate per element leaves a tenth at most", f"weight on the first token over that under softmax, {HERE}",
-          "at most", LEFT, by="ours"),
-    Claim("f11", "So does the gate per head", f"weight on the first token over that under softmax, {HERE}", "at most", LEFT, by="ours"),
+          "at most", NEARLY_GONE, by="ours"),
+    Claim("f11", "So does the gate per head", f"weight on the first token over that under softmax, {HERE}", "at most", NEARLY_GONE, by="ours"),
     Claim("f12", "The map behind a gate per head has no sink either: no more than even attention gives", OF_ROWS, "at most", UNIFORM,
           by="ours"),
 )  # fmt: skip

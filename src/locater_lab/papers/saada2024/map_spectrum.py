@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_lab.engine.arms import Line, difference, ends_table, study_of_arms
+from locater_lab.engine.arms import Line, difference, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX, SOFTMAX_MASKED, arm
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs
@@ -88,14 +88,14 @@ def random_map(T: int, seed: int, sigma: float = 1.0, name: str = "softmax", cau
     >>> bool((A.sum(-1) - 1).abs().max() < 1e-12), A.triu(1).abs().max().item()
     (True, 0.0)
     """
-    logits = math.sqrt(math.log1p(sigma**2)) * normal(T, T, seed=seed)
+    logits = math.sqrt(math.log1p(sigma**2)) * draw_normal(T, T, seed=seed)
     places = torch.eye(T, dtype=torch.float64)
     return mechanism(name).map(logits[None, None], places[None, None], scale=1.0, causal=causal)[0, 0]
 
 
 def orthonormal(T: int, seed: int) -> Float[Tensor, "T T"]:
     """T tokens of T channels, of length 1 and at right angles."""
-    return torch.linalg.qr(normal(T, T, seed=seed))[0]
+    return torch.linalg.qr(draw_normal(T, T, seed=seed))[0]
 
 
 def key_query_map(T: int, seed: int, deviation: float) -> tuple[Map, float]:
@@ -103,7 +103,7 @@ def key_query_map(T: int, seed: int, deviation: float) -> tuple[Map, float]:
     logits.
     """
     x = orthonormal(T, seed)
-    q, k = (x @ normal(T, T, seed=seed + n) * deviation for n in (101, 102))
+    q, k = (x @ draw_normal(T, T, seed=seed + n) * deviation for n in (101, 102))
     return mechanism("softmax").map(q[None, None], k[None, None])[0, 0], float((q @ k.mT / math.sqrt(T)).var())
 
 
@@ -126,10 +126,10 @@ def differential_ratio(T: int, lam: float, seed: int, independent: bool = True) 
     keys.
     """
     if independent:
-        q = math.sqrt(math.log(2)) * torch.cat([normal(T, T, seed=seed), normal(T, T, seed=seed + 1)], -1)
+        q = math.sqrt(math.log(2)) * torch.cat([draw_normal(T, T, seed=seed), draw_normal(T, T, seed=seed + 1)], -1)
         k, scale = torch.eye(T, dtype=torch.float64).repeat(1, 2), 1.0
     else:
-        q, k, scale = normal(T, 2 * HEAD, seed=seed), normal(T, 2 * HEAD, seed=seed + 1), HEAD**-0.5
+        q, k, scale = draw_normal(T, 2 * HEAD, seed=seed), draw_normal(T, 2 * HEAD, seed=seed + 1), HEAD**-0.5
     s = torch.linalg.svdvals(mechanism("differential").map(q[None, None], k[None, None], scale=scale, lam=lam)[0, 0])
     return float(s[0] / s[1])
 
@@ -364,7 +364,7 @@ def last_residual(line: Line) -> float:
 
 def residuals_by_depth(runs: Runs, one: Arm) -> list[list[float]]:
     """Layer and residual's share, mean over seeds; none where no run measured it."""
-    curves = [curve for line in one.so_far(runs) if (curve := residuals_of_line(line))]
+    curves = [curve for line in one.lines_so_far(runs) if (curve := residuals_of_line(line))]
     return [[n / 2, fmean(values)] for n, values in enumerate(zip(*curves, strict=True))]
 
 
@@ -377,7 +377,7 @@ def judge_training(runs: Runs) -> Results:
         "f5": difference(runs, CENTRED, SOFTMAX, last_residual),
     }
     curves = {one.name: curve for one in ARMS if (curve := residuals_by_depth(runs, one))}
-    return Results(measured, {"training_ends": ends_table(runs, ARMS), "residual_by_depth": curves})
+    return Results(measured, {"training_ends": table_of_arms(runs, ARMS), "residual_by_depth": curves})
 
 
 TRAINING_STUDY = study_of_arms("training without the outlier", TRAINING_CLAIMS, ARMS, judge_training)

@@ -37,7 +37,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal, log_slope
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.saada2024.map_spectrum import Map, orthonormal, random_map
@@ -97,7 +97,7 @@ WIDTH_CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Stack:
+class AttentionStack:
     """How a stack of attention is made. Weights are N(0, 1), which is the paper's code, or N(0, 1/T), which keeps a
     token's size.
     """
@@ -116,7 +116,7 @@ class Stack:
         )
 
     def weight(self, T: int, seed: int) -> Float[Tensor, "T T"]:
-        return normal(T, T, seed=seed) * (1.0 if self.weights == "unit" else T**-0.5)
+        return draw_normal(T, T, seed=seed) * (1.0 if self.weights == "unit" else T**-0.5)
 
 
 def excess_rank(x: Float[Tensor, "T d"]) -> float:
@@ -129,7 +129,7 @@ def excess_rank(x: Float[Tensor, "T d"]) -> float:
     return float((s[1:] / s[0]).pow(4).sum())
 
 
-def excess_ranks(stack: Stack, T: int, layers: int, seed: int) -> list[float]:
+def excess_ranks(stack: AttentionStack, T: int, layers: int, seed: int) -> list[float]:
     """Stable rank - 1 after every layer."""
     x, ranks = orthonormal(T, seed + 900_000), []
     for layer in range(layers):
@@ -142,22 +142,10 @@ def excess_ranks(stack: Stack, T: int, layers: int, seed: int) -> list[float]:
     return ranks
 
 
-def log_slope(lengths: Sequence[int], values: Sequence[float]) -> float:
-    """Slope of log values over log lengths, by least squares.
-
-    >>> round(log_slope([10, 100], [3.0, 0.03]), 6)
-    -2.0
-    """
-    x = torch.tensor(lengths, dtype=torch.float64).log()
-    y = torch.tensor(values, dtype=torch.float64).log()
-    x = x - x.mean()
-    return float((x * y).sum() / x.square().sum())
-
-
 ByTokens = dict[int, list[list[float]]]  # by tokens: a list of layers for each seed
 
 
-def ranks_by_tokens(stack: Stack, setting: Setting, layers: int = LAYERS) -> ByTokens:
+def ranks_by_tokens(stack: AttentionStack, setting: Setting, layers: int = LAYERS) -> ByTokens:
     """Stable rank - 1 by number of tokens, seed and layer."""
     seeds = range(SEEDS[setting.quick])
     return {T: [excess_ranks(stack, T, layers, seed) for seed in seeds] for T in LENGTHS[setting.quick]}
@@ -173,7 +161,7 @@ def unevenness(T: int, seed: int) -> list[float]:
     """The product of sigma^4 over maps up to every layer of a plain stack; sigma^2 = |A|_F^2 - 1, under 1 while T is
     small.
     """
-    maps = torch.stack([Stack().map(T, 1000 * seed + layer) for layer in range(LAYERS)])
+    maps = torch.stack([AttentionStack().map(T, 1000 * seed + layer) for layer in range(LAYERS)])
     return (maps.square().sum((1, 2)) - 1).square().cumprod(0).tolist()
 
 
@@ -181,7 +169,7 @@ def cure_error(T: int = 48, seed: int = 3) -> tuple[float, float, float]:
     """Of the centred mechanism from (A - J) v and A (I - J) v; of (I - J) A from A (I - J), of softmax and of a doubly
     stochastic map.
     """
-    q, k, v = (normal(1, 2, T, 8, seed=seed + n) for n in range(3))
+    q, k, v = (draw_normal(1, 2, T, 8, seed=seed + n) for n in range(3))
     A = (q @ k.mT / math.sqrt(8)).softmax(-1)
     J = torch.full((T, T), 1 / T, dtype=torch.float64)
     eye = torch.eye(T, dtype=torch.float64)
@@ -202,7 +190,7 @@ def with_norms_and_skips() -> list[dict[str, Any]]:
         for weights in WEIGHTS:
             row: dict[str, Any] = {"stack": name, "weights": WEIGHTS[weights]}
             for kind in ("softmax", "centred"):
-                stack = Stack(kind, norm=norm, skip=skip, weights=weights)
+                stack = AttentionStack(kind, norm=norm, skip=skip, weights=weights)
                 row[kind] = [excess_ranks(stack, HELPED_TOKENS, DEPTH, seed)[-1] for seed in range(HELPED_SEEDS)]
             rows.append(row)
     return rows
@@ -227,7 +215,7 @@ def measure_width(setting: Setting) -> Results:
 
 
 def _ranks_against_tokens(setting: Setting) -> Results:
-    plain, centred = ranks_by_tokens(Stack(), setting), ranks_by_tokens(Stack("centred"), setting)
+    plain, centred = ranks_by_tokens(AttentionStack(), setting), ranks_by_tokens(AttentionStack("centred"), setting)
     even = {
         T: [[x / u for x, u in zip(layers, unevenness(T, seed), strict=True)] for seed, layers in enumerate(draws)]
         for T, draws in plain.items()
@@ -254,7 +242,7 @@ def _ranks_against_depth(setting: Setting) -> Results:
     """The longest sequences, with the outlier, without it, and with the identity as attention map."""
     seeds, T = range(SEEDS[setting.quick]), LENGTHS[setting.quick][-1]
     ranks = {
-        name: [[1 + x for x in excess_ranks(Stack(name), T, DEPTH, seed)] for seed in seeds]
+        name: [[1 + x for x in excess_ranks(AttentionStack(name), T, DEPTH, seed)] for seed in seeds]
         for name in ("softmax", "centred", "identity")
     }
     fall = {name: [layers[-1] / layers[0] for layers in draws] for name, draws in ranks.items()}
@@ -322,12 +310,12 @@ GRADIENT_CLAIMS = (
 )  # fmt: skip
 
 STACK_KINDS = {
-    "with the outlier": Stack(),
-    "without": Stack("centred"),
-    "with the outlier, N(0, 1/T)": Stack(weights="usual"),
-    "without, N(0, 1/T)": Stack("centred", weights="usual"),
-    "with the outlier, causal": Stack(causal=True),
-    "without, causal": Stack("centred", causal=True),
+    "with the outlier": AttentionStack(),
+    "without": AttentionStack("centred"),
+    "with the outlier, N(0, 1/T)": AttentionStack(weights="usual"),
+    "without, N(0, 1/T)": AttentionStack("centred", weights="usual"),
+    "with the outlier, causal": AttentionStack(causal=True),
+    "without, causal": AttentionStack("centred", causal=True),
 }
 GRADIENT_CLAIM_KINDS = {  # claims, each by what layers add to the exponent of one stack
     "c2": "with the outlier",
@@ -338,7 +326,7 @@ GRADIENT_CLAIM_KINDS = {  # claims, each by what layers add to the exponent of o
 }
 
 
-def jacobian_norm(stack: Stack, T: int, layers: int, seed: int) -> float:
+def jacobian_norm(stack: AttentionStack, T: int, layers: int, seed: int) -> float:
     """||dX_L / dW_1||_F, from its two factors."""
     left = reduce(lambda x, layer: stack.map(T, 1000 * seed + layer) @ x, range(layers), orthonormal(T, seed + 900_000))
     eye = torch.eye(T, dtype=torch.float64)
@@ -346,7 +334,7 @@ def jacobian_norm(stack: Stack, T: int, layers: int, seed: int) -> float:
     return float(left.norm() * right.norm())
 
 
-def autograd_norm(stack: Stack, T: int, layers: int, seed: int) -> float:
+def autograd_norm(stack: AttentionStack, T: int, layers: int, seed: int) -> float:
     """The same from the whole Jacobian."""
     maps = [stack.map(T, 1000 * seed + layer) for layer in range(layers)]
     weights = [stack.weight(T, 1000 * seed + layer + 500) for layer in range(layers)]
@@ -360,7 +348,7 @@ def autograd_norm(stack: Stack, T: int, layers: int, seed: int) -> float:
     return float(torch.autograd.functional.jacobian(run, weights[0]).norm())
 
 
-def gradient_exponents(stack: Stack, lengths: Sequence[int], seeds: Sequence[int]) -> dict[int, list[float]]:
+def gradient_exponents(stack: AttentionStack, lengths: Sequence[int], seeds: Sequence[int]) -> dict[int, list[float]]:
     """The exponent of T in the norm of the derivative, by depth, for each seed."""
     return {
         layers: [log_slope(lengths, [jacobian_norm(stack, T, layers, seed) for T in lengths]) for seed in seeds]
@@ -435,7 +423,7 @@ def measure_causal(setting: Setting) -> Results:
         float((torch.linalg.eigvals(A).abs().sort().values - A.diagonal().sort().values).abs().max())
         for A in maps[lengths[0]]
     )
-    plain, centred = (ranks_by_tokens(Stack(name, causal=True), setting) for name in ("softmax", "centred"))
+    plain, centred = (ranks_by_tokens(AttentionStack(name, causal=True), setting) for name in ("softmax", "centred"))
 
     def slopes(values: Mapping[int, Sequence[float]]) -> list[float]:
         return [log_slope(lengths, [values[T][seed] for T in lengths]) for seed in seeds]

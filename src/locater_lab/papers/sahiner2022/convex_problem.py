@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal, relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 
 # ---- the problem and its solvers ----
@@ -238,7 +238,7 @@ LIFTING_CLAIMS = (
 )  # fmt: skip
 
 
-class Case(NamedTuple):
+class HeadsCase(NamedTuple):
     """Tokens and heads, drawn."""
 
     x: Tensor
@@ -247,56 +247,52 @@ class Case(NamedTuple):
     gates: Tensor
 
 
-def draw_case(number: int) -> Case:
+def draw_case(number: int) -> HeadsCase:
     n, s, d, c, m = CASE_SIZES[number]
-    return Case(
-        normal(n, s, d, seed=number),
-        normal(m, d, d, seed=100 + number),
-        normal(m, d, c, seed=200 + number),
-        normal(2, d, d, seed=300 + number),
+    return HeadsCase(
+        draw_normal(n, s, d, seed=number),
+        draw_normal(m, d, d, seed=100 + number),
+        draw_normal(m, d, c, seed=200 + number),
+        draw_normal(2, d, d, seed=300 + number),
     )
 
 
-def linear_difference(case: Case) -> float:
+def linear_difference(case: HeadsCase) -> float:
     """Between heads and their Z, linear attention."""
     direct = heads_output(case.x, case.maps, case.values).flatten(0, 1)
-    return _relative_difference(lifted_output(design(case.x), lift(case.maps, case.values)), direct)
+    return relative_difference(lifted_output(design(case.x), lift(case.maps, case.values)), direct)
 
 
-def gated_difference(case: Case) -> float:
+def gated_difference(case: HeadsCase) -> float:
     """The same with two gates; heads take them in turn."""
     turn = torch.arange(len(case.maps)) % 2
     direct = heads_output(case.x, case.maps, case.values, case.gates[turn]).flatten(0, 1)
     Z = torch.cat([lift(case.maps[turn == g], case.values[turn == g]) for g in range(2)])
-    return _relative_difference(lifted_output(design(case.x, case.gates), Z), direct)
+    return relative_difference(lifted_output(design(case.x, case.gates), Z), direct)
 
 
 def penalty_of_heads(maps: Tensor, values: Tensor) -> float:
     return float((maps.square().sum() + values.square().sum()) / 2)
 
 
-def recovery_difference(case: Case) -> float:
+def recovery_difference(case: HeadsCase) -> float:
     """Of the recovered heads' output and penalty."""
     Z = lift(case.maps, case.values)
     maps, values = recover_heads(Z[0], 1e-14)
-    output = _relative_difference(heads_output(case.x, maps, values), heads_output(case.x, case.maps, case.values))
+    output = relative_difference(heads_output(case.x, maps, values), heads_output(case.x, case.maps, case.values))
     return max(output, abs(penalty_of_heads(maps, values) / float(nuclear_norm(Z)) - 1))
 
 
-def least_penalty(case: Case, draws: int = 20) -> float:
+def least_penalty(case: HeadsCase, draws: int = 20) -> float:
     """Penalty over nuclear norm: maps mixed by a matrix R and values by its inverse have the same Z."""
     m, norm = len(case.maps), float(nuclear_norm(lift(case.maps, case.values)))
     ratios = [penalty_of_heads(case.maps, case.values) / norm]
     for seed in range(draws):
-        R = normal(m, m, seed=seed) + 2 * torch.eye(m, dtype=torch.float64)
+        R = draw_normal(m, m, seed=seed) + 2 * torch.eye(m, dtype=torch.float64)
         maps = torch.einsum("jm,mab->jab", R, case.maps)
         values = torch.einsum("mj,mlc->jlc", torch.linalg.inv(R), case.values)
         ratios.append(penalty_of_heads(maps, values) / norm)
     return min(ratios)
-
-
-def _relative_difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
 
 
 def measure_lifting(setting: Setting) -> Results:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex_problem import design, split_solve
 
@@ -69,7 +69,7 @@ CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Split:
+class ImageSplit:
     """Features (images, tokens, channels) and classes, to learn from, to choose by and to judge by."""
 
     x: tuple[Tensor, Tensor, Tensor]
@@ -105,7 +105,7 @@ def patches(pixels: Float[Tensor, "n side side"]) -> Float[Tensor, "n tokens pix
     return blocks.reshape(len(pixels), -1, PATCH * PATCH)
 
 
-def draw_split(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], seed: int, quick: bool) -> Split:
+def draw_split(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], seed: int, quick: bool) -> ImageSplit:
     """Images of a seed as frozen features; components are those of the images to learn from."""
     sizes = SIZES[quick]
     order = np.random.default_rng(seed).permutation(len(labels))[: sum(sizes)]
@@ -120,7 +120,7 @@ def draw_split(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], seed:
     x = torch.cat([torch.ones_like(parts[..., :1]), places, parts], 2)
     classes = torch.from_numpy(labels[order].astype(np.int64))
     first, second, third = x.split(sizes)
-    return Split((first, second, third), classes.split(sizes))
+    return ImageSplit((first, second, third), classes.split(sizes))
 
 
 def accuracy(outputs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
@@ -130,7 +130,7 @@ def accuracy(outputs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> 
 # --- heads: each returns accuracy on the split to choose by and on the split to judge by ---
 
 
-def accuracies_of(outputs: list[Tensor], data: Split) -> tuple[float, float]:
+def accuracies_of(outputs: list[Tensor], data: ImageSplit) -> tuple[float, float]:
     """Accuracies of outputs on the two splits that are not learned from."""
     first, second = (accuracy(x, y) for x, y in zip(outputs, data.labels[1:], strict=True))
     return first, second
@@ -146,7 +146,7 @@ def choose_best(results: Sequence[tuple[float, ...]]) -> tuple[float, float]:
     return best[0], best[1]
 
 
-def ridge_head(features: list[Tensor], data: Split) -> tuple[float, float]:
+def ridge_head(features: list[Tensor], data: ImageSplit) -> tuple[float, float]:
     """Least squares with a penalty on squares; features of the three parts."""
     learn = features[0]
     U, S, Vh = torch.linalg.svd(learn, full_matrices=False)
@@ -167,7 +167,7 @@ def pooled_design(x: Tensor, gates: Tensor | None) -> Tensor:
     return torch.cat(some)
 
 
-def convex_attention_head(features: list[Tensor], data: Split, steps: int) -> tuple[float, float, float]:
+def convex_attention_head(features: list[Tensor], data: ImageSplit, steps: int) -> tuple[float, float, float]:
     """The convex head; third, the largest duality gap over the objective."""
     results, gaps = [], []
     for solution in split_solve(features[0], data.targets, PENALTIES, steps):
@@ -177,7 +177,7 @@ def convex_attention_head(features: list[Tensor], data: Split, steps: int) -> tu
     return *choose_best(results), max(gaps)
 
 
-def mlp_head(data: Split, seed: int, quick: bool) -> tuple[float, float]:
+def mlp_head(data: ImageSplit, seed: int, quick: bool) -> tuple[float, float]:
     """One hidden layer of ReLU on every token, outputs averaged; width and epoch chosen on the split to choose by."""
     results = []
     for width in WIDTHS[quick]:
@@ -198,10 +198,10 @@ def mlp_head(data: Split, seed: int, quick: bool) -> tuple[float, float]:
     return choose_best(results)
 
 
-def accuracies_of_heads(data: Split, seed: int, quick: bool) -> dict[str, tuple[float, ...]]:
+def accuracies_of_heads(data: ImageSplit, seed: int, quick: bool) -> dict[str, tuple[float, ...]]:
     """Accuracies of every head."""
     d = data.x[0].shape[2]
-    gates = normal(GATES[quick], d, d, seed=seed)
+    gates = draw_normal(GATES[quick], d, d, seed=seed)
     linear = [pooled_design(x, None) for x in data.x]
     gated = [pooled_design(x, gates) for x in data.x]
     return {

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex_problem import (
     Design,
@@ -52,7 +52,7 @@ class Problems:
     def of(cls, parts: list[tuple[Design, Tensor]], b: float) -> Problems:
         return cls(torch.stack([phi for phi, _ in parts]), torch.stack([y for _, y in parts]), b)
 
-    def repeated(self, starts: int) -> Problems:
+    def repeat_starts(self, starts: int) -> Problems:
         return Problems(self.phi.repeat_interleave(starts, 0), self.y.repeat_interleave(starts, 0), self.b)
 
     def per_head(self, heads: int) -> Float[Tensor, "P rows m pairs d"]:
@@ -223,9 +223,9 @@ OPTIMA_CLAIMS = (
 
 def draw_problem(seed: int) -> tuple[Design, Tensor]:
     """A problem: Phi and targets."""
-    x = normal(SEQUENCES, TOKENS, WIDTH, seed=seed)
+    x = draw_normal(SEQUENCES, TOKENS, WIDTH, seed=seed)
     x = math.sqrt(WIDTH) * x / x.norm(dim=-1, keepdim=True)
-    return design(x), normal(SEQUENCES * TOKENS, OUTPUTS, seed=1000 + seed)
+    return design(x), draw_normal(SEQUENCES * TOKENS, OUTPUTS, seed=1000 + seed)
 
 
 def solve_problems() -> tuple[list[tuple[Design, Tensor]], Solutions]:
@@ -282,7 +282,7 @@ def measure_optima(setting: Setting) -> Results:
     parts, optima = solve_problems()
     ranks = [numerical_rank(Z[0]) for Z in optima.Z]
     starts = STARTS[setting.quick]
-    problems = Problems.of(parts, PENALTY).repeated(starts)
+    problems = Problems.of(parts, PENALTY).repeat_starts(starts)
     newton = {
         m: descend_by_newton(problems, m, m, NEWTON_STEPS) for m in setting.each(list(HEAD_COUNTS[setting.quick]))
     }
@@ -377,26 +377,26 @@ RELU_CLAIMS = (
 
 def draw_gated_problem(seed: int) -> tuple[Tensor, Tensor]:
     """Tokens of length sqrt(d) and normal targets."""
-    x = normal(GATED_SEQUENCES, GATED_TOKENS, GATED_WIDTH, seed=50 + seed)
-    return math.sqrt(GATED_WIDTH) * x / x.norm(dim=-1, keepdim=True), normal(
+    x = draw_normal(GATED_SEQUENCES, GATED_TOKENS, GATED_WIDTH, seed=50 + seed)
+    return math.sqrt(GATED_WIDTH) * x / x.norm(dim=-1, keepdim=True), draw_normal(
         GATED_SEQUENCES * GATED_TOKENS, GATED_OUTPUTS, seed=1050 + seed
     )
 
 
 def fixed_gates(starts: int) -> tuple[Solutions, Tensor]:
     """Convex optima, and relative distances of the best starts in heads."""
-    gates = normal(GATES, GATED_WIDTH, GATED_WIDTH, seed=7)
+    gates = draw_normal(GATES, GATED_WIDTH, GATED_WIDTH, seed=7)
     problems = Problems.of([(design(x, gates), y) for x, y in map(draw_gated_problem, range(SETS))], GATED_PENALTY)
     optima = solve(problems.phi, problems.y, GATED_PENALTY, SOLVER_STEPS, 1e-9)
-    objectives = descend_by_newton(problems.repeated(starts), GATES * GATED_MOST, 1, GATED_STEPS).objective
+    objectives = descend_by_newton(problems.repeat_starts(starts), GATES * GATED_MOST, 1, GATED_STEPS).objective
     return optima, objectives.reshape(SETS, starts).min(1).values / optima.objective - 1
 
 
 def train_relu_heads(x: Tensor, y: Tensor, steps: int, rate: float = 0.03) -> tuple[Tensor, Tensor]:
     """ReLU attention on P problems by Adam: objectives, and query-key maps (P, heads, d, d)."""
     P = len(x)
-    maps = (0.3 * normal(P, RELU_HEADS, GATED_WIDTH, GATED_WIDTH, seed=1)).requires_grad_()
-    values = (0.3 * normal(P, RELU_HEADS, GATED_WIDTH, GATED_OUTPUTS, seed=2)).requires_grad_()
+    maps = (0.3 * draw_normal(P, RELU_HEADS, GATED_WIDTH, GATED_WIDTH, seed=1)).requires_grad_()
+    values = (0.3 * draw_normal(P, RELU_HEADS, GATED_WIDTH, GATED_OUTPUTS, seed=2)).requires_grad_()
 
     def objectives() -> Tensor:
         weights = torch.einsum("znsa,zmab,znub->znmsu", x, maps, x).clamp_min(0)

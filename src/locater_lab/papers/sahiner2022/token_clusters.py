@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex_problem import design, recover_heads, solve
 from locater_lab.papers.sahiner2022.optima import head_rows
@@ -50,7 +50,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-class Batch(NamedTuple):
+class ClusterBatch(NamedTuple):
     """Tokens (n, s, d), targets by task (n, s), and which pairs share a cluster."""
 
     x: Tensor
@@ -58,21 +58,21 @@ class Batch(NamedTuple):
     same: Bool[Tensor, "n s s"]
 
 
-def draw_batch(seed: int, sequences: int) -> Batch:
+def draw_batch(seed: int, sequences: int) -> ClusterBatch:
     g = torch.Generator().manual_seed(seed)
     cluster = torch.randint(CLUSTERS, (sequences, TOKENS), generator=g)
     corner = torch.nn.functional.one_hot(cluster, CLUSTERS).double()
     x = torch.cat(
         [
-            corner + JITTER * normal(sequences, TOKENS, CLUSTERS, seed=seed + 1),
-            normal(sequences, TOKENS, WIDTH - CLUSTERS, seed=seed + 2),
+            corner + JITTER * draw_normal(sequences, TOKENS, CLUSTERS, seed=seed + 1),
+            draw_normal(sequences, TOKENS, WIDTH - CLUSTERS, seed=seed + 2),
         ],
         2,
     )
     same = cluster[:, :, None] == cluster[:, None]
     value = x[:, :, VALUE]
     own = torch.einsum("ntu,nu->nt", same.double(), value) / TOKENS
-    return Batch(x, {"own": own, "all": value.mean(1, keepdim=True).expand_as(own)}, same)
+    return ClusterBatch(x, {"own": own, "all": value.mean(1, keepdim=True).expand_as(own)}, same)
 
 
 def value_map(Z: Float[Tensor, "pairs d c"]) -> Float[Tensor, "d d"]:

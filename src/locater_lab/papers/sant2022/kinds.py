@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 
@@ -89,7 +89,7 @@ KINDS_CLAIMS = (
 
 
 def draw_operands(seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (normal(1, KIND_HEADS, T, KIND_SIZE, seed=10 * seed + i) for i in range(3))
+    q, k, v = (draw_normal(1, KIND_HEADS, T, KIND_SIZE, seed=10 * seed + i) for i in range(3))
     return q, k, v
 
 
@@ -98,7 +98,7 @@ def full_error(seed: int) -> float:
     width, T = KIND_HEADS * KIND_SIZE, 7
     torch.manual_seed(seed)
     layer = nn.MultiheadAttention(width, KIND_HEADS, bias=False, batch_first=True, dtype=torch.float64)
-    x = normal(2, T, width, seed=seed)
+    x = draw_normal(2, T, width, seed=seed)
     q, k, v = (
         y.unflatten(2, (KIND_HEADS, KIND_SIZE)).transpose(1, 2) for y in (x @ layer.in_proj_weight.mT).chunk(3, -1)
     )
@@ -118,7 +118,7 @@ def local_change(seed: int, window: int = 6) -> tuple[float, float]:
     plain = attend(q, k, v)[:, :, at]
     changes = []
     for chosen in (~inside, inside):
-        others = [torch.where(chosen[:, None], normal(*x.shape, seed=seed + 999), x) for x in (k, v)]
+        others = [torch.where(chosen[:, None], draw_normal(*x.shape, seed=seed + 999), x) for x in (k, v)]
         changes.append((attend(q, *others)[:, :, at] - plain).abs().max().item())
     return changes[0], changes[1]
 
@@ -135,8 +135,8 @@ def convolution_error(seed: int) -> float:
     taps, stride = TAPS[seed % 3]
     T = 9 + seed % 7
     q, k, v = draw_operands(seed, T)
-    kernels = [normal(1, KIND_HEADS, taps, KIND_SIZE, seed=seed + i) for i in (50, 51)]
-    biases = [normal(1, KIND_HEADS, 1, KIND_SIZE, seed=seed + i) for i in (52, 53)]
+    kernels = [draw_normal(1, KIND_HEADS, taps, KIND_SIZE, seed=seed + i) for i in (50, 51)]
+    biases = [draw_normal(1, KIND_HEADS, 1, KIND_SIZE, seed=seed + i) for i in (52, 53)]
     short = []
     for x, kernel, bias in zip((k, v), kernels, biases, strict=True):
         heads = []
@@ -233,7 +233,7 @@ LENGTHS = (64, 250, 1000, 4000, 16000)
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Equal layers: how many, a letter per head, and the kernel of compressed heads."""
 
     layers: int
@@ -242,16 +242,16 @@ class Group:
     stride: int = 2
 
 
-LAYOUTS: dict[str, tuple[Group, ...]] = {
-    "lc": (Group(12, "llcc"),),
-    "v1": (Group(6, "lccc"), Group(6, "llcc")),
-    "v2": (Group(3, "lccc"), Group(5, "lllc"), Group(4, "llcc")),
-    "full mix": (Group(2, "cccc"), Group(6, "llcc"), Group(4, "ffcc", 7, 3)),
+LAYOUTS: dict[str, tuple[LayerGroup, ...]] = {
+    "lc": (LayerGroup(12, "llcc"),),
+    "v1": (LayerGroup(6, "lccc"), LayerGroup(6, "llcc")),
+    "v2": (LayerGroup(3, "lccc"), LayerGroup(5, "lllc"), LayerGroup(4, "llcc")),
+    "full mix": (LayerGroup(2, "cccc"), LayerGroup(6, "llcc"), LayerGroup(4, "ffcc", 7, 3)),
 }
-SINGLE_KINDS: dict[str, tuple[Group, ...]] = {
-    "full": (Group(12, "ffff"),),
-    "local": (Group(12, "llll"),),
-    "compressed": (Group(12, "cccc"),),
+SINGLE_KINDS: dict[str, tuple[LayerGroup, ...]] = {
+    "full": (LayerGroup(12, "ffff"),),
+    "local": (LayerGroup(12, "llll"),),
+    "compressed": (LayerGroup(12, "cccc"),),
 }
 
 LAYOUT_CLAIMS = (
@@ -327,7 +327,7 @@ def head_scores(kind: str, T: int, taps: int = 5, stride: int = 2, window: int =
     return T * (2 * half + 1) - half * (half + 1)
 
 
-def layout_scores(groups: Sequence[Group], T: int) -> int:
+def layout_scores(groups: Sequence[LayerGroup], T: int) -> int:
     return sum(
         group.layers * head_scores(kind, T, group.taps, group.stride) for group in groups for kind in group.kinds
     )
@@ -343,13 +343,13 @@ def multiplications(T: int, taps: int, stride: int, size: int = 8) -> int:
     return int(counter.get_total_flops()) // 2
 
 
-def is_whole(groups: Sequence[Group]) -> bool:
+def is_whole(groups: Sequence[LayerGroup]) -> bool:
     """Whether a layout has 12 layers of 4 heads, of known kinds."""
     known = all(len(group.kinds) == HEADS and set(group.kinds) <= set("flc") for group in groups)
     return known and sum(group.layers for group in groups) == LAYERS
 
 
-def cost_row(name: str, groups: Sequence[Group]) -> dict[str, Any]:
+def cost_row(name: str, groups: Sequence[LayerGroup]) -> dict[str, Any]:
     """Heads of each kind, scores as a share of full attention's by length, and growth at the longest."""
     longest = LENGTHS[-1]
     return {

@@ -25,9 +25,9 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.inputs.text import batches
 from locater.numerics import spearman
-from locater_lab.engine.arms import Line, difference, end_of, ends_table, rank_correlation, study_of_arms
+from locater_lab.engine.arms import Line, difference, final_numbers, rank_correlation, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs
@@ -96,8 +96,10 @@ RELEVANCE_CLAIMS = (
 
 def draw_heads(seed: int, samples: int = DRAWN_SAMPLES) -> tuple[Float[Tensor, "B H T E"], Float[Tensor, "W HE"]]:
     """Heads of different strengths, which differ by sample."""
-    heads = normal(samples, HEADS, TOKENS, SIZE, seed=seed) * normal(samples, HEADS, 1, 1, seed=seed + 1).exp()
-    return heads, normal(WIDTH, HEADS * SIZE, seed=seed + 2)
+    heads = (
+        draw_normal(samples, HEADS, TOKENS, SIZE, seed=seed) * draw_normal(samples, HEADS, 1, 1, seed=seed + 1).exp()
+    )
+    return heads, draw_normal(WIDTH, HEADS * SIZE, seed=seed + 2)
 
 
 def relevance_in_loops(heads: Tensor, weight: Tensor) -> list[float]:
@@ -116,7 +118,7 @@ def invariance_error(seed: int) -> float:
     """Largest change by bases inside heads, order of tokens, and scale."""
     heads, weight = draw_heads(seed)
     plain = head_relevance(heads, weight)
-    basis = normal(HEADS, SIZE, SIZE, seed=seed + 3) + 3 * torch.eye(SIZE, dtype=torch.float64)
+    basis = draw_normal(HEADS, SIZE, SIZE, seed=seed + 3) + 3 * torch.eye(SIZE, dtype=torch.float64)
     turned = torch.cat([weight[:, h * SIZE : (h + 1) * SIZE] @ torch.linalg.inv(basis[h]).mT for h in range(HEADS)], 1)
     changes = [
         head_relevance(heads @ basis, turned),
@@ -126,22 +128,22 @@ def invariance_error(seed: int) -> float:
     return max((x - plain).abs().max().item() for x in changes)
 
 
-def turned_stream_shares(seed: int) -> tuple[float, float]:
+def rotated_stream_shares(seed: int) -> tuple[float, float]:
     """Share of a head that writes to one channel beside one as strong that writes to all; as it is, and with the stream
     turned.
     """
-    heads = normal(DRAWN_SAMPLES, 2, TOKENS, 1, seed=seed)
+    heads = draw_normal(DRAWN_SAMPLES, 2, TOKENS, 1, seed=seed)
     weight = torch.zeros(WIDTH, 2, dtype=torch.float64)
     weight[0, 0] = 1.0
-    weight[:, 1] = normal(WIDTH, seed=seed + 1)
+    weight[:, 1] = draw_normal(WIDTH, seed=seed + 1)
     weight[:, 1] /= weight[:, 1].norm()
-    turn = torch.linalg.qr(normal(WIDTH, WIDTH, seed=seed + 2)).Q
+    turn = torch.linalg.qr(draw_normal(WIDTH, WIDTH, seed=seed + 2)).Q
     return head_relevance(heads, weight)[0].item(), head_relevance(heads, turn @ weight)[0].item()
 
 
 def cancelling_heads() -> dict[str, float]:
     """Four heads, of which the first two write opposite things; their relevance, and what leaving both out changes."""
-    heads, weight = normal(DRAWN_SAMPLES, HEADS, TOKENS, SIZE, seed=0), normal(WIDTH, HEADS * SIZE, seed=1)
+    heads, weight = draw_normal(DRAWN_SAMPLES, HEADS, TOKENS, SIZE, seed=0), draw_normal(WIDTH, HEADS * SIZE, seed=1)
     heads[:, 0] *= 9
     heads[:, 1] = heads[:, 0]
     weight[:, SIZE : 2 * SIZE] = -weight[:, :SIZE]
@@ -169,7 +171,7 @@ def measure_relevance(setting: Setting) -> Results:
             exact.append((shares - loops).abs().max().item())
         once.append(abs(head_relevance(heads[:1], weight).sum().item() - 1))
         medians.append(shares.sum().item() - 1)
-    pairs = [turned_stream_shares(10 * seed) for seed in seeds]
+    pairs = [rotated_stream_shares(10 * seed) for seed in seeds]
     undone = cancelling_heads()
     measured = {
         "c1": Measurement(max(exact), 0.0, f"none: the largest of {len(exact)} draws"),
@@ -424,14 +426,14 @@ def unevenness(line: Line) -> float:
 
 def evenness_correlation(runs: Runs) -> Measurement | None:
     """Over arms, seed by seed; None until all arms are whole and measured."""
-    if any(math.isnan(unevenness(line)) for each in ARMS for line in each.ends(runs) or ()):
+    if any(math.isnan(unevenness(line)) for each in ARMS for line in each.final_lines(runs) or ()):
         return None
     return rank_correlation(runs, ARMS, unevenness, "report_loss")
 
 
 def better_mix(runs: Runs) -> Arm | None:
     """The mix with the lower loss on the select split, over the seeds that both have; None while one is not whole."""
-    full, mix = FULL_MIX.ends(runs), LOCAL_COMPRESSED_MIX.ends(runs)
+    full, mix = FULL_MIX.final_lines(runs), LOCAL_COMPRESSED_MIX.final_lines(runs)
     if full is None or mix is None:
         return None
     return (
@@ -450,14 +452,14 @@ def judge_training(runs: Runs) -> Results:
         "e4": difference(runs, LOCAL_COMPRESSED_MIX, SOFTMAX_MASKED, unevenness),
         "e5": evenness_correlation(runs),
     }
-    arms = ends_table(runs, ARMS, _end_of_line)
+    arms = table_of_arms(runs, ARMS, _end_of_line)
     table = {"arms": arms, "layers": MASKED.layers, "heads": MASKED.heads}
     return Results(measured, {"mixed_heads": table} if arms else {})
 
 
 def _end_of_line(line: Line) -> dict[str, Any]:
     uneven = unevenness(line)
-    return {**end_of(line), "unevenness": None if math.isnan(uneven) else uneven}
+    return {**final_numbers(line), "unevenness": None if math.isnan(uneven) else uneven}
 
 
 TRAINING_STUDY = study_of_arms("mixed heads in training", TRAINING_CLAIMS, ARMS, judge_training)

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from locater.measures import token_cosine
 from locater.numerics import spearman
-from locater_lab.engine.arms import Line, difference, ends_table, mean_of_arm, study_of_arms
+from locater_lab.engine.arms import Line, difference, mean_of_arm, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm, at_lower_rates
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs
@@ -88,7 +88,7 @@ THEOREM_CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Weights:
+class BlockWeights:
     """One block; weights act from the right."""
 
     W_QK: Float[Tensor, "heads width width"]
@@ -102,7 +102,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Step:
+class BlockStep:
     """What one block did."""
 
     size: float
@@ -112,7 +112,7 @@ class Step:
     cosine: float  # before
 
 
-def post_block(x: Float[Tensor, "tokens width"], w: Weights) -> tuple[Tensor, float, float]:
+def post_block(x: Float[Tensor, "tokens width"], w: BlockWeights) -> tuple[Tensor, float, float]:
     """Tokens after the block, v, and sigma_1 sigma_2."""
     a = (x @ w.W_QK @ x.mT / math.sqrt(x.shape[1])).softmax(-1)
     y = x + (a @ x @ w.W_VO).sum(0)
@@ -123,35 +123,36 @@ def post_block(x: Float[Tensor, "tokens width"], w: Weights) -> tuple[Tensor, fl
     return layer_norm(z), (1 + w.s**2) * (1 + len(a) * w.s * largest**0.5) / sigma, sigma
 
 
-def run_draw(seed: int) -> Step:
+def run_draw(seed: int) -> BlockStep:
     """Tokens as a norm leaves them, Gaussian weights of one of five sizes, one to four heads, some attention sharp."""
     n, heads, size = THEOREM_TOKENS[seed % 3], 1 + seed % 4, WEIGHT_SIZES[seed % 5]
     x = layer_norm(
-        (0.1, 1.0)[seed % 2] * normal(n, THEOREM_WIDTH, seed=seed) + normal(1, THEOREM_WIDTH, seed=seed + 10_000)
+        (0.1, 1.0)[seed % 2] * draw_normal(n, THEOREM_WIDTH, seed=seed)
+        + draw_normal(1, THEOREM_WIDTH, seed=seed + 10_000)
     )
     sharp = (1.0, 4.0)[seed // 7 % 2] / math.sqrt(THEOREM_WIDTH)
-    w = Weights(
-        sharp * normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 20_000),
-        size / math.sqrt(THEOREM_WIDTH) * normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 30_000),
-        size / math.sqrt(THEOREM_WIDTH) * normal(THEOREM_WIDTH, 4 * THEOREM_WIDTH, seed=seed + 40_000),
-        size / math.sqrt(4 * THEOREM_WIDTH) * normal(4 * THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 50_000),
+    w = BlockWeights(
+        sharp * draw_normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 20_000),
+        size / math.sqrt(THEOREM_WIDTH) * draw_normal(heads, THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 30_000),
+        size / math.sqrt(THEOREM_WIDTH) * draw_normal(THEOREM_WIDTH, 4 * THEOREM_WIDTH, seed=seed + 40_000),
+        size / math.sqrt(4 * THEOREM_WIDTH) * draw_normal(4 * THEOREM_WIDTH, THEOREM_WIDTH, seed=seed + 50_000),
     )
     return _step(x, w, size)[1]
 
 
-def _step(x: Tensor, w: Weights, size: float) -> tuple[Tensor, Step]:
+def _step(x: Tensor, w: BlockWeights, size: float) -> tuple[Tensor, BlockStep]:
     y, v, sigma = post_block(x, w)
-    return y, Step(size, v, distance_from_equal(y) / distance_from_equal(x), sigma, token_cosine(x[None]).item())
+    return y, BlockStep(size, v, distance_from_equal(y) / distance_from_equal(x), sigma, token_cosine(x[None]).item())
 
 
-def run_built_stack(shared: float) -> list[Step]:
+def run_built_stack(shared: float) -> list[BlockStep]:
     """Blocks whose heads all copy what they see, W_VO = s 1: what tokens share grows by 1 + h s, what differs by 1 + h
     s sqrt(lambda).
     """
     one = torch.eye(THEOREM_WIDTH, dtype=torch.float64)
     heads = one.expand(BUILT_HEADS, -1, -1)
-    w = Weights(0.5 * heads, BUILT * heads, BUILT * one, BUILT * one)
-    x = layer_norm(normal(BUILT_TOKENS, THEOREM_WIDTH, seed=0) + shared * normal(1, THEOREM_WIDTH, seed=1))
+    w = BlockWeights(0.5 * heads, BUILT * heads, BUILT * one, BUILT * one)
+    x = layer_norm(draw_normal(BUILT_TOKENS, THEOREM_WIDTH, seed=0) + shared * draw_normal(1, THEOREM_WIDTH, seed=1))
     steps = []
     for _ in range(BUILT_DEPTH):
         x, step = _step(x, w, BUILT)
@@ -159,13 +160,13 @@ def run_built_stack(shared: float) -> list[Step]:
     return steps
 
 
-def rank_correlation_with_kept(steps: Sequence[Step], name: str) -> float:
+def rank_correlation_with_kept(steps: Sequence[BlockStep], name: str) -> float:
     """Rank correlation of a number of the steps with what is kept of d."""
     x, y = (torch.tensor([getattr(step, key) for step in steps], dtype=torch.float64) for key in (name, "kept"))
     return spearman(x, y) or 0.0
 
 
-def correlation_by_parts(draws: Sequence[Step], name: str) -> Measurement:
+def correlation_by_parts(draws: Sequence[BlockStep], name: str) -> Measurement:
     """The correlation in each part of the draws; that of all draws is beside them."""
     ends = [len(draws) * n // PARTS for n in range(PARTS + 1)]
     values = [rank_correlation_with_kept(draws[start:end], name) for start, end in pairwise(ends)]
@@ -203,7 +204,7 @@ def measure_theorem(setting: Setting) -> Results:
     return Results(measured, tables)
 
 
-def _step_row(size: float, steps: Sequence[Step]) -> dict[str, float]:
+def _step_row(size: float, steps: Sequence[BlockStep]) -> dict[str, float]:
     return {
         "size": size,
         "least_v": min(step.v for step in steps),
@@ -249,20 +250,20 @@ def cosines_by_depth(
     """Mean cosine of tokens before the first layer and after each."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def draw_normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    x = layer_norm(normal(STACK_TOKENS, STACK_WIDTH))
+    x = layer_norm(draw_normal(STACK_TOKENS, STACK_WIDTH))
     later = torch.ones(STACK_TOKENS, STACK_TOKENS, dtype=torch.bool).triu(1)
     states = [x]
     for _ in range(depth):
         W_QK, W_VO = (
-            normal(STACK_HEADS, STACK_WIDTH, STACK_WIDTH) / math.sqrt(STACK_WIDTH),
-            gain * normal(STACK_HEADS, STACK_WIDTH, STACK_WIDTH) / math.sqrt(STACK_WIDTH * STACK_HEADS),
+            draw_normal(STACK_HEADS, STACK_WIDTH, STACK_WIDTH) / math.sqrt(STACK_WIDTH),
+            gain * draw_normal(STACK_HEADS, STACK_WIDTH, STACK_WIDTH) / math.sqrt(STACK_WIDTH * STACK_HEADS),
         )
         W_in, W_out = (
-            gain * normal(STACK_WIDTH, 4 * STACK_WIDTH) / math.sqrt(STACK_WIDTH),
-            gain * normal(4 * STACK_WIDTH, STACK_WIDTH) / math.sqrt(2 * STACK_WIDTH),
+            gain * draw_normal(STACK_WIDTH, 4 * STACK_WIDTH) / math.sqrt(STACK_WIDTH),
+            gain * draw_normal(4 * STACK_WIDTH, STACK_WIDTH) / math.sqrt(2 * STACK_WIDTH),
         )
         for number in range(2):
             y = x if post else layer_norm(x)
@@ -362,7 +363,7 @@ def correlation_with_depth(line: Line) -> float:
 
 def mean_curve(runs: Runs, one: Arm, name: str) -> list[float]:
     """Means over seeds, by half-block; empty where it was not measured."""
-    lines = [states for line in one.so_far(runs) if (states := half_block_measures(line, name))]
+    lines = [states for line in one.lines_so_far(runs) if (states := half_block_measures(line, name))]
     return [fmean(values) for values in zip(*lines, strict=True)]
 
 
@@ -381,7 +382,7 @@ def judge_fusion(runs: Runs) -> Results:
         for name in ("cosine", "centred_cosine")
     }
     return Results(
-        measured, {"fusion_ends": ends_table(runs, ARMS), "fusion_curves": curves, "fusion_layers": MASKED.layers}
+        measured, {"fusion_ends": table_of_arms(runs, ARMS), "fusion_curves": curves, "fusion_layers": MASKED.layers}
     )
 
 

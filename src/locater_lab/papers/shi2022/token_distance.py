@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from locater.measures import ranks, token_cosine, token_residual
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 
 # ---- a: what the cosine of tokens sees ----
@@ -93,8 +93,8 @@ def mean_cosine_by_pairs(x: Tokens) -> float:
 def identity_errors(seed: int) -> tuple[float, float]:
     """Errors of a1 and a2 on one draw; lengths of tokens differ by up to a thousand."""
     n, width = (2, 5, 12)[seed % 3], (3, 16)[seed % 2]
-    x = (normal(n, width, seed=seed) + (seed % 4) * normal(1, width, seed=seed + 1)) * (
-        3 * normal(n, 1, seed=seed + 2)
+    x = (draw_normal(n, width, seed=seed) + (seed % 4) * draw_normal(1, width, seed=seed + 1)) * (
+        3 * draw_normal(n, 1, seed=seed + 2)
     ).exp()
     cosine = token_cosine(x[None]).item()
     units = x / x.norm(dim=1, keepdim=True)
@@ -120,9 +120,9 @@ def measure_cosine(setting: Setting) -> Results:
     """Identities on draws; then a shared vector that grows, and tokens in ever more directions."""
     errors = [identity_errors(seed) for seed in range(COSINE_DRAWS[setting.quick])]
     seeds = range(SEEDS[setting.quick])
-    own = {seed: normal(TOKENS, WIDTH, seed=seed) for seed in seeds}
-    shifted = {c: [token_readings(own[s] + c * normal(1, WIDTH, seed=s + 1000)) for s in seeds] for c in SHARED}
-    few = {r: [token_readings(own[s][:, :r] @ normal(r, WIDTH, seed=s + 2000)) for s in seeds] for r in DIRECTIONS}
+    own = {seed: draw_normal(TOKENS, WIDTH, seed=seed) for seed in seeds}
+    shifted = {c: [token_readings(own[s] + c * draw_normal(1, WIDTH, seed=s + 1000)) for s in seeds] for c in SHARED}
+    few = {r: [token_readings(own[s][:, :r] @ draw_normal(r, WIDTH, seed=s + 2000)) for s in seeds] for r in DIRECTIONS}
     plain = [draw["centred_rank"] for draw in shifted[0.0]]
     lost = [
         1 - draw["centred_rank"] / plain[s]
@@ -192,7 +192,7 @@ BOUNDS_CLAIMS = (
 
 def attention_map(seed: int, n: int, logits: float, causal: bool) -> Float[Tensor, "n n"]:
     """softmax of independent normal logits."""
-    x = logits * normal(n, n, seed=seed)
+    x = logits * draw_normal(n, n, seed=seed)
     return (x.masked_fill(torch.ones_like(x, dtype=torch.bool).triu(1), -math.inf) if causal else x).softmax(-1)
 
 
@@ -220,11 +220,11 @@ def least_deviation(x: Float[Tensor, "tokens width"]) -> float:
 def bound_shares(seed: int) -> dict[str, float]:
     """How much of each bound one draw uses."""
     n, width, size = (4, 16, 48)[seed % 3], (6, 24)[seed % 2], (0.1, 1.0, 4.0)[seed // 3 % 3]
-    x = size * normal(n, width, seed=seed) + normal(1, width, seed=seed + 10_000)
+    x = size * draw_normal(n, width, seed=seed) + draw_normal(1, width, seed=seed + 10_000)
     a = attention_map(seed + 20_000, n, (0.3, 1.0, 4.0)[seed // 2 % 3], causal=seed % 4 > 1)
-    W, gain = normal(width, width, seed=seed + 30_000), normal(width, seed=seed + 40_000)
+    W, gain = draw_normal(width, width, seed=seed + 30_000), draw_normal(width, seed=seed + 40_000)
     before = distance_from_equal(x)
-    near = (0.2 + 0.4 * (seed % 5)) * normal(n, width, seed=seed + 50_000) + 1.5
+    near = (0.2 + 0.4 * (seed % 5)) * draw_normal(n, width, seed=seed + 50_000) + 1.5
     direction = torch.linalg.eigh(a.mT @ (a - a.mean(0)))[1][:, -1:]
     return {
         "attention": distance_from_equal(a @ x) / (attention_eigenvalue(a) ** 0.5 * before),

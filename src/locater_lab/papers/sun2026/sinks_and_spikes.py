@@ -43,7 +43,7 @@ from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism, mechanisms
 from locater_lab.mechanisms.modules import attention_module
-from locater_lab.train.measures import SINK, of_map
+from locater_lab.train.measures import SINK, map_numbers
 
 # ---- a: sinks and spikes as numbers ----
 
@@ -98,7 +98,7 @@ def planted_head(seed: int, strength: float, at: int, spread: float = 1.0) -> tu
 
 
 def metric_errors(heads: int) -> tuple[float, float]:
-    """Of alpha in the streaming statistics, and of the two counts of `of_map`, against loops."""
+    """Of alpha in the streaming statistics, and of the two counts of `map_numbers`, against loops."""
     worst, wrong = 0.0, 0
     for seed in range(heads):
         q, k = planted_head(seed, strength=8.0 * seed / heads, at=(seed % 3) * LENGTH // 4)
@@ -107,7 +107,7 @@ def metric_errors(heads: int) -> tuple[float, float]:
         maps = (q @ k.mT).masked_fill(~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
         plain = alpha_in_loops(maps[0, 0].tolist())
         worst = max(worst, *(abs(a - b) for a, b in zip(streamed[0, 0].tolist(), plain, strict=True)))
-        counted = of_map(maps, causal=True)
+        counted = map_numbers(maps, causal=True)
         wrong += counted["sink_rate"] != (plain[0] > THRESHOLD)
         wrong += counted["sink_ratio"] != any(alpha > THRESHOLD for alpha in plain[: LENGTH // 2])
     return worst, float(wrong)
@@ -126,7 +126,7 @@ def massive_errors(states: int) -> float:
 def uniform_limit() -> int:
     """The longest uniform causal map with sum_i 1/i / T > 0.3."""
     T = 1
-    while of_map(_uniform(T + 1), causal=True)["sink_rate"] == 1.0:
+    while map_numbers(_uniform(T + 1), causal=True)["sink_rate"] == 1.0:
         T += 1
     return T
 
@@ -144,7 +144,7 @@ def shares_called_sinks(heads: int, spread: float) -> tuple[float, float]:
     q, k = (torch.randn(1, heads, LENGTH, 64, generator=generator) for _ in range(2))
     logits = spread * (q @ k.mT) / 8
     maps = logits.masked_fill(~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
-    counted = of_map(maps, causal=True)
+    counted = map_numbers(maps, causal=True)
     return float(counted["sink_rate"] or 0.0), float(counted["sink_ratio"] or 0.0)
 
 
@@ -159,15 +159,15 @@ def share_interval(count: int, of: int, level: float = 0.05) -> tuple[float, flo
         logs = (math.lgamma(of + 1) - math.lgamma(i + 1) - math.lgamma(of - i + 1) for i in range(k + 1))
         return math.fsum(math.exp(c + i * math.log(p) + (of - i) * math.log1p(-p)) for i, c in enumerate(logs))
 
-    def solved(k: int, probability: float) -> float:
+    def solve_share(k: int, probability: float) -> float:
         low, high = 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if at_most(k, middle) > probability else (low, middle)
         return high
 
-    lower = solved(count - 1, 1 - level / 2) if count else 0.0
-    return lower, solved(count, level / 2) if count < of else 1.0
+    lower = solve_share(count - 1, 1 - level / 2) if count else 0.0
+    return lower, solve_share(count, level / 2) if count < of else 1.0
 
 
 def measure_metrics(setting: Setting) -> Results:

@@ -30,7 +30,7 @@ from locater_lab.engine.claims import Claim, Measurement, half_range
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, model_folders, read_each
 from locater_lab.papers.sun2026.sinks_and_spikes import LENGTH
-from locater_lab.train.measures import of_map
+from locater_lab.train.measures import map_numbers
 
 # A SwiGLU MLP as a quadratic form, which it is where its gates are far above 0.
 
@@ -145,18 +145,18 @@ def half_blocks(model: Any, ids: Tensor) -> Stream:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         states.append((args[0] if args else kwargs["hidden_states"]).detach())
 
-    def attended(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def keep_attention(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         attention.append((args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out))
 
-    def passed(module: nn.Module, args: Any, out: Tensor) -> None:
+    def keep_mlp(module: nn.Module, args: Any, out: Tensor) -> None:
         mlps.append((args[0], out))
 
     hooks = []
     for block in swiglu_blocks(model):
         for part in (block, block.get_submodule("post_attention_layernorm")):
             hooks.append(part.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(block.get_submodule("self_attn").register_forward_hook(attended, with_kwargs=True))
-        hooks.append(block.get_submodule("mlp").register_forward_hook(passed))
+        hooks.append(block.get_submodule("self_attn").register_forward_hook(keep_attention, with_kwargs=True))
+        hooks.append(block.get_submodule("mlp").register_forward_hook(keep_mlp))
     hooks.append(model.model.norm.register_forward_pre_hook(before, with_kwargs=True))
     try:
         model(input_ids=ids)
@@ -196,7 +196,7 @@ def sink_shares(model: Any, attention: Pairs) -> dict[str, float]:
         replace(layer, norm=Norm()).attention(x)
         for layer, (x, _) in zip(attention_layers(model), attention, strict=True)
     ]
-    counted = [of_map(weights, causal=True) for weights in maps]  # what attention reads is behind the norm
+    counted = [map_numbers(weights, causal=True) for weights in maps]  # what attention reads is behind the norm
     shares = {
         name: math.fsum(each[name] or 0.0 for each in counted) / len(counted) for name in ("sink_rate", "sink_ratio")
     }

@@ -7,7 +7,7 @@ mechanisms are compared in: softmax and the gate per head at the better of two l
 of them, and "post" at the better of two lower ones: it is a norm of the sum, not the paper's norm of branches with
 QK-norm. Where the plain model has no massive entry nothing is said of spikes.
 
-No head of those models has a sink, so sinks are judged by other ones (`engine/sink_runs.py`), trained on more text by
+No head of those models has a sink, so sinks are judged by other ones (`engine/mechanism_runs.py`), trained on more text by
 the recipe that grew the most. They are compared by the first token's share of rows. Where not one head of the plain
 model has a sink, nothing is said of sinks.
 
@@ -34,14 +34,14 @@ from locater_lab.engine.mechanism_runs import (
     COPY,
     COPY_SINK,
     HERE,
-    LEFT,
     MASSIVE,
+    NEARLY_GONE,
     NO_SPIKE,
     NO_TEXT_SINK,
+    NOT_LEARNED,
     ON_TEXT,
     PLAIN,
     SHARE,
-    SHORT,
     SINK_RATIO,
     SOFTMAX,
     SPIKE,
@@ -215,7 +215,7 @@ def judge_copy_sinks(runs: Runs) -> Results:
     }
     measured = unless_massive(measured, mean_of_arm(runs, PLAIN, SPIKE), COPY_OF_SPIKES)
     unlearned = difference(runs, COPY_NONE, PLAIN, "report_loss")
-    if unlearned is not None and unlearned.value > SHORT:
+    if unlearned is not None and unlearned.value > NOT_LEARNED:
         measured = mark_inconclusive(measured, ("f8", "f9"), UNLEARNED)
     return Results(measured, sink_tables(runs, COPY_ARMS))
 
@@ -231,9 +231,9 @@ GROWTH_OF_SINKS = ("g1", "g2", "g3", "g4", "g5", "g6")  # open where there is no
 REST = f"weight on the first token over that under softmax, {ON_TEXT}"
 
 GROWTH_CLAIMS = (
-    Claim("g1", "Sigmoid attention, whose rows need not sum to 1, has no sink", REST, "at most", LEFT, where=f"abstract, {GU}",
+    Claim("g1", "Sigmoid attention, whose rows need not sum to 1, has no sink", REST, "at most", NEARLY_GONE, where=f"abstract, {GU}",
           bound="ours"),
-    Claim("g2", "A sink in the softmax, fixed at zero, takes it away too", REST, "at most", LEFT, by="ours"),
+    Claim("g2", "A sink in the softmax, fixed at zero, takes it away too", REST, "at most", NEARLY_GONE, by="ours"),
     Claim("g3", "A token that is always first grows the sink", f"first token's share with a start token less without, {ON_TEXT}",
           "at least", 0.0, by="ours"),
     Claim("g4", "A sink adds nothing: its value is small", f"length of the first token's value over others', {ON_TEXT}", "at most", 0.5,

@@ -28,7 +28,7 @@ from locater.layers import AttentionLayer, Norm
 from locater.observing.forward_pass import run_model
 from locater.theory import second_order_entropy
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, layer_inputs, model_folders
 from locater_lab.mechanisms import mechanism
@@ -89,7 +89,7 @@ def arcsine(r: float) -> float:
 
 def sign_product(r: float, pairs: int, seed: int) -> tuple[float, float]:
     """Mean product of signs of `pairs` pairs of correlation r, and its standard error."""
-    a, noise = normal(pairs, seed=seed), normal(pairs, seed=seed + 1000)
+    a, noise = draw_normal(pairs, seed=seed), draw_normal(pairs, seed=seed + 1000)
     product = sign(a) * sign(r * a + math.sqrt(1 - r * r) * noise)
     return float(product.mean()), float(product.std()) / math.sqrt(pairs)
 
@@ -138,7 +138,7 @@ class RowMeans:
 
 def draw_rows(d: int, seed: int, size: float = 1.0) -> RowMeans:
     """One draw: a head of d channels, entries of queries and keys N(0, size^2)."""
-    q, k = (size * normal(GAUSSIAN_TOKENS, d, seed=2 * seed + part) for part in range(2))
+    q, k = (size * draw_normal(GAUSSIAN_TOKENS, d, seed=2 * seed + part) for part in range(2))
     weights = [mechanism(name).map(q[None, None], k[None, None])[0, 0] for name in ("softmax", "binary")]
     logits = [w.clamp_min(1e-300).log() for w in weights]
     logits = [x - x.mean(-1, keepdim=True) for x in logits]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from locater.theory import entropy_floor_of_range
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.softmax_variants import sign
@@ -150,7 +150,7 @@ def count_errors() -> Results:
 
 def errors_of_size(d: int) -> dict[str, float]:
     """One head of d channels. Of its keys, one has the signs of a query and one the opposite ones."""
-    q, k = normal(24, d, seed=d), normal(KEYS, d, seed=d + 1)
+    q, k = draw_normal(24, d, seed=d), draw_normal(KEYS, d, seed=d + 1)
     q[0, : d // 2] = 0.0  # sign(0) = 1
     k[0], k[1] = q[3], -q[3]
     bits, weights, unit = count_product(q, k), one_head(q, k), step_of_count(q, k)
@@ -175,7 +175,7 @@ def entropy_floors() -> Results:
     """Rows that reach the floor, built from signs; and the smallest of all rows of two levels, by trying each."""
     rows = []
     for d, size in ((4, 0.3), (16, 0.6), (64, 0.5), (64, 1.0)):
-        q = size * normal(1, d, seed=5).sign()
+        q = size * draw_normal(1, d, seed=5).sign()
         entropies = []
         for m in range(1, KEYS):
             k = size * torch.cat([q.sign().expand(m, d), -q.sign().expand(KEYS - m, d)])
@@ -196,7 +196,7 @@ def entropy_floors() -> Results:
 
 def cut_share(rms: float, seed: int = 0) -> float:
     """Share of entries of rms `rms` through whose sign no gradient comes, by autograd."""
-    x = (rms * normal(200, 64, seed=seed)).requires_grad_()
+    x = (rms * draw_normal(200, 64, seed=seed)).requires_grad_()
     (grad,) = torch.autograd.grad(sign(x).sum(), x)
     return float((grad == 0).double().mean())
 
@@ -222,7 +222,7 @@ def rotary_shift_error(shift: int = SHIFT) -> dict[str, float]:
     """rms change of logits when all positions move by `shift`, over their spread: of real logits, of signs after
     rotation and before.
     """
-    q, k = normal(48, 64, seed=1), normal(48, 64, seed=2)
+    q, k = draw_normal(48, 64, seed=1), draw_normal(48, 64, seed=2)
     kinds = {
         "no signs": lambda first: rotate(q, first) @ rotate(k, first).mT,
         "signs after": lambda first: sign(rotate(q, first)) @ sign(rotate(k, first)).mT,
@@ -231,20 +231,20 @@ def rotary_shift_error(shift: int = SHIFT) -> dict[str, float]:
     return {name: float((f(shift) - f(0)).square().mean().sqrt() / f(0).std()) for name, f in kinds.items()}
 
 
-def levels_of_turned_signs(d: int = 16, keys: int = 256) -> float:
+def levels_of_rotated_signs(d: int = 16, keys: int = 256) -> float:
     """Distinct logits of the last query where signs are turned after they are taken, over d + 1."""
-    q, k = (rotate(sign(normal(keys, d, seed=seed)), 0) for seed in (1, 2))
+    q, k = (rotate(sign(draw_normal(keys, d, seed=seed)), 0) for seed in (1, 2))
     return len((q[-1] @ k.mT * 1e6).round().unique()) / (d + 1)
 
 
 def invariance_errors() -> Results:
     """Changes of queries, keys, channels and positions, and what they do to the map."""
-    q, k = normal(20, 32, seed=3), normal(20, 32, seed=4)
+    q, k = draw_normal(20, 32, seed=3), draw_normal(20, 32, seed=4)
     plain = one_head(q, k)
-    other = q * normal(20, 32, seed=5).exp()
+    other = q * draw_normal(20, 32, seed=5).exp()
     other = other * q.abs().mean() / other.abs().mean()
     order = torch.randperm(32, generator=torch.Generator().manual_seed(6))
-    turn = normal(32, seed=7).sign()
+    turn = draw_normal(32, seed=7).sign()
     channels = max(
         float((one_head(a, b) - plain).abs().max()) for a, b in ((q[:, order], k[:, order]), (q * turn, k * turn))
     )
@@ -253,14 +253,14 @@ def invariance_errors() -> Results:
         "a9": Measurement(float((one_head(other, k) - plain).abs().max()), 0.0, EXACT),
         "a10": Measurement(channels, 0.0, EXACT),
         "a11": Measurement(moved["signs after"], 0.0, EXACT),
-        "a12": Measurement(levels_of_turned_signs(), 0.0, EXACT),
+        "a12": Measurement(levels_of_rotated_signs(), 0.0, EXACT),
     }
     return Results(measured, {"rotary": {"moved": moved, "shift": SHIFT}})
 
 
 def grouped_head_error() -> Results:
     """Eight query heads on two key heads, causal and not, against a loop with each head's own means."""
-    q, k = normal(2, 8, 12, 16, seed=8), normal(2, 2, 12, 16, seed=9)
+    q, k = draw_normal(2, 8, 12, 16, seed=8), draw_normal(2, 2, 12, 16, seed=9)
     free, past = mechanism("binary").map(q, k), mechanism("binary").map(q, k, causal=True)
     worst = 0.0
     for b in range(2):
@@ -276,7 +276,7 @@ def grouped_head_error() -> Results:
 
 def leak_of_means() -> Results:
     """Change of row 5 of 16 by the last token: with one mean per head under a causal mask, and in the causal form."""
-    q, k = normal(16, 32, seed=10), normal(16, 32, seed=11)
+    q, k = draw_normal(16, 32, seed=10), draw_normal(16, 32, seed=11)
     longer = [torch.cat([x[:-1], 10 * x[-1:]]) for x in (q, k)]
 
     def one_mean(a: Tensor, b: Tensor) -> Tensor:

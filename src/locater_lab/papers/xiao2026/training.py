@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from locater_lab.engine.arms import Line, difference, end_of, ends_table, mean_of_arm, study_of_arms
+from locater_lab.engine.arms import Line, difference, final_numbers, mean_of_arm, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim
 from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, IMAGE, IMAGE_RATES, SOFTMAX, SOFTMAX_IMAGE, TUNED, arm
 from locater_lab.engine.reproduction import Results, Study
@@ -65,7 +65,7 @@ def judge_start(runs: Runs) -> Results:
         "d3": difference(runs, BINARY_ARM, SOFTMAX, "measures.entropy"),
         "d4": difference(runs, ON_IMAGES, SOFTMAX_IMAGE, "accuracy"),
     }
-    return Results(measured, {"arms": ends_table(runs, START_ARMS)})
+    return Results(measured, {"arms": table_of_arms(runs, START_ARMS)})
 
 
 START_STUDY = study_of_arms("training with binary attention", START_CLAIMS, START_ARMS, judge_start)
@@ -149,7 +149,7 @@ def judge_images(runs: Runs) -> Results:
         measured |= dict.fromkeys(ids, difference(runs, IMAGES[ours], IMAGES[other], "accuracy"))
     for ids, (ours, other) in zip((("g6", "g7"), ("g9",), ("g10",)), against, strict=True):
         measured |= dict.fromkeys(ids, difference(runs, NOISE[ours], NOISE[other], log_loss))
-    return Results(measured, {"vision": ends_table(runs, IMAGE_ARMS, end_with_change), "samples": samples_of(runs)})
+    return Results(measured, {"vision": table_of_arms(runs, IMAGE_ARMS, end_with_change), "samples": samples_of(runs)})
 
 
 def end_with_change(line: Line) -> dict[str, float | None]:
@@ -158,12 +158,12 @@ def end_with_change(line: Line) -> dict[str, float | None]:
     parts = {
         f"{name}_{when}": held.get(when, {}).get(name) for when in ("before", "after") for name in ("loss", "accuracy")
     }
-    return end_of(line) | parts
+    return final_numbers(line) | parts
 
 
 def samples_of(runs: Runs) -> dict[str, str]:
     """Images drawn from the first seed of each diffusion arm, as strips."""
-    ends = {name: arm.so_far(runs) for name, arm in NOISE.items()}
+    ends = {name: arm.lines_so_far(runs) for name, arm in NOISE.items()}
     return {name: lines[0]["samples"] for name, lines in ends.items() if lines and "samples" in lines[0]}
 
 

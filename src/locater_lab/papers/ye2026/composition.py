@@ -113,7 +113,7 @@ COMPOSITION_CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Task:
+class CompositionTask:
     """L functions on m points."""
 
     points: int
@@ -125,7 +125,7 @@ class Task:
         return self.points * self.functions
 
 
-TASK = Task(points=8, functions=5)
+TASK = CompositionTask(points=8, functions=5)
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class Prompts:
 
 
 def draw_prompts(
-    task: Task, batch: int, generator: torch.Generator, forward: bool = False, questions: int = 1
+    task: CompositionTask, batch: int, generator: torch.Generator, forward: bool = False, questions: int = 1
 ) -> Prompts:
     """Random functions and starts; points within a function in random order.
 
-    >>> draw_prompts(Task(points=4, functions=3), 2, torch.Generator().manual_seed(0)).layer[0].tolist()
+    >>> draw_prompts(CompositionTask(points=4, functions=3), 2, torch.Generator().manual_seed(0)).layer[0].tolist()
     [2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0]
     """
     device, m, L = generator.device, task.points, task.functions
@@ -168,7 +168,7 @@ def draw_prompts(
 # --- on the fly ---
 
 
-def pointer_ends(batch: Prompts, task: Task) -> Int[Tensor, " B"]:
+def pointer_ends(batch: Prompts, task: CompositionTask) -> Int[Tensor, " B"]:
     """Where a pointer ends that starts at (function 1, i_0), by s <- (I + (e_to - e_from) e_from^T) s at every token
     (l, x, y).
     """
@@ -232,7 +232,7 @@ def state_table(m: int) -> dict[str, list[int]]:
 # --- layers ---
 
 
-def bound_tokens(batch: Prompts, task: Task) -> tuple[Float[Tensor, "B n c"], Float[Tensor, "B n m"]]:
+def bound_tokens(batch: Prompts, task: CompositionTask) -> tuple[Float[Tensor, "B n c"], Float[Tensor, "B n m"]]:
     """The first layer: tokens (l, x) and f(x) stand apart, and each f(x) looks one place back. Keys (l, x) and values
     at the f(x).
     """
@@ -247,7 +247,7 @@ def bound_tokens(batch: Prompts, task: Task) -> tuple[Float[Tensor, "B n c"], Fl
     return out[:, 1::2], values
 
 
-def hop_errors(batch: Prompts, task: Task, name: str, channels: int) -> Float[Tensor, " B"]:
+def hop_errors(batch: Prompts, task: CompositionTask, name: str, channels: int) -> Float[Tensor, " B"]:
     """Whether the answer after all hops is wrong; one layer for each, keys brought to `channels` channels."""
     keys, values = bound_tokens(batch, task)
     spread = torch.eye(task.pairs, dtype=torch.float64)

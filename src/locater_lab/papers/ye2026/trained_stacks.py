@@ -30,7 +30,7 @@ from locater_lab.engine.compute import device_of_study, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.stack import hybrid
-from locater_lab.papers.ye2026.composition import Prompts, Task, draw_prompts
+from locater_lab.papers.ye2026.composition import CompositionTask, Prompts, draw_prompts
 
 QUESTIONS = 8  # in each prompt, which tell each other nothing that the list does not
 WORSE = 0.05  # of answers: what counts as worse
@@ -39,10 +39,10 @@ LEARNED = 0.9
 
 
 @dataclass(frozen=True)
-class Size:
+class StackSize:
     """What is trained, and for how long."""
 
-    task: Task
+    task: CompositionTask
     layouts: tuple[str, ...]
     width: int
     heads: int
@@ -59,9 +59,11 @@ class Size:
         return self.heads * self.head
 
 
-QUICK = Size(Task(10, 2), ("LL", "LS", "SS"), 48, 2, 4, 16, 300, 2, 5e-3, brief=True)
-MIDDLE = Size(Task(12, 2), ("LL", "LS", "SS"), 64, 2, 4, 32, 2500, 3, 4e-3)  # in full without a GPU: minutes on a core
-FULL = Size(Task(24, 3), ("LLL", "LLS", "LSS", "SSS"), 128, 2, 8, 128, 4500, 4, 2e-3)
+QUICK = StackSize(CompositionTask(10, 2), ("LL", "LS", "SS"), 48, 2, 4, 16, 300, 2, 5e-3, brief=True)
+MIDDLE = StackSize(
+    CompositionTask(12, 2), ("LL", "LS", "SS"), 64, 2, 4, 32, 2500, 3, 4e-3
+)  # in full without a GPU: minutes on a core
+FULL = StackSize(CompositionTask(24, 3), ("LLL", "LLS", "LSS", "SSS"), 128, 2, 8, 128, 4500, 4, 2e-3)
 NEEDS = (
     "more than a quick run: `locater reproduce ye2026 --claim d --json d.json` (three hops on a GPU, --jobs 4 for its "
     "stacks all at once; two hops without one), then --from"
@@ -105,12 +107,12 @@ CLAIMS = (
 )
 
 
-class Stack:
+class StackModels:
     """One model per seed, all in one: parameters have a first axis of seeds. Pre-norm, an MLP behind each attention
     layer.
     """
 
-    def __init__(self, size: Size, layout: str, device: torch.device) -> None:
+    def __init__(self, size: StackSize, layout: str, device: torch.device) -> None:
         self.size, self.names = size, hybrid(layout, linear="delta").names
         g = torch.Generator().manual_seed(0)
         self.parameters: list[Tensor] = []
@@ -171,11 +173,11 @@ def normalize(x: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],))
 
 
-def train_stack(size: Size, layout: str, device: torch.device) -> Float[Tensor, "seeds layers"]:
+def train_stack(size: StackSize, layout: str, device: torch.device) -> Float[Tensor, "seeds layers"]:
     """Share of right answers after each layer, on fresh prompts; all seeds see the same prompts and differ in their
     first weights.
     """
-    model = Stack(size, layout, device)
+    model = StackModels(size, layout, device)
     optimizer = torch.optim.AdamW(
         model.parameters, lr=size.rate, weight_decay=0.01, betas=(0.9, 0.98), fused=device.type == "cuda"
     )
@@ -200,7 +202,7 @@ def train_stack(size: Size, layout: str, device: torch.device) -> Float[Tensor, 
 
 
 @torch.no_grad()
-def share_answered(model: Stack, device: torch.device) -> Float[Tensor, "seeds layers"]:
+def share_answered(model: StackModels, device: torch.device) -> Float[Tensor, "seeds layers"]:
     """Share of right answers after each layer, on fresh prompts."""
     count, g = 2048 if device.type == "cuda" else 512, torch.Generator(device).manual_seed(2)
     batch = draw_prompts(model.size.task, count, g, questions=QUESTIONS)
@@ -215,7 +217,7 @@ def measure(setting: Setting) -> Results:
     return judge_stacks(dict(zip(size.layouts, shares, strict=True)), size, device_of_study(setting))
 
 
-def _size(setting: Setting) -> Size:
+def _size(setting: Setting) -> StackSize:
     return QUICK if setting.quick else FULL if device_of_study(setting) == "cuda" else MIDDLE
 
 
@@ -224,7 +226,7 @@ def _train_layout(setting: Setting, layout: str) -> list[list[float]]:
     return shares
 
 
-def judge_stacks(right: Mapping[str, list[list[float]]], size: Size, device: str) -> Results:
+def judge_stacks(right: Mapping[str, list[list[float]]], size: StackSize, device: str) -> Results:
     """Claims from shares of right answers (seeds x hops) by layout; open where the all-full stack has not learned."""
     depth, L = len(size.layouts[0]), size.task.functions
     full, none = right["S" * depth], right["L" * depth]
@@ -242,7 +244,7 @@ def judge_stacks(right: Mapping[str, list[list[float]]], size: Size, device: str
     return Results(mark_inconclusive(measured, open_ids, UNTRAINED), {"trained_stacks": _table(right, size, device)})
 
 
-def _table(right: Mapping[str, list[list[float]]], size: Size, device: str) -> dict[str, Any]:
+def _table(right: Mapping[str, list[list[float]]], size: StackSize, device: str) -> dict[str, Any]:
     """Shares of right answers by stack, seed and hop, how many seeds learned, and what was trained."""
     rows: list[dict[str, Any]] = [
         {

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from locater.control.sigma_reparam import SigmaReparam, SpectralScale
 from locater.theory import entropy_floor, entropy_floor_of_range
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import normal
+from locater_lab.engine.compute import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
@@ -101,7 +101,10 @@ def centred_norm(logits: Row) -> Float[Tensor, "*n"]:
 def layer_rows(seed: int) -> tuple[Float[Tensor, "T T"], float]:
     """Logits of a random layer without scale, and s = |W_Q W_K^T| |X X^T|."""
     T, d, size = FLOOR_TOKENS[seed % 5], WIDTHS[seed // 5 % 3], SIZES[seed // 15 % 4]
-    x, W = normal(T, d, seed=seed), normal(d, d, seed=seed + 10_000) @ normal(d, d, seed=seed + 20_000).mT * size / d
+    x, W = (
+        draw_normal(T, d, seed=seed),
+        draw_normal(d, d, seed=seed + 10_000) @ draw_normal(d, d, seed=seed + 20_000).mT * size / d,
+    )
     spectral = torch.linalg.matrix_norm(W, 2) * torch.linalg.matrix_norm(x @ x.mT, 2)
     return x @ W @ x.mT, float(spectral)
 
@@ -128,7 +131,7 @@ def descend_from_random(
     T: int, count: int, norm: float | None = None, spread: float | None = None
 ) -> Float[Tensor, " count"]:
     """Entropies where descents from random logits end, over centred rows of a norm or over rows within a range."""
-    free = normal(count, T, seed=T).requires_grad_()
+    free = draw_normal(count, T, seed=T).requires_grad_()
     optimizer = torch.optim.Adam([free], lr=0.1)
 
     def logits() -> Tensor:
@@ -301,7 +304,7 @@ def gradient_errors(seed: int, rows: int = 6, columns: int = 9, step: float = 1e
     """Of sum(G gamma W / sigma): distance from differences with the exact norm; cosine of W and the gradient, with
     sigma and without.
     """
-    W, G = normal(rows, columns, seed=seed), normal(rows, columns, seed=seed + 1)
+    W, G = draw_normal(rows, columns, seed=seed), draw_normal(rows, columns, seed=seed + 1)
     part = SpectralScale(W, 1.5)
     free = W.clone().requires_grad_()
     (given,) = torch.autograd.grad((G * part(free)).sum(), free)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locater.numerics import spearman
 from locater.theory import entropy_floor, entropy_floor_of_range
-from locater_lab.engine.arms import difference, ends_table, study_of_arms
+from locater_lab.engine.arms import difference, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, by_seed, half_range
 from locater_lab.engine.mechanism_runs import SOFTMAX, arm
 from locater_lab.engine.reproduction import Results, Setting, Study
@@ -215,9 +215,9 @@ def measure_tuned_arms(runs: Runs) -> Results:
     """Each at its best of three rates."""
     own = RIVALS["sigma-reparam"]
     entropy = {
-        each.name: fmean(line["entropy"] for line in ends) for each in (PLAIN, own) if (ends := each.so_far(runs))
+        each.name: fmean(line["entropy"] for line in ends) for each in (PLAIN, own) if (ends := each.lines_so_far(runs))
     }
-    arms = ends_table(runs, (PLAIN, own))
+    arms = table_of_arms(runs, (PLAIN, own))
     for arm_ in arms:  # these runs keep it beside `measures`
         for end in arm_["ends"]:
             end["entropy"] = entropy[arm_["arm"]]
@@ -267,7 +267,7 @@ def judge_gamma(runs: Runs) -> Results:
         "e2": difference(runs, UNIT, SOFTMAX, "report_loss"),
         "e3": difference(runs, UNIT, SOFTMAX, "measures.entropy"),
     }
-    return Results(measured, {"gamma_start": ends_table(runs, ARMS)})
+    return Results(measured, {"gamma_start": table_of_arms(runs, ARMS)})
 
 
 GAMMA_STUDY = study_of_arms("where gamma begins", GAMMA_CLAIMS, ARMS, judge_gamma)

@@ -89,7 +89,7 @@ def measure(setting: Setting) -> Results:
 
         if not (setting.data / TEXT).is_file():
             raise LocaterError(f"{setting.data / TEXT}: no such file, and the runs train on it: give --data FOLDER")
-        train_missing(setting.runs, setting.data / TEXT, setting.jobs, setting.tell)
+        train_missing(setting.runs, setting.data / TEXT, setting.jobs, setting.log)
     lines = [line for path in (*setting.more_runs, setting.runs) for line in read_lines(path)]
     return results_of(lines) if lines else Results({})
 

@@ -115,7 +115,7 @@ def measure(setting: Setting) -> Results:
             if name in lines or not (setting.models / folder).is_dir():
                 continue
             prose = None if setting.data is None else setting.data / PROSE
-            lines[name] = measure_model(name, setting.models / folder, prose, setting.tell)
+            lines[name] = measure_model(name, setting.models / folder, prose, setting.log)
             append_line(setting.runs, lines[name])
     return results_of([lines[name] for name in FOLDERS if name in lines]) if lines else Results({})
 

@@ -299,7 +299,7 @@ def measure(setting: Setting) -> Results:
         return Results({})
     with tempfile.TemporaryDirectory(prefix="locater-kinds-") as runs:
         further = [] if setting.models is None else given_models([setting.models])
-        return results_of(*make_tables(Path(runs), further, setting.tell))
+        return results_of(*make_tables(Path(runs), further, setting.log))
 
 
 def results_of(tables: dict[str, Any], pictures: dict[str, str]) -> Results:

@@ -46,7 +46,7 @@ class Exhibit:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ExhibitRecipe:
     """A small model that is trained_models for the gallery. `settings` are those of `locater train`."""
 
     title: str
@@ -59,7 +59,7 @@ class Recipe:
 
 
 RECIPES = {
-    "copy": Recipe(
+    "copy": ExhibitRecipe(
         "Copy, one head",
         "One layer with one head. After three of 64 tokens the token before has to be copied; everywhere else the head has nothing to add.",
         "The head is a sink: where it has nothing to add it puts its weight on the first token. Compare `sink` with `predicted_sink`.",
@@ -67,7 +67,7 @@ RECIPES = {
             task="copy", vocabulary=64, layers=1, heads=1, width=64, length=64, batch=32, steps=1000, rate=6e-3, positions="learned",
         ),
     ),
-    "spare": Recipe(
+    "spare": ExhibitRecipe(
         "Copy, four heads",
         "The same task with four heads where one is enough, and a strong weight decay.",
         "Two heads are dead: near uniform, and the loss is the same without them. A scan sees how small their √F is.",
@@ -76,7 +76,7 @@ RECIPES = {
             floor=0.01,
         ),
     ),
-    "chains": Recipe(
+    "chains": ExhibitRecipe(
         "Chains, two layers",
         "Two layers of attention alone. Every sequence has a rule of its own for which token follows which; the model has to find earlier places of the "
         "current token and look at what followed.",
@@ -86,7 +86,7 @@ RECIPES = {
             positions="learned", scale=0.3, decay=0.3, floor=0.01,
         ),
     ),
-    "letters": Recipe(
+    "letters": ExhibitRecipe(
         "Letters, two layers",
         "Two blocks with rotary positions that read Python's documentation letter by letter.",
         "Local heads: most of the weight is within a few letters, and the prediction knows it, because the head itself turns queries and keys.",

@@ -68,7 +68,7 @@ def measure(setting: Setting) -> Results:
             raise LocaterError(
                 f"--jobs {setting.jobs}: give --models FOLDER to measure models, or --data FOLDER to train them"
             )
-        train_all(setting.runs, setting.data, setting.jobs, log=setting.tell)
+        train_all(setting.runs, setting.data, setting.jobs, log=setting.log)
     entries = read_entries((*setting.more_runs, setting.runs))
     return results_of(entries) if entries else Results({})
 
@@ -81,7 +81,7 @@ def measure_models(setting: Setting) -> None:
         if name not in done:
             line = round_numbers(model_line(name, folder, corpus_texts(setting)), 5)
             append_line(setting.runs, line)
-            setting.tell(f"{name}: {len(line['heads']['entropy'])} heads")
+            setting.log(f"{name}: {len(line['heads']['entropy'])} heads")
 
 
 def read_entries(paths: Sequence[Path]) -> list[Entry]:

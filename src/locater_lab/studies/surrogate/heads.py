@@ -4,7 +4,6 @@ kinds of tokens, and quantities that may explain the difference.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +15,12 @@ from locater.inputs.text import Batch
 from locater.kernels import attention_statistics
 from locater.layers import AttentionLayer, Norm, effective
 from locater.observing.collect_statistics import statistics_of_batches
-from locater.observing.forward_pass import IDS, AttentionInput, listen_to_input, run_model
+from locater.observing.forward_pass import IDS, run_model
 from locater.observing.head_roles import circuit_scores
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import on_tokens, predict
+from locater_lab.engine.trained_models import layer_inputs
 
 SEQUENCES = 16  # of normal tokens, and of real ones in random order
 OFTEN = 5  # times that a token must occur for its effect on entropy to be counted
@@ -41,7 +41,7 @@ def measure_heads(
     with observe(model, rest=True, offsets=(1,)) as seen:
         for part in measured:
             run_model(model, part)
-    real, ids = layer_inputs(model, layers, measured), _token_ids(measured)
+    real, ids = [x for _, x in layer_inputs(model, measured)], _token_ids(measured)
     mixed = [shuffle_tokens(x)[:SEQUENCES] for x in real]
     held_out = statistics["covariance"]
     heads = {
@@ -64,22 +64,6 @@ def measure_heads(
         "predicted": predictions(layers, statistics, mixed),
         "layers": [_layer_facts(x) for x in held_out.inputs],
     }
-
-
-def layer_inputs(model: nn.Module, layers: list[AttentionLayer], text: list[Batch]) -> list[Tensor]:
-    """What each layer reads (sequences, tokens, width)."""
-    modules = dict(model.named_modules())
-    parts: list[list[Tensor]] = [[] for _ in layers]
-    with ExitStack() as stack:
-        for layer, kept in zip(layers, parts, strict=True):
-
-            def keep(read: AttentionInput, kept: list[Tensor] = kept) -> None:
-                kept.append(read.x)
-
-            stack.callback(listen_to_input(modules[layer.name], keep))
-        for part in text:
-            run_model(model, part)
-    return [torch.cat(kept) for kept in parts]
 
 
 def shuffle_tokens(x: Tensor, seed: int = 0) -> Tensor:

@@ -87,7 +87,7 @@ def page_tables(entries: Sequence[Entry]) -> dict[str, Any]:
                 for words, x, same, models, said in correlations
             ),
         ],
-        "suggested": _suggested(entries),
+        "suggested": _suggested_reasons(entries),
         "worst": _worst(entries),
         **{column: _other_column(entries, column) for column in COLUMNS},
     }
@@ -218,7 +218,7 @@ def _correlations(entries: Sequence[Entry]) -> list[Correlation]:
     return [(QUANTITIES[name], *known[name], "yes" if name in decided else "undecided") for name in order]
 
 
-def _suggested(entries: Sequence[Entry]) -> Rows:
+def _suggested_reasons(entries: Sequence[Entry]) -> Rows:
     """Reasons that the available models suggested, judged on those trained for it."""
     available, trained = ([e for e in entries if ("arm" in e) == is_trained] for is_trained in (False, True))
     lines = _header("claim", "correlation of", "models at hand", "trained models", "verdict on the trained")

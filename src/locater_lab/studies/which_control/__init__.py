@@ -27,7 +27,7 @@ NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlRow:
     """A row of the table: where its numbers stand."""
 
     name: str
@@ -40,45 +40,45 @@ class Control:
 
 
 CONTROLS = (
-    Control(
+    ControlRow(
         "LocAteR, effective", "LocAteR, effective", "LocAteR", "effective", "",
         "hot rates: entropy collapses there (k2)",
         (("k2", "holds"),),
     ),
-    Control(
+    ControlRow(
         "LocAteR, measured", "LocAteR, measured", "measured LocAteR: both, 0.001", "both, 0.001", "",
         "to lower the loss of models of several layers: it ends above the effective form at ordinary rates (k7), hot ones (k3) and with norms after the sums (k12)",
         (("k7", "fails"), ("k3", "fails"), ("k12", "fails")),
     ),
-    Control(
+    ControlRow(
         "QK-norm", "QK-norm, built in", "QK-norm", "QK-norm", "",
         "`kind=\"layer\"` on rotary layers",
     ),
-    Control(
+    ControlRow(
         "sigma-reparam", "sigma-reparam", "sigma-reparam", "sigma-reparam", "",
         "ordinary rates: it costs loss there. Sharded models",
     ),
-    Control(
+    ControlRow(
         "QK-clip at 20", "QK-clip", "QK-clip at 20", "QK-clip at 20", "",
         "layers with query-key norms, position biases, soft-caps or adapters",
     ),
-    Control(
+    ControlRow(
         "soft-cap at 20", "soft-cap", "soft-cap at 20", "soft-cap at 20", "",
         "long sequences: it builds T x T matrices. Layers that have one",
     ),
-    Control(
+    ControlRow(
         "weight decay 0.3", "nothing: AdamW has it", "weight decay 0.3", "weight decay 0.3", "",
         "hot rates: entropy is near 0 there, as without it (one run)",
     ),
-    Control(
+    ControlRow(
         "mimetic", "nothing: it acts before the first step", "mimetic", "mimetic", "",
         "hot rates, as weight decay. A trained model: it is an initialisation. Latent attention",
     ),
-    Control(
+    ControlRow(
         "temperature, fixed at 8", "temperature", "", "", "temperature",
         "to lower the loss. Models outside the attention interface of transformers",
     ),
-    Control(
+    ControlRow(
         "entropy penalty, floor 0.3", "entropy penalty", "", "", "entropy penalty",
         "to lower the loss: the more entropy at the same mean, the higher it was (l3). Reentrant checkpointing",
         (("l3", "fails"),),
@@ -153,7 +153,7 @@ def mean_text(values: Sequence[float], digits: int, sign: str = "") -> str:
     return interval_text(interval["mean"], interval["half"], digits, sign)
 
 
-def cost_cell(control: Control, costs: Mapping[str, Any] | None) -> str:
+def cost_cell(control: ControlRow, costs: Mapping[str, Any] | None) -> str:
     if control.cost.startswith("nothing"):
         return control.cost
     if costs is None:
@@ -162,7 +162,7 @@ def cost_cell(control: Control, costs: Mapping[str, Any] | None) -> str:
     return f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['largest']:.2f})"
 
 
-def ordinary_cells(control: Control, results: KeptResults) -> list[str]:
+def ordinary_cells(control: ControlRow, results: KeptResults) -> list[str]:
     cells = []
     for what, digits in (("loss", 4), ("entropy", 2)):
         learned = bool(control.learned)
@@ -172,7 +172,7 @@ def ordinary_cells(control: Control, results: KeptResults) -> list[str]:
     return cells
 
 
-def hot_cell(control: Control, results: KeptResults, rate: float) -> str:
+def hot_cell(control: ControlRow, results: KeptResults, rate: float) -> str:
     if not control.hot:
         return "not run"
     losses, entropies = results.hot_values(control.hot, rate)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from locater_lab.engine.arms import difference, ends_table, study_of_arms, uniform_first
+from locater_lab.engine.arms import difference, study_of_arms, table_of_arms, uniform_first
 from locater_lab.engine.claims import Claim, Relation
 from locater_lab.engine.mechanism_runs import AT_THIS_SIZE, BASE, MASKED, RATES, SOFTMAX, SOFTMAX_MASKED, arm
 from locater_lab.engine.reproduction import Results
@@ -118,7 +118,7 @@ def arm_rows(runs: Runs, arms: Sequence[Arm]) -> list[dict[str, Any]]:
     """What the page shows of each arm: means over seeds, the change of loss against the first arm by the seeds that
     both have, and measures that every seed has. Nothing while the first arm was not trained.
     """
-    rows: list[dict[str, Any]] = ends_table(runs, arms) if arms[0].so_far(runs) else []
+    rows: list[dict[str, Any]] = table_of_arms(runs, arms) if arms[0].lines_so_far(runs) else []
     for row in rows:
         loss = fmean(end["loss"] for end in row["ends"])
         changes = [end["loss"] - base["loss"] for end, base in zip(row["ends"], rows[0]["ends"], strict=False)]

@@ -135,7 +135,7 @@ def judge_collapse(runs: Runs) -> Mapping[str, Measurement | None]:
 
 def largest_over_seeds(runs: Runs, arm: Arm, measure: str) -> Measurement | None:
     """Over seeds: for a claim that no head, or no key, has something, which one seed could refute."""
-    values = [value_of(line, measure) for line in arm.ends(runs) or ()]
+    values = [value_of(line, measure) for line in arm.final_lines(runs) or ()]
     known = [x for x in values if x is not None]
     if not known or len(known) < len(values):
         return None
@@ -149,7 +149,7 @@ def last_residual(line: Line) -> float:
 
 def entropy_loss_correlation(runs: Runs) -> Measurement | None:
     """Over the mechanisms whose every layer, or some, has an entropy; None while an arm is not whole."""
-    ends = {arm: arm.ends(runs) for arm in CAUSAL.values()}
+    ends = {arm: arm.final_lines(runs) for arm in CAUSAL.values()}
     if any(lines is None for lines in ends.values()):
         return None
     known = [

@@ -7,7 +7,7 @@ from locater_lab.engine.claims import Claim, Measurement, Relation, by_seed
 from locater_lab.engine.mechanism_runs import (
     COPY_SINK,
     HERE,
-    LEFT,
+    NEARLY_GONE,
     PLAIN,
     SHARE,
     SPIKE,
@@ -38,7 +38,7 @@ def _weight_claim(id: str, says: str, relation: Relation, stated: float) -> Clai
 
 
 def _left_claim(id: str, says: str) -> Claim:
-    return _claim(id, says, "weight on the first token over that under softmax", "at most", LEFT)
+    return _claim(id, says, "weight on the first token over that under softmax", "at most", NEARLY_GONE)
 
 
 CLAIMS = (
@@ -124,7 +124,7 @@ def judge(runs: Runs) -> Results:
 
 def largest_weight(runs: Runs) -> Measurement | None:
     """Of the mechanisms without a softmax, seed by seed; None where one was not measured."""
-    ends = [ARMS[name].ends(runs) or [] for name in SUMS]
+    ends = [ARMS[name].final_lines(runs) or [] for name in SUMS]
     weights = [[value_of(line, WEIGHT) for line in lines] for lines in zip(*ends, strict=False)]
     known = [[x for x in values if x is not None] for values in weights]
     if not known or any(len(values) < len(SUMS) for values in known):

@@ -23,7 +23,7 @@ KEYS = {
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedObject:
     """An object of a bucket as it is listed."""
 
     size: int
@@ -31,25 +31,25 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Listing:
+class BucketListing:
     """What is directly under a prefix, by the last part of its name."""
 
-    objects: dict[str, Listed]
+    objects: dict[str, ListedObject]
     folders: list[str]
 
 
-def listing(address: Address) -> Listing:
+def listing(address: Address) -> BucketListing:
     """Objects and prefixes under an address."""
     import_obstore(address)
     import obstore
 
     prefix = f"{address.path}/" if address.path else None
-    result = asked(address, lambda: obstore.list_with_delimiter(store_of(address), prefix))
+    result = ask_bucket(address, lambda: obstore.list_with_delimiter(store_of(address), prefix))
     objects = {
-        meta["path"].rpartition("/")[2]: Listed(int(meta["size"]), str(meta["e_tag"] or meta["last_modified"]))
+        meta["path"].rpartition("/")[2]: ListedObject(int(meta["size"]), str(meta["e_tag"] or meta["last_modified"]))
         for meta in result["objects"]
     }
-    return Listing(objects, [prefix.rstrip("/").rpartition("/")[2] for prefix in result["common_prefixes"]])
+    return BucketListing(objects, [prefix.rstrip("/").rpartition("/")[2] for prefix in result["common_prefixes"]])
 
 
 def store_of(address: Address) -> Any:
@@ -84,7 +84,7 @@ def import_obstore(address: Address) -> None:
         ) from None
 
 
-def asked(address: Address, question: Callable[[], T]) -> T:
+def ask_bucket(address: Address, question: Callable[[], T]) -> T:
     """The answer of a bucket. obstore has retried what may be retried; every failure is one line."""
     try:
         return question()
@@ -92,7 +92,7 @@ def asked(address: Address, question: Callable[[], T]) -> T:
         raise LocaterError(f"{address}: no such object or bucket") from None
     except (LocaterError, Stopped):
         raise
-    except Exception as error:
+    except Exception as error:  # obstore has a class for each kind of failure, and more with each version
         raise LocaterError(f"{address}: {_reason(address, error)}") from None
 
 

@@ -43,7 +43,7 @@ def schemes(settings: Settings) -> list[Mapping[str, Any]]:
     return [scheme for scheme in found if isinstance(scheme, Mapping)]
 
 
-def bad(weights: Weights, name: str, what: str) -> LocaterError:
+def quantised_error(weights: Weights, name: str, what: str) -> LocaterError:
     """The one line for a quantised tensor that cannot be read."""
     return LocaterError(f"{weights.where}: {name} {what}")
 
@@ -56,7 +56,9 @@ def read_scales(weights: Weights, name: str, rows: Rows | None = None) -> Tensor
     if scales.dtype in SCALES:
         return scales
     if not scales.is_floating_point():
-        raise bad(weights, name, f"is stored as {scales.dtype}, and scales are floats: the checkpoint is damaged")
+        raise quantised_error(
+            weights, name, f"is stored as {scales.dtype}, and scales are floats: the checkpoint is damaged"
+        )
     return scales.float()
 
 
@@ -64,7 +66,9 @@ def read_whole_numbers(weights: Weights, name: str, rows: Rows | None = None) ->
     """Packed numbers, zero points, indices."""
     numbers = weights.read(name, rows)
     if numbers.is_floating_point():
-        raise bad(weights, name, f"is stored as {numbers.dtype}, where packed whole numbers belong: damaged")
+        raise quantised_error(
+            weights, name, f"is stored as {numbers.dtype}, where packed whole numbers belong: damaged"
+        )
     return numbers
 
 
@@ -73,7 +77,9 @@ def expect_shape(weights: Weights, name: str, *allowed: Sequence[int]) -> None:
     shape = weights.shape(name)
     if shape not in {tuple(each) for each in allowed}:
         wanted = " or ".join(str(list(each)) for each in allowed)
-        raise bad(weights, name, f"has shape {list(shape)}, and its map needs {wanted}: the checkpoint is damaged")
+        raise quantised_error(
+            weights, name, f"has shape {list(shape)}, and its map needs {wanted}: the checkpoint is damaged"
+        )
 
 
 def joined_rows(rows: Rows | None, count: int, part: Callable[[int, int], Tensor]) -> Tensor:
@@ -82,11 +88,11 @@ def joined_rows(rows: Rows | None, count: int, part: Callable[[int, int], Tensor
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """The unsigned numbers of `bits` bits in the words of the last axis, lowest bits first; `order` is where in its
     word each number is.
 
-    >>> unpacked(torch.tensor([[0x76543210]], dtype=torch.int32), 4)
+    >>> unpack_words(torch.tensor([[0x76543210]], dtype=torch.int32), 4)
     tensor([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.int32)
     """
     places = torch.tensor(range(32 // bits) if order is None else order, dtype=torch.int32, device=words.device)

@@ -16,7 +16,7 @@ M = s r^2 tr W and V = s^2 r^4 tr W_sym^2.
 With form="stored" W is made of the parameters as stored. Raw tr W^2 is no such penalty: it has no lower bound, since a
 rotation makes it negative.
 
-With form="measured" M and V are those of tokens that the layer really reads, in place of unit tokens:
+With form="measured" M and V are those of tokens that the layer actually reads, instead of unit tokens:
 
     L_ij = s q_i . (k_j - mean k)        V = mean of L_ij^2 over all pairs        M = mean of L_ii
 """
@@ -38,17 +38,18 @@ from locater.discovery.stacked_maps import FoldedStacks, Inputs, Maps
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.effective import Effective
-from locater.observing.token_sample import (
+from locater.observing.training_tokens import (
     TokenListener,
     TokenSample,
+    TokenSize,
     listen_to_training_tokens,
     samples_of,
     share_samples,
+    share_sizes,
+    sizes_of,
 )
-from locater.observing.token_size import TokenSize, share_sizes, sizes_of
 
-# The query and key maps of a live model in the form that a penalty is on; read anew at each step.
-
+# The query and key maps of a live model in the form that a penalty acts on; re-read at each step.
 
 Form = Literal["effective", "measured", "stored"]
 FOLDS: Mapping[Form, Callable[..., Effective]] = {
@@ -59,7 +60,7 @@ FOLDS: Mapping[Form, Callable[..., Effective]] = {
 
 
 class ModelMaps:
-    """Maps of the layers of these numbers.
+    """Maps of the layers with these numbers.
 
     Until `close`, the measured form listens to all of these layers, and the effective form to those whose logits depend
     on the size of their tokens.
@@ -78,10 +79,10 @@ class ModelMaps:
         listeners: list[TokenListener] = [*self.samples.values(), *self.sizes.values()]
         self._ends = listen_to_training_tokens(model, listeners) if listeners else []
 
-    def now(self) -> list[Maps]:
+    def current_maps(self) -> list[Maps]:
         """Queries (L, H, h, d), keys (L, K, h, d) and logit scales (L,) of each stack; gradients flow to the weights.
 
-        In the measured form d counts tokens of the sample. Refused where tokens are needed and none were seen.
+        In the measured form d counts tokens of the sample. Raises if tokens are needed and none have been seen.
         """
         if self.samples:
             self._finish_samples()
@@ -90,14 +91,16 @@ class ModelMaps:
         return self._stacks.maps()
 
     def forget(self) -> None:
-        """After a step: the samples were of the weights before it. Sizes of tokens stay until the next pass."""
+        """Drop the samples after a step, since they belong to the weights before it. Sizes of tokens stay until the
+        next pass.
+        """
         for sample in self.samples.values():
             sample.forget()
 
     def state(self) -> dict[str, Tensor]:
         """The sums behind the size of tokens (2,), by the name of the layer; zeros for a layer that has not run.
 
-        All layers are there from the beginning: a distributed checkpoint fills in a state that is made before.
+        All layers are present from the beginning, since a distributed checkpoint fills in a state that exists already.
         """
         return {
             size.name: size.sums.detach().clone() if size.filled else torch.zeros_like(size.sums)
@@ -105,13 +108,13 @@ class ModelMaps:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over the sizes of a checkpoint; refused where a layer of it has none here."""
+        """Restore the sizes of a checkpoint. Raises for a layer that needs no size here."""
         by_name = {size.name: size for size in self.sizes.values()}
         unknown = [name for name in state if name not in by_name]
         if unknown:
             raise LocaterError(
                 f"LocAteR: this state has the size of the tokens of {unknown[0] or 'the model'}, which is not needed "
-                "here: it is of another model or other layers"
+                "here: it belongs to another model or other layers"
             )
         for name, sums in state.items():
             if bool(sums[1]):  # the number of tokens
@@ -128,7 +131,7 @@ class ModelMaps:
         if not torch.compiler.is_compiling():  # as for samples
             empty = [size for size in sizes if not size.filled]
             if empty:
-                raise LocaterError(_why_unsized(type(self.model).__name__, empty))
+                raise LocaterError(_missing_size(type(self.model).__name__, empty))
         share_sizes(sizes)
         for size in sizes:
             size.restart()
@@ -138,7 +141,7 @@ class ModelMaps:
         if not torch.compiler.is_compiling():  # in one graph with the forward pass, samples are not filled yet
             empty = [sample for sample in samples if not sample.filled]
             if empty:
-                raise LocaterError(_why_empty(type(self.model).__name__, empty, len(samples)))
+                raise LocaterError(_missing_sample(type(self.model).__name__, empty, len(samples)))
         share_samples(samples)
         for sample in samples:
             sample.restart()
@@ -152,19 +155,19 @@ def _mean_square(size: TokenSize) -> tuple[Tensor]:
     return (size.mean_square(),)
 
 
-def _why_unsized(model: str, empty: Sequence[TokenSize]) -> str:
+def _missing_size(model: str, empty: Sequence[TokenSize]) -> str:
     return (
         f"{empty[0].name or model}: no norm stands in front of this layer, and the size of the tokens that it reads is "
         "not known before its first forward pass in training mode: call loss() after model(...) of the model that was "
-        "handed to attach(), or choose layers=[...] without it"
+        "passed to attach(), or choose layers=[...] without it"
     )
 
 
-def _why_empty(model: str, empty: list[TokenSample], of: int) -> str:
+def _missing_sample(model: str, empty: list[TokenSample], of: int) -> str:
     if len(empty) == of:
         return (
             f"{model}: form='measured' needs a forward pass in training mode since the last step: call loss() after "
-            "model(...) of the model that was handed to attach()"
+            "model(...) of the model that was passed to attach()"
         )
     return (
         f"{empty[0].name}: no tokens (B, T, d) were seen at this layer in the last forward pass, so form='measured' "
@@ -191,9 +194,9 @@ class LocAteR(Control):
     - "stored": of unit tokens, with W_Q and W_K as the parameters are stored and no norm at all.
 
     `target="free"` concentrates the spectrum around whatever mean it has: shrink * (V - M^2 / d_head), never negative.
-    With a `limit` only V above it is charged: shrink * max(0, V - limit). `part` is for W, not for the measured form.
-    `layers` are numbers as in a scan; cross-attention has no mean and is left out. A layer that several depths share
-    counts once.
+    With a `limit` only V above it is penalised: shrink * max(0, V - limit). `part` applies to W, not to the measured
+    form. `layers` are numbers as in a scan; cross-attention has no mean and is left out. A layer that several depths
+    share counts once.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
@@ -224,17 +227,21 @@ class LocAteR(Control):
         if part not in ("symmetric", "full"):
             raise LocaterError(f"part={part!r}: choose symmetric or full")
         if form == "measured" and part == "full":
-            raise LocaterError("part='full' is a part of W, and form='measured' charges all logits: leave part out")
+            raise LocaterError("part='full' is a part of W, and form='measured' penalises all logits: leave part out")
         if target != "free" and not (isinstance(target, int | float) and math.isfinite(target)):
-            raise LocaterError(f"target={target!r}: a number, or free")
+            raise LocaterError(f"target={target!r}: must be a number, or free")
         if schedule is not None and not callable(schedule):
-            raise LocaterError(f"schedule={schedule!r}: a function of the step, so it is given in Python alone")
+            raise LocaterError(
+                f"schedule={schedule!r}: must be a function of the step, so it can be given only in Python"
+            )
         if shrink < 0 or hold < 0:
-            raise LocaterError(f"shrink={shrink}, hold={hold}: both are 0 or more, or the penalty would be a reward")
+            raise LocaterError(
+                f"shrink={shrink}, hold={hold}: both must be 0 or more, or the penalty would be a reward"
+            )
         if not (isinstance(limit, int | float) and 0 <= limit < math.inf):
-            raise LocaterError(f"limit={limit!r}: a number from 0, the V that is free of charge")
+            raise LocaterError(f"limit={limit!r}: must be a number from 0 on, the V that is not penalised")
         if limit and target == "free":
-            raise LocaterError(f"limit={limit} with target='free', which charges no V: give a number as target")
+            raise LocaterError(f"limit={limit} does not apply to target='free': give a number as target")
         self.shrink, self.hold, self.target, self.form = shrink, hold, target, form
         self.part, self.limit, self.layers, self.schedule = part, limit, layers, schedule
         self.step = 0
@@ -267,10 +274,10 @@ class LocAteR(Control):
     def maps(self) -> list[Maps]:
         """Query and key maps of the chosen layers and their logit scales, layers of one kind stacked.
 
-        In the measured form these are maps from the numbers of the sampled tokens (`families.forms.token_maps`).
+        In the measured form these are maps from the numbers of the sampled tokens (`control.penalty_maps.token_maps`).
         """
         _ = self.attached
-        return self._maps.now()
+        return self._maps.current_maps()
 
     def loss(self) -> Tensor:
         """The penalty of this step, in float32 at least, under autocast too."""
@@ -286,8 +293,8 @@ class LocAteR(Control):
         if self.target == "free":
             return self.shrink * (V - M**2 / query.shape[-2])
         assert not isinstance(self.target, str)
-        charged = torch.relu(V - self.limit) if self.limit else V
-        return self.shrink * charged + self.hold * (M - self.target) ** 2
+        excess = torch.relu(V - self.limit) if self.limit else V
+        return self.shrink * excess + self.hold * (M - self.target) ** 2
 
     def _spread(self, square: Tensor, size: Tensor) -> Tensor:
         """V / s^2, from tr W^2 and ||W||_F^2."""
@@ -315,7 +322,7 @@ class LocAteR(Control):
         self._set_strength()
 
     def _set_strength(self) -> None:
-        """The value of the schedule at this step; as a tensor, since a new number would compile a step anew."""
+        """The value of the schedule at this step, as a tensor: a new number would recompile the step."""
         self.strength = None if self.schedule is None else torch.tensor(float(self.schedule(self.step)))
 
 

@@ -21,7 +21,7 @@ MOST_SOURCES = 16  # tensors that one tensor of the model is made of; more are e
 
 
 @dataclass(frozen=True)
-class Origin:
+class StoredRows:
     """Where a tensor of the model is stored."""
 
     names: tuple[str, ...]  # tensors of the checkpoint; the rows of several are counted one tensor after the other
@@ -32,7 +32,7 @@ class Origin:
 class Origins:
     """Where the tensors of a model are stored, by their names in the model."""
 
-    stored: dict[str, Origin]
+    stored: dict[str, StoredRows]
     changed: dict[str, str] = field(default_factory=dict)  # tensors whose rows cannot be followed, and the reason
     unused: list[str] = field(default_factory=list)  # tensors of the checkpoint that the model has no place for
 
@@ -40,7 +40,7 @@ class Origins:
 class RenamedWeights:
     """A checkpoint by the names of the model. Only the rows that are asked for are read."""
 
-    def __init__(self, stored: Weights, origins: Mapping[str, Origin]) -> None:
+    def __init__(self, stored: Weights, origins: Mapping[str, StoredRows]) -> None:
         self.where = stored.where
         self._stored, self._origins = stored, origins
 
@@ -95,22 +95,22 @@ def origins_of(stored: Weights, model: Any) -> Origins:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
-    origins: dict[str, Origin] = {}
+    origins: dict[str, StoredRows] = {}
     sources: dict[str, tuple[Any, list[tuple[str, str]]]] = {}  # first target -> (rule, (pattern, name on disk))
     unused: list[str] = []
     for name in sorted(stored.names(), key=dot_natural_key):  # some rules depend on the order of the names
-        target, pattern = _renamed(name, renamings, converters, model.base_model_prefix, state)
+        target, pattern = _name_in_model(name, renamings, converters, model.base_model_prefix, state)
         if target not in state:
             unused.append(name)
         elif pattern is None:
-            origins[target] = Origin((name,))
+            origins[target] = StoredRows((name,))
         else:
             rule = next(rule for rule in converters if pattern in rule.source_patterns)
             sources.setdefault(target, (rule, []))[1].append((pattern, name))
     changed: dict[str, str] = {}
     for target, (rule, names) in sources.items():
         try:
-            origins.update(_followed(stored, model, rule, target, names))
+            origins.update(_follow_rows(stored, model, rule, target, names))
         except Exception as error:  # the rules raise whatever a product of shapes raises
             reason = str(error) if isinstance(error, LocaterError) else f"{type(error).__name__}: {first_line(error)}"
             changed |= {target.replace(rule.target_patterns[0], other): reason for other in rule.target_patterns}
@@ -118,7 +118,7 @@ def origins_of(stored: Weights, model: Any) -> Origins:
     return Origins(origins, changed, unused)
 
 
-def _renamed(name: str, renamings: Any, converters: Any, prefix: str, state: Any) -> tuple[str, str | None]:
+def _name_in_model(name: str, renamings: Any, converters: Any, prefix: str, state: Any) -> tuple[str, str | None]:
     """The name in the model, and the pattern of the rule that changes the tensor."""
     from transformers.core_model_loading import rename_source_key
 
@@ -128,7 +128,9 @@ def _renamed(name: str, renamings: Any, converters: Any, prefix: str, state: Any
     return target, pattern
 
 
-def _followed(stored: Weights, model: Any, rule: Any, target: str, names: list[tuple[str, str]]) -> dict[str, Origin]:
+def _follow_rows(
+    stored: Weights, model: Any, rule: Any, target: str, names: list[tuple[str, str]]
+) -> dict[str, StoredRows]:
     """Origins of all tensors that one rule makes of some: it is applied to row numbers."""
     if len(names) > MOST_SOURCES:
         raise LocaterError(f"it is made of {len(names)} tensors")
@@ -141,7 +143,7 @@ def _followed(stored: Weights, model: Any, rule: Any, target: str, names: list[t
         rule.add_tensor(target, name, pattern, numbers if len(shape) == 1 else torch.stack([numbers, -numbers], 1))
         start += shape[0]
     made = rule.convert(target, model=model, config=model.config)
-    return {live: Origin(tuple(name for _, name in names), _row_numbers(rows)) for live, rows in made.items()}
+    return {live: StoredRows(tuple(name for _, name in names), _row_numbers(rows)) for live, rows in made.items()}
 
 
 def _row_numbers(numbers: Any) -> tuple[int, ...]:
@@ -152,7 +154,7 @@ def _row_numbers(numbers: Any) -> tuple[int, ...]:
     return tuple(int(row) for row in rows.tolist())
 
 
-def _add_tied(origins: dict[str, Origin], tied: Mapping[str, str]) -> None:
+def _add_tied(origins: dict[str, StoredRows], tied: Mapping[str, str]) -> None:
     """A tensor that shares its numbers with another is stored once."""
     for one, other in tied.items():
         for name, shared in ((one, other), (other, one)):

@@ -147,7 +147,7 @@ LEAST_KEYS = 256  # of a part
 TILE = (64, 4, 3)  # BLOCK_N, warps, stages
 
 
-def parts_of(q: Tensor, k: Tensor) -> int:
+def count_parts(q: Tensor, k: Tensor) -> int:
     """Into how many parts the keys are split: 1 unless rows are few and keys many."""
     B, H, T, _ = q.shape
     K, S = k.shape[1], k.shape[2]
@@ -157,7 +157,7 @@ def parts_of(q: Tensor, k: Tensor) -> int:
     return max(1, min(PROGRAMS // (B * K * triton.cdiv(shared, SHARED)), S // LEAST_KEYS, 256))
 
 
-def in_parts(
+def statistics_in_parts(
     q: Tensor, k: Tensor, terms: Terms, parts: int, out: Tensor, count: Tensor | None, extended: bool, per_key: bool
 ) -> None:
     """Fills `out` and `count` as `rows_kernel` does."""

@@ -1,9 +1,14 @@
-"""A few hundred of the tokens that an attention layer reads in training, kept in memory of a fixed size.
+"""The tokens that an attention layer reads in training, in memory of a fixed size: a few hundred of them
+(`TokenSample`), and their mean square size (`TokenSize`).
 
-The choice is deterministic and consumes no random numbers. The tokens of one pass are numbered through all sequences,
-padding left out, and cut into as many runs as the sample has places; one token is taken of each run, at a place within
-it that moves on by the golden ratio, so that sequences and positions are covered evenly. Later passes, and further
-depths of a layer that several depths share, replace an equal share of the places.
+Which tokens a sample takes is deterministic and consumes no random numbers. The tokens of one pass are numbered through
+all sequences, padding left out, and cut into as many runs as the sample has places; one token is taken of each run, at
+a place within it that moves on by the golden ratio, so that sequences and positions are covered evenly. Later passes,
+and further depths of a layer that several depths share, replace an equal share of the places.
+
+The size is r^2 = E |z|^2 / d, 1 for unit tokens: the mean over every token of a pass that is no padding. Passes until
+the next `restart`, and the depths of a layer that several depths share, are averaged over all of their tokens. In a
+distributed run all ranks have the same number.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ _numbers = count()
 
 
 class TokenListener(Protocol):
-    """What is told the tokens that one attention module reads."""
+    """Receives the tokens that one attention module reads."""
 
     name: str  # of the module
 
@@ -159,13 +164,13 @@ def share_samples(samples: Sequence[TokenSample]) -> None:
     if rank_and_ranks()[1] == 1:
         return
     parts = [x for sample in samples for x in (sample.tokens, sample.real)]
-    flat = torch.cat([_own(x).flatten() for x in parts])
+    flat = torch.cat([_own_rows_only(x).flatten() for x in parts])
     torch.distributed.all_reduce(flat)
     for x, part in zip(parts, flat.split([x.numel() for x in parts]), strict=True):
         x.copy_(part.view_as(x))
 
 
-def _own(x: Tensor) -> Tensor:
+def _own_rows_only(x: Tensor) -> Tensor:
     """The places of this rank, zeros elsewhere."""
     first, last = own_places(len(x))
     own = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -191,17 +196,19 @@ def samples_of(model: nn.Module, layers: Mapping[int, AttentionLayer], size: int
 
 
 def listen_to_training_tokens(model: nn.Module, listeners: Iterable[TokenListener]) -> list[Callable[[], None]]:
-    """From now on, tell the listeners whenever their modules run in training mode, in a pass that begins with gradients
-    enabled: a reference model and a rollout run without. Returns functions that end it.
+    """From now on, listeners receive the tokens that their modules read in training mode, in a pass that begins with
+    gradients enabled: a reference model and a rollout run without. Returns functions that end it.
     """
     weights, padding = ModuleWeights(model), Padding()
     switch = Switch(loss_only=True, thread=None)
     ends: list[Callable[[], None]] = []
     for listener in listeners:
         module = weights.submodule(listener.name)
-        ends.append(replace_method(module, "forward", partial(_listening, listener, padding, switch, _names(module))))
+        ends.append(
+            replace_method(module, "forward", partial(_run_and_listen, listener, padding, switch, _names(module)))
+        )
     # last, so that masks are noted first where the model is itself the attention module
-    ends.append(replace_method(model, "forward", partial(_noting_masks, padding, switch, _names(model))))
+    ends.append(replace_method(model, "forward", partial(_run_noting_masks, padding, switch, _names(model))))
     return ends
 
 
@@ -210,7 +217,7 @@ def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _noting_masks(
+def _run_noting_masks(
     padding: Padding,
     switch: Switch,
     names: Iterable[str],
@@ -223,7 +230,7 @@ def _noting_masks(
     return run_pass(switch, model, forward, *args, **kwargs)
 
 
-def _listening(
+def _run_and_listen(
     listener: TokenListener,
     padding: Padding,
     switch: Switch,
@@ -240,12 +247,12 @@ def _listening(
         if read is not None:
             shown = read.real if read.real is not None else padding.of(read.x, listener.name)
             if not padding.masks and shown is None:  # the model was not run as a whole
-                shown = _shown(dict(zip(names, args, strict=False)) | kwargs, read.x)
+                shown = _shown_tokens(dict(zip(names, args, strict=False)) | kwargs, read.x)
             listener.receive(read.x, shown)
     return forward(*args, **kwargs)
 
 
-def _shown(arguments: Mapping[str, Any], x: Tensor) -> Tensor | None:
+def _shown_tokens(arguments: Mapping[str, Any], x: Tensor) -> Tensor | None:
     """Which tokens (B, T) of an attention module are no padding, by the masks in its own arguments: a real token
     may look at itself. None where they do not say.
     """
@@ -256,3 +263,88 @@ def _shown(arguments: Mapping[str, Any], x: Tensor) -> Tensor | None:
         return None
     itself = mask.diagonal(dim1=-2, dim2=-1)[:, 0]
     return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+
+
+# ---- the size of tokens
+
+
+_sizes: WeakValueDictionary[int, TokenSize] = WeakValueDictionary()
+
+
+class TokenSize:
+    """Of one attention module. `sums` (2,) are the sum of |z|^2 / d over tokens, and the number of tokens.
+
+    `passes` counts the calls of the module that share the sums, `filled` says whether there was one at all.
+
+    >>> size = TokenSize("attention", torch.zeros(()))
+    >>> size.receive(torch.tensor([[[3.0, 4.0], [1.0, 1.0], [9.0, 9.0]]]), torch.tensor([[True, True, False]]))
+    >>> size.mean_square()                                             # (25 / 2 + 2 / 2) / 2
+    tensor([6.7500])
+    """
+
+    def __init__(self, name: str, like: Tensor) -> None:
+        self.name, self.number = name, next(_numbers)
+        self.sums = torch.zeros(2, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        self.passes, self.filled = 0, False
+        _sizes[self.number] = self
+
+    def receive(self, x: Tensor, shown: Tensor | None) -> None:
+        """Add the tokens of x (B, T, d); `shown` (B, T) says which are no padding, None that none is."""
+        precise = torch.promote_types(self.sums.dtype, x.dtype)
+        if (self.sums.device, self.sums.dtype) != (x.device, precise):  # the model has moved since
+            self.sums = self.sums.to(x.device, precise)
+        add_squares(x.detach(), None if shown is None else shown.to(x.device), self.number, self.sums)
+
+    def mean_square(self) -> Tensor:
+        """r^2, of shape (1,)."""
+        return self.sums[:1] / self.sums[1:].clamp_min(1)
+
+    def restart(self) -> None:
+        """The next pass begins a new mean; until then this one stays."""
+        self.passes = 0
+
+    def load(self, sums: Tensor) -> None:
+        """Take over the sums of a checkpoint."""
+        self.sums.copy_(sums)
+        self.passes, self.filled = 0, True
+
+
+# An operator of its own, as for the samples of tokens: it stays in the graph of a compiled model, and what it does
+# happens when the graph runs, not when it is traced.
+@torch.library.custom_op("locater::add_squares", mutates_args=("sums",))
+def add_squares(x: Tensor, shown: Tensor | None, number: int, sums: Tensor) -> None:
+    """Add |z|^2 / d of the tokens z of x (B, T, d), and their number, to the sums of the size of this number."""
+    size = _sizes.get(number)
+    if size is None or not x.numel() or in_backward_pass():
+        return  # in a backward pass: activation checkpointing runs the layer a second time
+    squares = torch.linalg.vector_norm(x, dim=-1, dtype=sums.dtype).square() / x.shape[-1]  # (B, T)
+    shown = torch.ones_like(squares, dtype=torch.bool) if shown is None else shown.bool()
+    new = torch.stack([squares.where(shown, 0).sum(), shown.sum().to(sums)])
+    sums.copy_(sums + new if size.passes else new)
+    size.passes += 1
+    size.filled = True
+
+
+@add_squares.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    return None
+
+
+@torch.no_grad()
+def share_sizes(sizes: Sequence[TokenSize]) -> None:
+    """In a distributed run, give every rank the mean over the tokens of all; every rank calls it, as often as it likes:
+    the sums become their mean over ranks. One collective.
+    """
+    ranks = rank_and_ranks()[1]
+    if ranks == 1:
+        return
+    total = torch.stack([size.sums for size in sizes])
+    torch.distributed.all_reduce(total)
+    for size, sums in zip(sizes, total / ranks, strict=True):
+        size.sums.copy_(sums)
+
+
+def sizes_of(model: nn.Module, layers: Mapping[int, AttentionLayer]) -> dict[int, TokenSize]:
+    """A size that is not known yet for each of these layers, by its number; refused where no module is the layer."""
+    check_names(model, layers.values())
+    return {number: TokenSize(layer.name, layer.query.weight().detach()) for number, layer in layers.items()}

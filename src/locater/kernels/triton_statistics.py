@@ -10,10 +10,10 @@ from torch import Tensor
 
 from locater.kernels.terms import AttentionStatistics, Terms
 from locater.kernels.triton_gradients import columns_kernel, query_gradient_kernel
-from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
+from locater.kernels.triton_key_parts import count_parts, statistics_in_parts
+from locater.kernels.triton_launch import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
 from locater.kernels.triton_parts import EMPTY, LOG2E
 from locater.kernels.triton_rows import rows_kernel
-from locater.kernels.triton_split import in_parts, parts_of
 from locater.torch_private import launch_compiled
 
 
@@ -31,7 +31,7 @@ def statistics(
         count = (visible if rows is None else visible[rows]).expand(B, H, out.shape[-1])
     lse, entropy, top, mass = out[:4].unbind()
     more = out[4:8].unbind() if extended else (None,) * 4
-    received = _received(q, k, terms, out[8], out[9]) if per_key else None
+    received = _received_weights(q, k, terms, out[8], out[9]) if per_key else None
     return AttentionStatistics(lse, entropy, top, count, mass, *more, received)
 
 
@@ -50,14 +50,14 @@ def rows_of_statistics(
     `spans` of a mask that is the only one: first key and end (2, B, T) of what each row sees, and whether that is all
     that the mask says. It stays on the device, so both kernels are launched, and one of them has nothing to do.
     """
-    return rows_of_prepared(*prepared(q, k, terms), extended, per_key, rows, spans)
+    return rows_of_prepared(*prepare_call(q, k, terms), extended, per_key, rows, spans)
 
 
-def prepared(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Terms]:
+def prepare_call(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Terms]:
     """A call as the kernels of rows read it."""
     q, terms = _with_positive_scale(q, terms)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    return q, k, _prepared(terms)
+    return q, k, _prepare_terms(terms)
 
 
 def rows_of_prepared(
@@ -69,7 +69,7 @@ def rows_of_prepared(
     rows: Tensor | None,
     spans: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rows_of_statistics` of a call that is `prepared`."""
+    """`rows_of_statistics` of a call that `prepare_call` returned."""
     B, H, T, _ = q.shape
     number = T if rows is None else len(rows)
     rows = None if rows is None else rows.contiguous()
@@ -78,9 +78,9 @@ def rows_of_prepared(
     count = torch.empty(B, H, number, dtype=torch.int32, device=q.device) if counted else None
     if not number:
         return out, count
-    parts = parts_of(q, k) if rows is None else 1
+    parts = count_parts(q, k) if rows is None else 1
     if parts > 1:
-        in_parts(q, k, ready, parts, out, count, extended, per_key)
+        statistics_in_parts(q, k, ready, parts, out, count, extended, per_key)
     elif spans is None:
         _launch(q, k, ready, out, count, rows, extended, per_key)
     else:
@@ -107,7 +107,7 @@ def _launch(
     tensors = (terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi)
     given = (q, k, out, count, terms.sinks, rows, *ends, *tensors)
     key = (terms.scale, terms.causal, terms.window, terms.softcap, terms.first, extended, per_key, span, q.device)
-    key = (*key, *map(layout, given))
+    key = (*key, *map(tensor_layout, given))
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
         launch_compiled(kernel, grid, (*given, *rest))
@@ -122,7 +122,7 @@ def _launch(
     grid = (B * H * triton.cdiv(number, size["BLOCK_M"]), 1, 1)
     rest = [*arguments[len(tensors) :], terms.first, number, B * H * number]
     made = rows_kernel[grid](*given, *rest, **flags, **size)
-    remember(key, rows_kernel, made, grid, rest, len(given), flags | size)
+    keep_kernel(key, rows_kernel, made, grid, rest, len(given), flags | size)
 
 
 def _with_positive_scale(q: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
@@ -133,9 +133,9 @@ def _with_positive_scale(q: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
     return -q if scale else torch.zeros_like(q), replace(terms, scale=-scale or 1.0)
 
 
-def _received(q: Tensor, k: Tensor, terms: Terms, base: Tensor, rest: Tensor) -> Tensor:
+def _received_weights(q: Tensor, k: Tensor, terms: Terms, base: Tensor, rest: Tensor) -> Tensor:
     B, H, T, D = q.shape
-    ready, q, k = _prepared(terms), *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    ready, q, k = _prepare_terms(terms), *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     S = k.shape[-2]
     out = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     arguments, flags = launch_arguments(q, k, ready)
@@ -164,7 +164,7 @@ def entropy_gradient(
     dq = torch.empty(B, H, T, D, dtype=q.dtype, device=q.device)
     # heads that share keys are added below
     dk = torch.empty(B, H, S, D, dtype=k.dtype if H == K else torch.float32, device=q.device)
-    ready = _prepared(terms)
+    ready = _prepare_terms(terms)
     arguments, flags = launch_arguments(q, k, ready)
     size = _blocks(D, q.dtype, "queries", S)
     query_gradient_kernel[(B * H * triton.cdiv(T, size["BLOCK_M"]),)](
@@ -181,7 +181,7 @@ def _generic(terms: Terms) -> bool:
     return terms.padding is not None or terms.documents is not None or terms.mask is not None
 
 
-def _prepared(terms: Terms) -> Terms:
+def _prepare_terms(terms: Terms) -> Terms:
     """The same terms with tensors as the kernels read them: small types, keys next to one another. A mask that is
     boolean already is not copied.
     """

@@ -18,9 +18,18 @@ from locater.errors import LocaterError
 from locater.files import CONFIG_LIMIT, read_json
 from locater.sources.adapter_folder import FILES, AdaptedWeights, OpenBase, checked_settings
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
+from locater.sources.config_rules import checked_config
 from locater.sources.remote.address import Address
-from locater.sources.remote.folders import HubFolder, RangedFile, RemoteFolder, folder_of, has, read, remote_json
-from locater.sources.remote.hub import UnreachableError, asked
+from locater.sources.remote.folders import (
+    HubFolder,
+    RangedFile,
+    RemoteFolder,
+    folder_of,
+    has_file,
+    read_range,
+    remote_json,
+)
+from locater.sources.remote.hub import UnreachableError, ask_hub
 from locater.sources.remote.prefetch import current_session, recording
 from locater.sources.safetensors_file import (
     HEADER_LIMIT,
@@ -32,8 +41,7 @@ from locater.sources.safetensors_file import (
     refuse_one_of_many,
     shards_of,
 )
-from locater.sources.settings import checked_config
-from locater.sources.weights import Weights, joined
+from locater.sources.weights import Weights, join_files
 
 # Whole files, for what cannot be read by ranges: pickles, GGUF, and servers without ranges.
 
@@ -43,13 +51,13 @@ SETTINGS = ("config.json", "adapter_config.json")
 STEMS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 
 
-def announce(address: Address, what: str) -> None:
+def warn_of_download(address: Address, what: str) -> None:
     """One line before something is downloaded that a user may expect to be read by ranges."""
     logger.warning("%s: %s, so all of it is downloaded", address, what)
 
 
-def downloaded(folder: RemoteFolder, names: Sequence[str]) -> Path:
-    """A local folder with these files: in the hub's cache, or a temporary one (`remove_with`)."""
+def download_files(folder: RemoteFolder, names: Sequence[str]) -> Path:
+    """A local folder with these files: in the hub's cache, or a temporary one (`remove_when_unused`)."""
     if isinstance(folder, HubFolder):
         return _from_hub(folder, names)
     place = Path(tempfile.mkdtemp(prefix="locater-"))
@@ -64,7 +72,7 @@ def downloaded(folder: RemoteFolder, names: Sequence[str]) -> Path:
     return place
 
 
-def remove_with(weights: Weights, place: Path) -> None:
+def remove_when_unused(weights: Weights, place: Path) -> None:
     """Remove a temporary folder when its weights are not used any more."""
     if place.name.startswith("locater-") and place.parent == Path(tempfile.gettempdir()):
         weakref.finalize(weights, shutil.rmtree, place, ignore_errors=True)
@@ -76,7 +84,7 @@ def _from_hub(folder: HubFolder, names: Sequence[str]) -> Path:
     address, commit = folder.address, folder.model.commit
     paths = [address.inside(name).path for name in names]
     return (
-        Path(asked(address, lambda: snapshot_download(address.root, revision=commit, allow_patterns=paths)))
+        Path(ask_hub(address, lambda: snapshot_download(address.root, revision=commit, allow_patterns=paths)))
         / address.path
     )
 
@@ -86,13 +94,13 @@ def checkpoint_files(folder: RemoteFolder) -> list[str]:
     listed = folder.names()
     if listed is not None:
         return [name for name in listed if name in SETTINGS] + _first_form(listed)
-    settings = [name for name in SETTINGS if has(folder, name)]
+    settings = [name for name in SETTINGS if has_file(folder, name)]
     for stem in STEMS:
         index = remote_json(folder, f"{stem}.index.json", unique=True)
         if index is not None:
             shards = shards_of(index, str(folder.address.inside(f"{stem}.index.json")))
             return [*settings, f"{stem}.index.json", *sorted(set(shards.values()))]
-        if has(folder, stem):
+        if has_file(folder, stem):
             return [*settings, stem]
     return settings
 
@@ -120,18 +128,18 @@ class RemoteWeights(StoredTensors[RangedFile]):
         self.where = where
         self._session = current_session()
         self._heads: dict[int, bytearray] = {}  # the first bytes of each file, which may hold small tensors
-        located = self._session.in_threads(self._located, files)
-        self._entries = joined(zip(files, located, strict=True), where, file_of)
+        located = self._session.in_threads(self._locate_tensors, files)
+        self._entries = join_files(zip(files, located, strict=True), where, file_of)
 
-    def _located(self, file: RangedFile) -> dict[str, tuple[RangedFile, int, Entry]]:
+    def _locate_tensors(self, file: RangedFile) -> dict[str, tuple[RangedFile, int, Entry]]:
         """Every tensor of a file: where it begins, and its entry in the header."""
-        head = read(file, 0, FIRST)
+        head = read_range(file, 0, FIRST)
         size = len(head) if file.size is None else file.size
         length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
         if not 0 < length <= min(HEADER_LIMIT, size - 8):
             raise LocaterError(f"{file.where}: not a safetensors file, or truncated in its header ({size:,} bytes)")
         if 8 + length > len(head):
-            head += read(file, len(head), 8 + length)
+            head += read_range(file, len(head), 8 + length)
         if 8 + length > len(head):
             raise LocaterError(f"{file.where}: ends inside its header: the file is truncated")
         entries = parsed_header(file, bytes(head[8 : 8 + length]), size - 8 - length)
@@ -148,12 +156,12 @@ class RemoteWeights(StoredTensors[RangedFile]):
         data = memoryview(head)[offset:stop] if stop <= len(head) else self._session.bytes(path, offset, stop)
         # a small part of a large block would keep all of it in memory, and a place that does not fit the dtype has no
         # view
-        if isinstance(data, memoryview) and (2 * size < len(data.obj) or _misplaced(data, dtype)):  # type: ignore[arg-type]
+        if isinstance(data, memoryview) and (2 * size < len(data.obj) or _is_misaligned(data, dtype)):  # type: ignore[arg-type]
             data = bytearray(data)
         return torch.frombuffer(data, dtype=dtype)
 
 
-def _misplaced(data: memoryview, dtype: torch.dtype) -> bool:
+def _is_misaligned(data: memoryview, dtype: torch.dtype) -> bool:
     """Whether bytes begin at an address that is no multiple of the size of a number."""
     return torch.frombuffer(data, dtype=torch.uint8).data_ptr() % dtype.itemsize != 0
 
@@ -161,7 +169,7 @@ def _misplaced(data: memoryview, dtype: torch.dtype) -> bool:
 # Models that the hub's own client has downloaded before: read from there, if they are what the hub has now.
 
 
-def cached(folder: HubFolder, file: str | None = None) -> Path | None:
+def hub_cache_path(folder: HubFolder, file: str | None = None) -> Path | None:
     """The local folder of a model, or one of its files, where all that is read of it is in the hub's cache, at the
     commit that the hub has now. Without a network that is the commit of the last download.
     """
@@ -169,7 +177,7 @@ def cached(folder: HubFolder, file: str | None = None) -> Path | None:
         commit: str | None = folder.model.commit
     except UnreachableError:
         place = _snapshot(folder, None)
-        if place is None or not (_complete(place) if file is None else (place / file).is_file()):
+        if place is None or not (_has_all_weights(place) if file is None else (place / file).is_file()):
             raise
         return place if file is None else place / file
     place = _snapshot(folder, commit)
@@ -193,7 +201,7 @@ def _snapshot(folder: HubFolder, commit: str | None) -> Path | None:
     return place if place.is_dir() else None
 
 
-def _complete(place: Path) -> bool:
+def _has_all_weights(place: Path) -> bool:
     """Whether a folder holds all weights that its index names, or a single file of them."""
     for stem in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"):
         index = place / f"{stem}.index.json"
@@ -222,7 +230,7 @@ def open_remote(address: Address, open_local: Opener, open_base: OpenBase, downl
         raise LocaterError(f"{address}: stands for several checkpoints: give one of them")
     folder = folder_of(address, current_session().traffic)
     if isinstance(folder, HubFolder):
-        local = cached(folder, address.name if address.names_a_file else None)
+        local = hub_cache_path(folder, address.name if address.names_a_file else None)
         if local is not None:
             return open_local(str(local))
     if address.names_a_file:
@@ -234,11 +242,11 @@ def open_remote(address: Address, open_local: Opener, open_base: OpenBase, downl
     if (document := remote_json(folder, INDEX, unique=True)) is not None:
         return _open_index(folder, INDEX, document), _config(folder)
     names = folder.names()
-    if has(folder, SINGLE):
+    if has_file(folder, SINGLE):
         return RemoteWeights([folder.file(SINGLE)], str(address)), _config(folder)
-    pickle = next((name for name in PICKLES if has(folder, name)), None)
+    pickle = next((name for name in PICKLES if has_file(folder, name)), None)
     if pickle is not None:
-        announce(address, f"{pickle} is no safetensors file")
+        warn_of_download(address, f"{pickle} is no safetensors file")
         return _open_download(folder, checkpoint_files(folder), open_local)
     loose = sorted(name for name in names or () if name.endswith(".safetensors"))
     if loose:
@@ -277,8 +285,8 @@ def _open_file(folder: RemoteFolder, address: Address, open_local: Opener, downl
     if name.endswith(".safetensors") and not download:
         return RemoteWeights([folder.file(name)], str(address)), _config(folder)
     if not download:
-        announce(address, "only safetensors are read by ranges")
-    wanted = [name, "config.json"] if not name.endswith(".gguf") and has(folder, "config.json") else [name]
+        warn_of_download(address, "only safetensors are read by ranges")
+    wanted = [name, "config.json"] if not name.endswith(".gguf") and has_file(folder, "config.json") else [name]
     return _open_download(folder, wanted, open_local, name)
 
 
@@ -310,14 +318,14 @@ def _open_adapter(folder: RemoteFolder, settings: Any, open_local: Opener, open_
     if model is not None:
         raise LocaterError(f"{where}: holds both {ADAPTER} and {model}: give each a folder of its own")
     settings = checked_settings(settings, where)
-    name = next((name for name in FILES if has(folder, name)), None)
+    name = next((name for name in FILES if has_file(folder, name)), None)
     if name is None:
         raise LocaterError(f"{where}: an adapter without weights: {FILES[0]} is missing")
     if name.endswith(".bin"):
-        announce(folder.address, f"{name} is no safetensors file")
-        place = downloaded(folder, [ADAPTER, name])
+        warn_of_download(folder.address, f"{name} is no safetensors file")
+        place = download_files(folder, [ADAPTER, name])
         opened = open_local(str(place))
-        remove_with(opened[0], place)
+        remove_when_unused(opened[0], place)
         return opened
     base, config, base_name = open_base(settings, where, None)
     own = RemoteWeights([folder.file(name)], where)
@@ -327,9 +335,9 @@ def _open_adapter(folder: RemoteFolder, settings: Any, open_local: Opener, open_
 def _open_download(folder: RemoteFolder, names: Sequence[str], open_local: Opener, file: str | None = None) -> Opened:
     if not names:
         _refuse_empty(folder, folder.names())
-    place = downloaded(folder, names)
+    place = download_files(folder, names)
     opened = open_local(str(place if file is None else Path(place) / file))
-    remove_with(opened[0], place)
+    remove_when_unused(opened[0], place)
     return opened
 
 

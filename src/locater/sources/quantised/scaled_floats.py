@@ -12,11 +12,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from locater.sources.quantised.stored import (
+from locater.sources.quantised.stored_map import (
     Settings,
-    bad,
     expect_shape,
     joined_rows,
+    quantised_error,
     read_scales,
     read_whole_numbers,
     schemes,
@@ -63,7 +63,9 @@ class ScaledWeight:
     def read(self, rows: Rows | None = None) -> Tensor:
         shape = self.shape()
         if len(shape) != 2:
-            raise bad(self.weights, self.name, f"is quantised and has shape {list(shape)}, not two axes: not read")
+            raise quantised_error(
+                self.weights, self.name, f"is quantised and has shape {list(shape)}, not two axes: not read"
+            )
         scale = _Grid.of(self.weights, self.name, self.scale, shape, self.settings)
         zero = None
         if self.zero is not None:
@@ -74,7 +76,7 @@ class ScaledWeight:
     def _rows(self, scale: _Grid, zero: Tensor | None, start: int, stop: int) -> Tensor:
         stored = self.weights.read(self.name, [(start, stop)])
         if stored.dtype not in KINDS:
-            raise bad(
+            raise quantised_error(
                 self.weights,
                 self.name,
                 f"is quantised ({self.scale} scales it) and stored as {stored.dtype}, which is not read: "
@@ -110,7 +112,7 @@ class _Grid:
             ]
             if None not in sizes:
                 return cls(values, *(size for size in sizes if size is not None))
-        raise bad(
+        raise quantised_error(
             weights,
             scale,
             f"has shape {list(values.shape)}, which is neither one scale, nor one for each row, nor one for each block "

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from locater.sources.quantised import bitsandbytes, scaled
+from locater.sources.quantised import bitsandbytes, scaled_floats
 from locater.sources.quantised.bitsandbytes import FourBit, LLMInt8
-from locater.sources.quantised.integers import GroupedInt, PackedInt
-from locater.sources.quantised.scaled import KINDS, NAMES, ScaledWeight
-from locater.sources.quantised.stored import Settings, Stored, bad
+from locater.sources.quantised.grouped_integers import GroupedInt, PackedInt
+from locater.sources.quantised.scaled_floats import KINDS, NAMES, ScaledWeight
+from locater.sources.quantised.stored_map import Settings, Stored, quantised_error
 from locater.sources.weights import DictWeights, Rows, Weights, take_rows
 from locater.torch_private import own_buffers, own_parameters
 
@@ -39,7 +39,7 @@ MARKS = {
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedMap:
     """A map of a format that is not read."""
 
     weights: Weights
@@ -54,7 +54,7 @@ class Refused:
         raise self._error()
 
     def _error(self) -> Exception:
-        return bad(
+        return quantised_error(
             self.weights,
             self.name,
             f"is quantised ({self.kind}; {self.parts[0]} is there), which is not read: "
@@ -62,21 +62,21 @@ class Refused:
         )
 
 
-def seen_through(weights: Weights, config: Mapping[str, Any]) -> Weights:
+def dequantised_view(weights: Weights, config: Mapping[str, Any]) -> Weights:
     """The weights with quantised maps read as floats. Other tensors are as they are, but for those of eight bits: their
     scales have other names than are known here, or are missing, and without them the numbers would be wrong.
 
     >>> import torch
     >>> from locater.sources.weights import DictWeights
     >>> stored = {"q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.tensor([[0.5]])}
-    >>> weights = seen_through(DictWeights(stored, "here"), {})
+    >>> weights = dequantised_view(DictWeights(stored, "here"), {})
     >>> list(weights.names()), weights.read("q.weight", [(1, 2)])
     (['q.weight'], tensor([[0.5000, 0.5000]]))
     """
     if hasattr(weights, "quantised"):  # they say it themselves: adapters on such weights, GGUF
         return weights
     settings = _settings(config)
-    maps = {stored.name: stored for stored in _found(weights, settings)}
+    maps = {stored.name: stored for stored in _find_quantised_maps(weights, settings)}
     return Dequantised(weights, maps)
 
 
@@ -108,8 +108,10 @@ class Dequantised:
         if stored is not None:
             return stored.read(rows)
         tensor = self._weights.read(name, rows)
-        if tensor.dtype in scaled.KINDS:
-            raise bad(self._weights, name, f"is stored as {tensor.dtype} (quantised), and {self._no_scale(name)}")
+        if tensor.dtype in scaled_floats.KINDS:
+            raise quantised_error(
+                self._weights, name, f"is stored as {tensor.dtype} (quantised), and {self._no_scale(name)}"
+            )
         return tensor
 
     def _no_scale(self, name: str) -> str:
@@ -137,7 +139,7 @@ def _settings(config: Mapping[str, Any]) -> Settings:
     return {}
 
 
-def _found(weights: Weights, settings: Settings) -> Iterator[Stored]:
+def _find_quantised_maps(weights: Weights, settings: Settings) -> Iterator[Stored]:
     """The quantised maps of a checkpoint, by the tensors beside them. A mark of a format that is not read counts more
     than scales, which many formats have.
     """
@@ -148,7 +150,7 @@ def _found(weights: Weights, settings: Settings) -> Iterator[Stored]:
             stem = name.removesuffix(f".{mark}")
             if stem != name and (mark not in ("B", "biases") or f"{stem}.s" in held or f"{stem}.scales" in held):
                 refused.add(stem)
-                yield Refused(weights, f"{stem}.weight", kind, (name,))
+                yield RefusedMap(weights, f"{stem}.weight", kind, (name,))
     for name in weights.names():
         stem, _, last = name.rpartition(".")
         if stem in refused:
@@ -163,10 +165,10 @@ def _map_of(weights: Weights, settings: Settings, held: set[str], stem: str, las
     weight = f"{stem}.weight" if stem else "weight"
     if last == "weight_packed":
         return PackedInt(weights, weight, settings)
-    if last in scaled.NAMES and weight in held:
-        both = [f"{stem}.{other}" for other in scaled.NAMES if f"{stem}.{other}" in held]
+    if last in scaled_floats.NAMES and weight in held:
+        both = [f"{stem}.{other}" for other in scaled_floats.NAMES if f"{stem}.{other}" in held]
         if len(both) > 1:
-            return Refused(weights, weight, "two scales", tuple(both))
+            return RefusedMap(weights, weight, "two scales", tuple(both))
         zero = f"{weight}_zero_point"
         return ScaledWeight(weights, weight, settings, name, zero if zero in held else None)
     if last == "qweight":
@@ -180,7 +182,7 @@ def _map_of(weights: Weights, settings: Settings, held: set[str], stem: str, las
     return None
 
 
-REPACKED = 32  # rows in a block of codes that are packed anew
+REPACKED = 32  # rows in a block of codes that are repacked
 PACKED = (torch.uint8, *KINDS)
 
 
@@ -224,7 +226,7 @@ def _four_bit(where: str, weight: Any) -> Stored:
 
 @dataclass(frozen=True)
 class _RepackedFourBit:
-    """Four-bit codes as bitsandbytes packs them anew at the first pass on a processor with AVX512-BF16: a byte holds
+    """Four-bit codes as bitsandbytes repacks them at the first pass on a processor with AVX512-BF16: a byte holds
     the codes of two rows that are 16 apart in their block of 32, and scales are rounded to bfloat16.
     """
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.sources.quantised.stored import (
+from locater.sources.quantised.stored_map import (
     Settings,
-    bad,
     expect_shape,
     joined_rows,
+    quantised_error,
     read_scales,
     read_whole_numbers,
     schemes,
-    unpacked,
+    unpack_words,
 )
 from locater.sources.weights import Rows, Weights, take_rows
 
@@ -72,7 +72,9 @@ class GroupedInt:
         packed, zeros, scales, _ = self.parts
         missing = next((x for x in (zeros, scales) if x not in self.weights.names()), None)
         if missing is not None:
-            raise bad(self.weights, packed, f"is quantised, and {missing} is missing: the checkpoint is incomplete")
+            raise quantised_error(
+                self.weights, packed, f"is quantised, and {missing} is missing: the checkpoint is incomplete"
+            )
         first, second = self._two_axes(packed)
         groups, outputs = self._two_axes(scales)
         bits = self._bits()
@@ -82,7 +84,7 @@ class GroupedInt:
         elif second * per == outputs and bits == 4:
             layout = _Layout("awq", bits, first, outputs, groups)
         else:
-            raise bad(
+            raise quantised_error(
                 self.weights,
                 packed,
                 f"has shape {[first, second]} and {scales} {[groups, outputs]}: neither GPTQ nor AWQ (GEMM) of {bits} "
@@ -95,13 +97,17 @@ class GroupedInt:
     def _two_axes(self, name: str) -> tuple[int, int]:
         shape = self.weights.shape(name)
         if len(shape) != 2 or min(shape) < 1:
-            raise bad(self.weights, name, f"has shape {list(shape)}, not two axes: the checkpoint is damaged")
+            raise quantised_error(
+                self.weights, name, f"has shape {list(shape)}, not two axes: the checkpoint is damaged"
+            )
         return shape[0], shape[1]
 
     def _bits(self) -> int:
         bits = self.settings.get("bits", self.settings.get("w_bit", 4))
         if bits not in (2, 4, 8):
-            raise bad(self.weights, self.parts[0], f"is quantised to {bits!r:.20} bits; read are 2, 4 and 8")
+            raise quantised_error(
+                self.weights, self.parts[0], f"is quantised to {bits!r:.20} bits; read are 2, 4 and 8"
+            )
         return int(bits)
 
     def _check_method(self, layout: _Layout) -> None:
@@ -111,7 +117,7 @@ class GroupedInt:
         if method != layout.kind or form not in known:
             words = [x if isinstance(x, str) else reprlib.repr(x) for x in (method, form)]
             said = words[0] if form is None else f"{words[0]} ({words[1]})"
-            raise bad(
+            raise quantised_error(
                 self.weights,
                 self.parts[0],
                 f"is packed as {layout.kind.upper()} packs, and config.json says {said!r:.60}: "
@@ -126,19 +132,19 @@ class GroupedInt:
         zero = self._zeros(layout, read_whole_numbers(self.weights, zeros), order)
         group = self._groups(layout)
         if layout.kind == "gptq":
-            numbers = unpacked(take_rows(words.mT, rows).contiguous(), layout.bits)  # (rows, inputs)
+            numbers = unpack_words(take_rows(words.mT, rows).contiguous(), layout.bits)  # (rows, inputs)
         else:
-            numbers = take_rows(unpacked(words, layout.bits, order).mT, rows)
+            numbers = take_rows(unpack_words(words, layout.bits, order).mT, rows)
         zero, scale = take_rows(zero, rows), take_rows(scale, rows)
         return (numbers - zero[:, group]).float() * scale[:, group]
 
     def _zeros(self, layout: _Layout, words: Tensor, order: tuple[int, ...] | None) -> Tensor:
         """Zero points (outputs, groups)."""
-        zero = unpacked(words, layout.bits, order).mT
+        zero = unpack_words(words, layout.bits, order).mT
         if layout.kind == "awq" or self.settings.get("checkpoint_format") not in MINUS_ONE:
             return zero
         if bool((zero == 2**layout.bits - 1).any()):  # 0 - 1 in few bits: libraries read it as 0 or as 16
-            raise bad(
+            raise quantised_error(
                 self.weights,
                 self.parts[1],
                 "holds a zero point of 0, which libraries of GPTQ read in two ways: save it as gptq_v2",
@@ -152,15 +158,19 @@ class GroupedInt:
             expect_shape(self.weights, stored, (layout.inputs,))
             index = read_whole_numbers(self.weights, stored).long()
             if int(index.min()) < 0 or int(index.max()) >= layout.groups:
-                raise bad(self.weights, stored, f"names groups beyond the {layout.groups} that there are: damaged")
+                raise quantised_error(
+                    self.weights, stored, f"names groups beyond the {layout.groups} that there are: damaged"
+                )
             return index
         if self.settings.get("desc_act"):
-            raise bad(self.weights, self.parts[0], f"was sorted by activations (desc_act), and {stored} is missing")
+            raise quantised_error(
+                self.weights, self.parts[0], f"was sorted by activations (desc_act), and {stored} is missing"
+            )
         size = self.settings.get("group_size", self.settings.get("q_group_size"))
         if not isinstance(size, int) or size < 1:
             size = -(-layout.inputs // layout.groups)
         if -(-layout.inputs // size) != layout.groups:
-            raise bad(
+            raise quantised_error(
                 self.weights,
                 self.parts[2],
                 f"has {layout.groups} groups, and {layout.inputs} inputs in groups of {size} are not as many: damaged",
@@ -192,11 +202,15 @@ class PackedInt:
     def _shape(self) -> tuple[int, ...]:
         stored = f"{self.name}_shape"
         if stored not in self.weights.names():
-            raise bad(self.weights, f"{self.name}_packed", f"is quantised, and {stored} is missing: incomplete")
+            raise quantised_error(
+                self.weights, f"{self.name}_packed", f"is quantised, and {stored} is missing: incomplete"
+            )
         shape = tuple(int(size) for size in read_whole_numbers(self.weights, stored).flatten().tolist())
         packed = self.weights.shape(f"{self.name}_packed")
         if len(shape) != 2 or len(packed) != 2 or shape[0] != packed[0] or min(shape) < 1 or packed[1] > shape[1]:
-            raise bad(self.weights, stored, f"says {list(shape)}, which does not fit {list(packed)} words: damaged")
+            raise quantised_error(
+                self.weights, stored, f"says {list(shape)}, which does not fit {list(packed)} words: damaged"
+            )
         return shape
 
     @property
@@ -216,7 +230,7 @@ class PackedInt:
             bits = None
         if bits not in BITS or (said and bits not in said):  # seven bits are packed in as many words as eight
             also = f", and config.json says {' or '.join(map(str, said))} bits" if said else ""
-            raise bad(
+            raise quantised_error(
                 self.weights,
                 f"{self.name}_packed",
                 f"has {words} words for {columns} columns{also}; read are packed numbers of "
@@ -226,7 +240,7 @@ class PackedInt:
 
     def read(self, rows: Rows | None = None) -> Tensor:
         if f"{self.name}_scale" not in self.weights.names():
-            raise bad(
+            raise quantised_error(
                 self.weights, f"{self.name}_packed", f"is quantised, and {self.name}_scale is missing: incomplete"
             )
         return joined_rows(rows, self._shape[0], self._rows)
@@ -240,12 +254,12 @@ class PackedInt:
         scale = scale.reshape(1, 1) if whole else scale.reshape(stop - start, -1)
         groups = scale.shape[1]
         if not whole and (scale_shape[0] != count or columns % groups):
-            raise bad(
+            raise quantised_error(
                 self.weights, stored, f"has shape {list(scale_shape)}, and {self.name} {[count, columns]}: damaged"
             )
         words = read_whole_numbers(self.weights, f"{self.name}_packed", [(start, stop)])
         half = 2 ** (self._bits - 1)
-        numbers = (unpacked(words, self._bits)[:, :columns] - half).to(scale.dtype)
+        numbers = (unpack_words(words, self._bits)[:, :columns] - half).to(scale.dtype)
         of_column = self._groups(columns, groups)
         if f"{self.name}_zero_point" in self.weights.names():
             numbers -= (self._zeros(start, stop, groups) - half).to(scale.dtype)[:, of_column]
@@ -260,7 +274,7 @@ class PackedInt:
             if bool((index >= 0).all()) and int(index.max()) < groups:
                 return index
             if not bool((index == -1).all()):  # -1 stands for columns in their own order
-                raise bad(self.weights, stored, f"names groups beyond the {groups} that there are: damaged")
+                raise quantised_error(self.weights, stored, f"names groups beyond the {groups} that there are: damaged")
         return torch.arange(columns) // (columns // groups)
 
     def _zeros(self, start: int, stop: int, groups: int) -> Tensor:
@@ -269,7 +283,7 @@ class PackedInt:
         expect_shape(self.weights, stored, (-(-self._shape[0] // per), groups))
         first, last = start // per, -(-stop // per)
         words = read_whole_numbers(self.weights, stored, [(first, last)])
-        return unpacked(words.mT.contiguous(), self._bits).mT[start - first * per : stop - first * per]
+        return unpack_words(words.mT.contiguous(), self._bits).mT[start - first * per : stop - first * per]
 
 
 def _said_bits(settings: Settings) -> list[int]:
