@@ -36,6 +36,8 @@ os.environ["LOCATER_CACHE"] = "off"
 # what a test compiles, it compiles itself: a pool of compilers would start beside each of the parallel processes
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+gc.disable()  # until everything is imported, see pytest_collection_finish
+
 # tests run in parallel processes; threads inside tiny operations would only fight over the cores
 torch.set_num_threads(1)
 
@@ -68,15 +70,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays to the end, so it is not searched for garbage again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
+# for each kind of device that may come, torch.manual_seed keeps a text of where it was called: half of what a small test costs
+seed_torch = torch.default_generator.manual_seed if torch.version.cuda is None else torch.manual_seed
+
+
 def seed_generators() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - libraries draw from it
-    torch.manual_seed(0)
+    seed_torch(0)
 
 
 @pytest.hookimpl(tryfirst=True)
