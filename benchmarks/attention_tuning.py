@@ -60,7 +60,7 @@ def runner(
 ) -> Callable[[], Any]:
     """Puts a tile into its table and returns what uses it."""
     from locater.kernels import fused as one_pass
-    from locater.kernels import triton_forward, triton_launch, triton_statistics
+    from locater.kernels import triton_forward, triton_kept_kernels, triton_launches
 
     D, columns = q.shape[3], "extended" if extended else "plain"
     terms = Terms(D**-0.5, causal=True)
@@ -68,13 +68,13 @@ def runner(
     def run() -> Any:
         if kind == "forward":
             return attention_with_statistics(q, k, v, causal=True, extended=extended)
-        return triton_statistics.statistics(q, k, terms, extended, False)
+        return triton_launches.statistics(q, k, terms, extended, False)
 
-    triton_launch.LAUNCHES.clear()
-    triton_statistics.LONG_TILES.clear()
+    triton_kept_kernels.LAUNCHES.clear()
+    triton_launches.LONG_TILES.clear()
     one_pass.WIDEST = max(one_pass.WIDEST, D)
     if kind == "rows":
-        triton_statistics.TILES["half", D, columns] = tile
+        triton_launches.TILES["half", D, columns] = tile
     else:
         triton_forward.TILES[D, extended] = tile  # type: ignore[assignment]
     return run

@@ -550,7 +550,7 @@ def test_versions_of_triton_whose_launch_was_tried() -> None:
 def test_a_compiled_kernel_is_launched_past_the_dispatch() -> None:
     import triton
 
-    from locater.kernels import triton_launch
+    from locater.kernels import triton_kept_kernels
     from locater.kernels.triton_parts import compared_kernel
 
     if not private.has_tested_launch(triton.__version__):
@@ -560,7 +560,7 @@ def test_a_compiled_kernel_is_launched_past_the_dispatch() -> None:
     kernel = compared_kernel[(1, 1, 1)](x, first, None, 1, 13, 0.5, SIZE=16, TWICE=True)
     private.launch_compiled(kernel, (1, 1, 1), [x, second, None, 1, 13, 0.5, 16, True])
     assert torch.equal(first, second)
-    assert triton_launch.launches_directly(x.device)
+    assert triton_kept_kernels.launches_directly(x.device)
 
 
 def test_a_compiled_kernel_takes_all_arguments_in_order() -> None:

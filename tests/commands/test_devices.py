@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from locater import scan, theory
-from locater.commands.head_rows import ScanOptions, head_rows
 from locater.commands.layer_moments import LayerMoments, Work, layer_moments
+from locater.commands.scan_rows import ScanOptions, head_rows
 from locater.discovery import attention_layers
 from locater.results.scan import NUMERIC_COLUMNS, HeadRow
 from locater.spectrum import Moments

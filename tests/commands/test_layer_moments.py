@@ -13,8 +13,8 @@ import torch
 import locater
 from locater import spectrum
 from locater.commands import layer_moments as module
-from locater.commands.head_rows import ScanOptions, head_rows
 from locater.commands.layer_moments import Work, layer_moments
+from locater.commands.scan_rows import ScanOptions, head_rows
 from locater.discovery import attention_layers
 from locater.layers import effective
 from locater.results.scan import HeadRow

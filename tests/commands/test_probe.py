@@ -27,9 +27,9 @@ from locater.inputs.images import image_batches
 from locater.layers import AttentionLayer, Norm
 from locater.layers.normed import NormedProjection
 from locater.numerics import spearman
-from locater.observing.collect_statistics import statistics_of_batches
 from locater.observing.forward_pass import run_model
 from locater.observing.head_roles import circuit_scores
+from locater.observing.input_covariances import statistics_of_batches
 from locater.predict.prediction import logit_bound
 from locater.results.probe import (
     BOUND,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from locater import Scan, scan
-from locater.commands.head_rows import row_keys
+from locater.commands.scan_rows import row_keys
 from locater.discovery import layers_of
 from locater.results.scan import HeadRow
 from locater.sources.sources import open_source

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import locater
 from locater.commands import layer_moments
-from locater.commands.head_rows import ScanOptions, head_rows
+from locater.commands.scan_rows import ScanOptions, head_rows
 from locater.discovery import layers_of
 from locater.layers import AttentionLayer, effective
 from locater.layers.head_blocks import head_blocks

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from locater.kernels import triton_forward, triton_launch, triton_statistics, triton_sums  # noqa: E402
+from locater.kernels import triton_forward, triton_kept_kernels, triton_launches, triton_sums  # noqa: E402
 from locater.kernels.dispatch import mask_spans  # noqa: E402
 from locater.kernels.terms import Terms  # noqa: E402
 from locater_lab.mechanisms.kernels import (  # noqa: E402
@@ -202,11 +202,9 @@ def test_mechanisms(
 def test_statistics(extended: bool, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     q, k = drawn(1, 2, 256, 64, dtype=torch.bfloat16), drawn(1, 1, 256, 64, dtype=torch.bfloat16)
     terms = Terms(0.125, causal=True, softcap=30.0 if extended else None)
-    triton_statistics.LAUNCHES.clear()
-    check(
-        lambda: triton_statistics.statistics(q, k, terms, extended, per_key=extended), monkeypatch, 1 + extended, card
-    )
-    triton_statistics.LAUNCHES.clear()
+    triton_launches.LAUNCHES.clear()
+    check(lambda: triton_launches.statistics(q, k, terms, extended, per_key=extended), monkeypatch, 1 + extended, card)
+    triton_launches.LAUNCHES.clear()
 
 
 @pytest.mark.parametrize("some", [pytest.param(False, marks=pytest.mark.slow), True], ids=["all rows", "some rows"])
@@ -215,14 +213,14 @@ def test_sums_over_the_rows_of_heads(some: bool, monkeypatch: pytest.MonkeyPatch
     output, rows = drawn(1, 256, 2, 64, dtype=torch.bfloat16), torch.arange(0, 256, 16) if some else None
     sums, maxima = torch.zeros(2, 17, dtype=torch.float64), torch.zeros(2, 1)
     terms = Terms(0.125, causal=True)
-    triton_statistics.LAUNCHES.clear()
+    triton_launches.LAUNCHES.clear()
     check(lambda: triton_sums.add_sums(q, k, terms, rows, output, sums, maxima), monkeypatch, 2, card)
     if some:  # of all rows the kernel with masks takes a minute to compile
         counted, first = torch.ones(1, 256, dtype=torch.bool), torch.zeros(1, 256, dtype=torch.long)
         masked = Terms(0.125, mask=torch.ones(1, 1, 256, 256, dtype=torch.bool))
         masked_call = (q, k, masked, rows, output, sums, maxima, counted, first, None, mask_spans(masked, 1, 256))
         check(lambda: triton_sums.add_sums(*masked_call), monkeypatch, 4, card)
-    triton_statistics.LAUNCHES.clear()
+    triton_launches.LAUNCHES.clear()
 
 
 def test_the_gradient_of_the_entropy(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
@@ -230,7 +228,7 @@ def test_the_gradient_of_the_entropy(monkeypatch: pytest.MonkeyPatch, card: int)
     row = torch.ones(1, 2, 256)
     padding = torch.ones(1, 256, dtype=torch.bool)
     check(
-        lambda: triton_statistics.entropy_gradient(q, k, Terms(0.1, padding=padding), row, row, row, row),
+        lambda: triton_launches.entropy_gradient(q, k, Terms(0.1, padding=padding), row, row, row, row),
         monkeypatch,
         2,
         card,
@@ -239,15 +237,15 @@ def test_the_gradient_of_the_entropy(monkeypatch: pytest.MonkeyPatch, card: int)
 
 def test_few_rows(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     q, k = drawn(1, 8, 1, 128, dtype=torch.bfloat16), drawn(1, 2, 2048, 128, dtype=torch.bfloat16)
-    check(lambda: triton_statistics.statistics(q, k, Terms(0.1, causal=True), True, False), monkeypatch, 2, card)
+    check(lambda: triton_launches.statistics(q, k, Terms(0.1, causal=True), True, False), monkeypatch, 2, card)
 
 
 def test_attention_with_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the H100 and its kind alone: Triton 3.7 fails to compile it for sm_100."""
     q, k, v = (drawn(1, h, 256, 64, dtype=torch.bfloat16) for h in (2, 1, 1))
-    triton_launch.LAUNCHES.clear()
+    triton_kept_kernels.LAUNCHES.clear()
     check(lambda: triton_forward.forward(q, k, v, Terms(0.1, causal=True), True), monkeypatch, 1, 90)
-    triton_launch.LAUNCHES.clear()
+    triton_kept_kernels.LAUNCHES.clear()
 
 
 # past Triton's dispatch
@@ -290,21 +288,21 @@ def test_kernels_are_called_directly_only_where_both_ways_agree(
 ) -> None:
     device, key = torch.device("cpu"), ("some", torch.device("cpu"))
     for name in ("_launches_compared", "LAUNCHES"):
-        monkeypatch.setattr(triton_launch, name, {})
-    monkeypatch.setattr(triton_launch, "compared_kernel", ByDispatch(directly))
+        monkeypatch.setattr(triton_kept_kernels, name, {})
+    monkeypatch.setattr(triton_kept_kernels, "compared_kernel", ByDispatch(directly))
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     function = type("Function", (), {"arg_names": ["x", "n", "SIZE"]})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            triton_launch.keep_kernel(key, function, object(), (1, 1, 1), [3], 1, {"SIZE": 16})
+            triton_kept_kernels.keep_kernel(key, function, object(), (1, 1, 1), [3], 1, {"SIZE": 16})
     assert [bool(re.search(said or "", str(w.message))) for w in caught] == [True] * (said is not None)  # once
-    assert (key in triton_launch.LAUNCHES) is (said is None)
-    assert triton_launch.launches_directly(device) is (said is None)
+    assert (key in triton_kept_kernels.LAUNCHES) is (said is None)
+    assert triton_kept_kernels.launches_directly(device) is (said is None)
 
 
 def test_other_versions_of_triton_launch_by_its_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "_launches_compared", {torch.device("cpu"): True})
+    monkeypatch.setattr(triton_kept_kernels, "_launches_compared", {torch.device("cpu"): True})
     for version, direct in (
         ("3.6.0", True),
         ("3.6.2+git", True),
@@ -313,14 +311,14 @@ def test_other_versions_of_triton_launch_by_its_dispatch(monkeypatch: pytest.Mon
         ("4.0.0", False),
     ):
         monkeypatch.setattr(triton, "__version__", version)
-        assert triton_launch.launches_directly(torch.device("cpu")) is direct, version
+        assert triton_kept_kernels.launches_directly(torch.device("cpu")) is direct, version
 
 
 def test_the_kernel_of_the_comparison(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     x, y = torch.zeros(2, 16)
 
     def launch() -> None:
-        triton_launch.compared_kernel[(1, 1, 1)](x, y, None, 1, 13, 0.5, SIZE=16, TWICE=True)
+        triton_kept_kernels.compared_kernel[(1, 1, 1)](x, y, None, 1, 13, 0.5, SIZE=16, TWICE=True)
 
     check(launch, monkeypatch, 1, card)
 
@@ -328,5 +326,5 @@ def test_the_kernel_of_the_comparison(monkeypatch: pytest.MonkeyPatch, card: int
 @pytest.mark.gpu
 def test_both_ways_agree_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    monkeypatch.setattr(triton_launch, "_launches_compared", {})
-    assert triton_launch._launches_agree(device)
+    monkeypatch.setattr(triton_kept_kernels, "_launches_compared", {})
+    assert triton_kept_kernels._launches_agree(device)

@@ -54,7 +54,7 @@ def test_a_growing_cache_on_the_gpu() -> None:
 
 def test_kernels_are_told_apart_as_triton_tells_them_apart() -> None:
     pytest.importorskip("triton", reason="Triton is only made for Linux")
-    from locater.kernels.triton_launch import _kind
+    from locater.kernels.triton_kept_kernels import _kind
 
     assert _kind(1) != _kind(2) == _kind(7) != _kind(32) == _kind(48) != _kind(1 << 32)
     x = torch.zeros(9)

@@ -130,7 +130,7 @@ def check_masked_sums(device: str, names: tuple[str, ...], lengths: tuple[tuple[
 
 def check_spans(device: str) -> None:
     """Masks whose rows see one run of keys are known by its ends; the others are not taken for such."""
-    from locater.kernels.triton_statistics import rows_of_statistics
+    from locater.kernels.triton_launches import rows_of_statistics
 
     T = 150
     causal = torch.ones(T, T, dtype=torch.bool).tril()

@@ -57,14 +57,14 @@ class Kernel:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     """The host side of a call on a GPU, without the GPU."""
     pytest.importorskip("triton", reason="Triton is only made for Linux")
-    from locater.kernels import triton_launch, triton_statistics, triton_sums
+    from locater.kernels import triton_kept_kernels, triton_launches, triton_sums
 
-    stand_ins = [Kernel(triton_statistics.rows_kernel), Kernel(triton_sums.sums_kernel)]
+    stand_ins = [Kernel(triton_launches.rows_kernel), Kernel(triton_sums.sums_kernel)]
     monkeypatch.setattr(dispatch, "default_backend", lambda q, terms: "triton")
-    monkeypatch.setattr(triton_statistics, "rows_kernel", stand_ins[0])
+    monkeypatch.setattr(triton_launches, "rows_kernel", stand_ins[0])
     monkeypatch.setattr(triton_sums, "sums_kernel", stand_ins[1])
-    for module in (triton_launch, triton_statistics, triton_sums):
-        monkeypatch.setattr(module, "LAUNCHES", {} if module is triton_launch else triton_launch.LAUNCHES)
+    for module in (triton_kept_kernels, triton_launches, triton_sums):
+        monkeypatch.setattr(module, "LAUNCHES", {} if module is triton_kept_kernels else triton_kept_kernels.LAUNCHES)
     return stand_ins
 
 

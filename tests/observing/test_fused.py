@@ -48,7 +48,7 @@ def same(plain: list[Any], fused: list[Any], tolerance: float) -> None:
 def check_fused(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Every call goes to the kernel, and its statistics are not computed again."""
     from locater.calls import attention_interface as one_pass
-    from locater.kernels import fused, reference, triton_statistics
+    from locater.kernels import fused, reference, triton_launches
 
     model = llama(device, dtype)
     ids = torch.arange(40, device=device)[None] % 50
@@ -63,7 +63,7 @@ def check_fused(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
         counted = lambda q, k, v, terms: calls.append(1) or kept(q, k, v, *terms.flat(), True)  # noqa: E731
         patch.setattr(one_pass, "attend_with_numbers", counted)
-        for module, name in ((reference, "statistics"), (triton_statistics, "rows_of_statistics")):
+        for module, name in ((reference, "statistics"), (triton_launches, "rows_of_statistics")):
             patch.setattr(module, name, None)  # nothing is computed twice
         with locater.observe(model, fused=True) as seen, torch.no_grad():
             model(input_ids=ids)

@@ -21,11 +21,11 @@ from locater.discovery import attention_layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm, Tokens, effective
 from locater.numerics import spearman
-from locater.observing.collect_statistics import statistics_of_batches
 from locater.observing.forward_pass import run_model
+from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
-from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
+from locater.predict.statistics_file import Input
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
 from locater_lab.engine.trained_models import sentence_model, why_unavailable

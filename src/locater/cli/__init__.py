@@ -12,8 +12,8 @@ import typer
 
 from locater.cli import compare, demo, explain, fleet, probe, scan, watch
 from locater.cli.shell import Command, Group, command_name, error_line, examples_text, pipe_safe_output, split_debug
-from locater.errors import without_secrets
 from locater.escapes import escaped_output
+from locater.redaction import without_secrets
 from locater.registry import offered_entries
 from locater.version import __version__
 

@@ -9,8 +9,8 @@ import typer
 from locater.cli.options import Download, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
-from locater.errors import without_secrets
 from locater.findings import parse_conditions
+from locater.redaction import without_secrets
 from locater.results.scan import LENGTH, SCAN_FLAGS
 
 HELP = "Compare two models, or two or more checkpoints of one run, head by head."

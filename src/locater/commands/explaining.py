@@ -20,8 +20,8 @@ from locater.explain import METHODS, Run, deletion, paths
 from locater.explain.explanation import Explanation, Target, vectors
 from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
-from locater.observing.collect_statistics import Progress
 from locater.observing.forward_pass import run_model
+from locater.observing.input_covariances import Progress
 from locater.report.sentences import amount
 from locater.results.explanations import (
     DeletionCurve,

@@ -22,7 +22,7 @@ from torch import Tensor
 from locater.layers import AttentionLayer, Tokens, effective
 from locater.layers.head_blocks import head_blocks
 from locater.numerics import lone_workers, one_thread
-from locater.predict.input_statistics import Input
+from locater.predict.statistics_file import Input
 from locater.spectrum import Moments, join_moments, lost_in_float32
 
 NumberedLayer = tuple[int, AttentionLayer]

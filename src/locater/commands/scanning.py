@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.attention_like import folded_paths, unread
-from locater.commands.head_rows import ScanOptions, rows_of
 from locater.commands.layer_moments import Work, layer_moments
+from locater.commands.scan_rows import ScanOptions, rows_of
 from locater.discovery import read_source
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.bias import PairBias
 from locater.layers.joined import norm_inside
 from locater.layers.normed import NormedProjection
-from locater.predict.input_statistics import Input, Statistics
+from locater.predict.statistics_file import Input, Statistics
 from locater.results.scan import LENGTH, Scan
 from locater.sources.adapter_folder import base_name_of
 from locater.sources.remote import Traffic, session

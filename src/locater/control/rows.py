@@ -91,9 +91,9 @@ def _entropy_gradient_op(
         if default_backend(q, terms) == "torch":
             dq, dk = reference.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
         else:
-            from locater.kernels import triton_statistics
+            from locater.kernels import triton_launches
 
-            dq, dk = triton_statistics.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
+            dq, dk = triton_launches.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
     # as the compiler is told below; queries that nothing rotates are a transposed view
     return dq.contiguous(), dk.contiguous()
 

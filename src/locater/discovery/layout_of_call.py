@@ -19,6 +19,7 @@ from locater.discovery.attention_site import (
     trace_projection,
 )
 from locater.discovery.errors import UnreadableError
+from locater.discovery.linear_per_token import TapePath, Wiring, token_rows, wiring_of
 from locater.discovery.logits import read_logits
 from locater.discovery.masks import read_mask
 from locater.discovery.norm_fit import fit_norm, unwrapped_path
@@ -27,7 +28,6 @@ from locater.discovery.rotary_fit import HeadRows, Rotation, frequencies, head_r
 from locater.discovery.tape import Node, Tape
 from locater.discovery.tape.linear_maps import LinearMap
 from locater.discovery.taped_calls import TapedCall, mixed_values
-from locater.discovery.wiring import TapePath, Wiring, token_rows, wiring_of
 from locater.layers.gate import FUNCTIONS
 from locater.layers.layout import AttentionLayout, LogitsLayout, PairTermsLayout, RotaryLayout
 from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout, VectorLayout, runs_of

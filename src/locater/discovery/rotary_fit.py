@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from locater.discovery.errors import UnreadableError
-from locater.discovery.wiring import CLOSE, Wiring
+from locater.discovery.linear_per_token import CLOSE, Wiring
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,9 @@ def row_statistics(
         if rows is not None:
             terms, q = terms.placed(q.shape[2], k.shape[2], q.device).for_queries(rows), q[:, :, rows]
         return reference.statistics(q, k, terms, extended, per_key)
-    from locater.kernels import triton_statistics
+    from locater.kernels import triton_launches
 
-    return triton_statistics.statistics(q, k, terms, extended, per_key, rows)
+    return triton_launches.statistics(q, k, terms, extended, per_key, rows)
 
 
 def add_head_sums(
@@ -170,9 +170,9 @@ class _Entropy(torch.autograd.Function):
         if backend == "torch":
             stats = reference.statistics(q, k, terms, extended=False, per_key=False)
         else:
-            from locater.kernels import triton_statistics
+            from locater.kernels import triton_launches
 
-            stats = triton_statistics.statistics(q, k, terms, extended=False, per_key=False)
+            stats = triton_launches.statistics(q, k, terms, extended=False, per_key=False)
         ctx.save_for_backward(q, k, stats.log_sum_exp, stats.entropy, stats.row_mass)
         ctx.terms, ctx.backend = terms, backend
         return stats.entropy
@@ -183,9 +183,9 @@ class _Entropy(torch.autograd.Function):
         if ctx.backend == "torch":
             dq, dk = reference.entropy_gradient(q, k, ctx.terms, lse, entropy, mass, grads[0])
         else:
-            from locater.kernels import triton_statistics
+            from locater.kernels import triton_launches
 
-            dq, dk = triton_statistics.entropy_gradient(q, k, ctx.terms, lse, entropy, mass, grads[0])
+            dq, dk = triton_launches.entropy_gradient(q, k, ctx.terms, lse, entropy, mass, grads[0])
         return dq, dk, None, None
 
 

@@ -146,7 +146,7 @@ def _fused_statistics(
 
 def statistics_of(numbers: Float[Tensor, "columns B H T"], terms: Terms, keys: int) -> AttentionStatistics:
     """The record of numbers per row as kernels return them, of a call without masks but causal and window."""
-    from locater.kernels.triton_statistics import visible_counts
+    from locater.kernels.triton_launches import visible_counts
 
     lse, entropy, top, mass, *more = numbers.unbind()
     visible = visible_counts(terms, lse.shape[2], keys, lse.device).expand(lse.shape)

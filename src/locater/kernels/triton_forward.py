@@ -20,7 +20,7 @@ from torch import Tensor
 
 from locater.kernels.terms import Terms
 from locater.kernels.triton_descriptors import descriptor, takes_descriptors
-from locater.kernels.triton_launch import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
+from locater.kernels.triton_kept_kernels import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
 from locater.kernels.triton_parts import EMPTY, key_span, load_rows
 from locater.kernels.triton_rows import LEAST, _lanes, _program, _terms, _unit, store_rows
 from locater.torch_private import launch_compiled

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_launch import launch, launch_arguments
+from locater.kernels.triton_kept_kernels import launch, launch_arguments
 from locater.kernels.triton_parts import EMPTY, load_rows
 from locater.kernels.triton_rows import LEAST, _terms, _unit, store_rows
 

@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_launch import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
+from locater.kernels.triton_kept_kernels import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
+from locater.kernels.triton_launches import prepare_call, rows_of_prepared, visible_counts
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
 from locater.kernels.triton_rows import _terms, _unit
-from locater.kernels.triton_statistics import prepare_call, rows_of_prepared, visible_counts
 from locater.torch_private import launch_compiled
 
 BLOCK, WARPS = 2048, 16  # rows at a time of the one program that adds up a head: what it costs is waiting for memory

@@ -27,7 +27,7 @@ from locater.calls.function_listener import CallingModule, DirectCall, FunctionL
 from locater.calls.listeners import ListeningSwitch, begins_pass, is_listening, is_measured, run_pass
 from locater.calls.patching import Undo, replace_method
 from locater.calls.recognise import NO_SOFTMAX
-from locater.calls.running_module import (
+from locater.calls.self_or_cross_attention import (
     CodePlace,
     RunningModule,
     attention_kind,

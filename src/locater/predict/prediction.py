@@ -15,7 +15,7 @@ from locater.layers import AttentionLayer, Norm, Projection
 from locater.layers.effective import folded
 from locater.layers.joined import norm_inside
 from locater.numerics import one_thread
-from locater.predict.input_statistics import Input
+from locater.predict.statistics_file import Input
 from locater.theory.surrogate import gaussian_tokens
 
 SEQUENCES = 8

@@ -13,7 +13,7 @@ from locater.brief import brief
 from locater.findings import FLAGS, Verdict, heads_by_role, judge
 from locater.observing.residual_stream import SeenLayer
 from locater.observing.seen_heads import MeasuredHead
-from locater.predict.input_statistics import Statistics
+from locater.predict.statistics_file import Statistics
 from locater.results.document import Document
 from locater.version import PROBE_SCHEMA
 

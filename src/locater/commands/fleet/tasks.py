@@ -10,8 +10,9 @@ from locater.commands.fleet.jobs import Job, Task, reader_version
 from locater.commands.fleet.parts import to_bytes
 from locater.commands.fleet.store import Store, StoreError
 from locater.commands.scanning import scan
-from locater.errors import LocaterError, first_line, without_secrets
+from locater.errors import LocaterError, first_line
 from locater.files import read_json
+from locater.redaction import without_secrets
 from locater.results.scan import Scan
 from locater.sources.hashing import HashedWeights, combined_hash
 from locater.sources.listing import identity

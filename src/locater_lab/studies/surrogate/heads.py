@@ -14,12 +14,12 @@ from locater.discovery import attention_layers
 from locater.inputs.text import Batch
 from locater.kernels import attention_statistics
 from locater.layers import AttentionLayer, Norm, effective
-from locater.observing.collect_statistics import statistics_of_batches
 from locater.observing.forward_pass import IDS, run_model
 from locater.observing.head_roles import circuit_scores
+from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
-from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import on_tokens, predict
+from locater.predict.statistics_file import Input, Statistics
 from locater_lab.engine.trained_models import layer_inputs
 
 SEQUENCES = 16  # of normal tokens, and of real ones in random order

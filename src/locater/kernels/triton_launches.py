@@ -10,8 +10,8 @@ from torch import Tensor
 
 from locater.kernels.terms import AttentionStatistics, Terms
 from locater.kernels.triton_gradients import columns_kernel, query_gradient_kernel
+from locater.kernels.triton_kept_kernels import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
 from locater.kernels.triton_key_parts import count_parts, statistics_in_parts
-from locater.kernels.triton_launch import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
 from locater.kernels.triton_parts import EMPTY, LOG2E
 from locater.kernels.triton_rows import rows_kernel
 from locater.torch_private import launch_compiled

@@ -19,8 +19,8 @@ from locater.layers import AttentionLayer
 from locater.layers.bias import PairBias
 from locater.layers.pairs import PairTerms
 from locater.numerics import finite_or_none, lone_workers, one_thread
-from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
+from locater.predict.statistics_file import Input
 from locater.results.scan import LENGTH, HeadRow
 from locater.spectrum import Moments
 from locater.theory import (

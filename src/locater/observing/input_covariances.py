@@ -15,7 +15,7 @@ from locater.inputs.text import Batch, Text, TextWindow, batches
 from locater.measures import ChannelMoments, normality_distance, top_directions
 from locater.observing.forward_pass import AttentionInput, listen_to_input, run_model
 from locater.observing.residual_stream import Padding
-from locater.predict.input_statistics import Input, Statistics
+from locater.predict.statistics_file import Input, Statistics
 from locater.sources.weights import ModuleWeights
 
 PRECISE = 1024  # up to this width covariances are summed in float64
