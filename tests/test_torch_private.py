@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -147,6 +149,16 @@ def test_dispatch_modes_are_suspended() -> None:
     with mode:
         torch.ones(2).sin()
     assert mode.names
+
+
+def test_transforms_are_suspended() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        with private.without_dispatch_modes():
+            factors = torch.ones(2).sin().tolist()  # of a functional tensor there would be no numbers
+        return x * factors[0]
+
+    graph = make_fx(functionalize(scaled), tracing_mode="fake")(torch.ones(3))
+    torch.testing.assert_close(graph(torch.ones(3)), torch.full((3,), 1.0).sin())
 
 
 def test_fake_tensors_have_no_data_and_are_suspended() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -72,11 +72,13 @@ def without_function_modes() -> AbstractContextManager[Any]:
     return mode
 
 
-def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Inside, no `TorchDispatchMode` is active, fake tensors included."""
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Inside, no `TorchDispatchMode` (fake tensors) and no transform of `torch.func` is active."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    with _disable_current_modes(), torch._C._DisableFuncTorch():  # type: ignore[attr-defined]
+        yield
 
 
 def fake_tensor_mode(**options: Any) -> Any:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.families import register
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
-from locater.families.record import Block, Family, Found, Part
+from locater.families.record import Block, Family, Part
 from locater.layers.build import norm_layout
 from locater.layers.layer import AttentionLayer
 from locater.layers.layout import AttentionLayout, SinksLayout
@@ -96,7 +97,7 @@ class MechanismLayer(AttentionLayer):
         return self.queries(x, normalized=normalized), self.keys(source, normalized=normalized), norm(source)
 
 
-def layers(weights: Weights, config: Config) -> Iterator[Found]:
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     """Attention of the types `locater` and `locater_variant`, for `locater.attention_layers`."""
     by_layer = parse_attention(config.get("attention", "softmax"), config["num_hidden_layers"])
     around, place = config.get("norm", "pre") == "post", re.compile(r"layers\.\d+\.self_attn$")
@@ -112,10 +113,31 @@ def layers(weights: Weights, config: Config) -> Iterator[Found]:
         if config.get("qk_norm"):
             query, key = (norm_layout(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
             placed = replace(placed, query_norm=query, key_norm=key)
-        yield _with_mechanism(placed.with_logits(causal=config["is_causal"]), named, config, weights)
+        yield _with_mechanism(placed.with_logits(causal=config["is_causal"]), named, config)
 
 
-def _with_mechanism(layout: AttentionLayout, named: LayerAttention, config: Config, weights: Weights) -> Found:
+@dataclass(frozen=True)
+class MechanismLayout(AttentionLayout):
+    """Where the heads of a layer with another mechanism are; the layer that is built from it computes the mechanism."""
+
+    named: LayerAttention = field(kw_only=True)
+    config: Config = field(kw_only=True)
+
+    def build(self, weights: Weights, quantised: str | None = None) -> AttentionLayer:
+        layer = super().build(weights, quantised)
+        if self.named.name == "softmax_plus_one":
+            return replace(layer, sinks=torch.zeros(layer.heads))
+        learned = None
+        if not self.named.is_bare:
+            learned = partial(_load_module, self.named, self.config, weights, layer.name, layer.index)
+        return MechanismLayer(**_fields_of(layer) | {"mechanism": self.named.name, "learned": learned})
+
+
+def _fields_of(parts: AttentionLayer | AttentionLayout) -> dict[str, Any]:
+    return {item.name: getattr(parts, item.name) for item in fields(parts)}
+
+
+def _with_mechanism(layout: AttentionLayout, named: LayerAttention, config: Config) -> AttentionLayout:
     """The layer with its mechanism."""
     if named.name == "softcap":
         return layout.with_logits(softcap=named.settings.get("cap", DEFAULT_CAP))
@@ -123,14 +145,7 @@ def _with_mechanism(layout: AttentionLayout, named: LayerAttention, config: Conf
         return layout.with_logits(sinks=SinksLayout(f"{layout.name}.mechanism.sinks"))
     if named.name == "softmax":
         return layout
-    layer = layout.build(weights)
-    if named.name == "softmax_plus_one":
-        return replace(layer, sinks=torch.zeros(layer.heads))
-    learned = None if named.is_bare else partial(_load_module, named, config, weights, layer.name, layer.index)
-    return MechanismLayer(
-        **{item.name: getattr(layer, item.name) for item in fields(layer)}
-        | {"mechanism": named.name, "learned": learned}
-    )
+    return MechanismLayout(**_fields_of(layout), named=named, config=config)
 
 
 def _load_module(named: LayerAttention, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:

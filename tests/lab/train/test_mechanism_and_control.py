@@ -125,7 +125,9 @@ def test_every_pair_in_a_whole_compiled_run(attention: str, tmp_path: Path, trac
 
 
 @pytest.mark.parametrize("attention", [a for a in ATTENTION if parse_attention(a, 1)[0].name not in UNREAD])
-def test_no_module_is_made_while_layers_are_read(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_recorded_and_no_module_is_made(
+    attention: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A reader names tensors and no more, so that it can be traced."""
     causal = not any(layer.mechanism.causal == "never" for layer in parse_attention(attention, 1))
     model = Transformer(
@@ -138,8 +140,9 @@ def test_no_module_is_made_while_layers_are_read(attention: str, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Module, "__init__", made)
         assert len(list(attention_layers(model))) == 1
-    control = LocAteR().attach(model)  # which traces what it reads
+    control = LocAteR().attach(model)  # which traces what it reads, or warns that it is slower
     assert control.loss().requires_grad
+    assert [entry.message for entry in caplog.records if entry.levelname == "WARNING"] == []
     control.detach()
 
 
