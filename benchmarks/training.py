@@ -29,8 +29,8 @@ import torch  # noqa: E402
 from locater_lab.engine.mechanism_runs import BASE  # noqa: E402
 from locater_lab.engine.runs import mean_moments  # noqa: E402
 from locater_lab.train.loop import Training  # noqa: E402
+from locater_lab.train.optimizer_and_learning_rate import deterministic_algorithms, seeded_randomness  # noqa: E402
 from locater_lab.train.plan import Plan  # noqa: E402
-from locater_lab.train.recipe import deterministic_algorithms, seeded_randomness  # noqa: E402
 
 IMPORTED = time.perf_counter() - BEGAN
 

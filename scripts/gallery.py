@@ -25,7 +25,7 @@ from locater.files import write_whole
 from locater.markup import heat_map
 from locater.report.pages import assemble, prose_page
 from locater.report.plots import map_of_measured, map_of_scan
-from locater.report.sentences import roles_sentence, summary
+from locater.report.verdict_sentences import roles_sentence, summary
 from locater.version import __version__
 from locater_lab.studies.kinds_of_heads.exhibits import (
     Exhibit,

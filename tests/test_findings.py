@@ -19,8 +19,8 @@ from torch import nn
 
 from locater import Probe, Scan, compare, probe, scan
 from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, is_untrained, judge
-from locater.report.sentences import summary
 from locater.report.terminal import print_meanings
+from locater.report.verdict_sentences import summary
 from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from tests import ROOT
 

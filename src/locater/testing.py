@@ -16,7 +16,7 @@ from locater.findings import FLAGS, Condition, explain, parse_conditions
 from locater.observing import observe
 from locater.observing.seen_heads import SHOWN, SeenHead
 from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
-from locater.sources.sources import Source
+from locater.sources.open_source import Source
 
 SEEN_COLUMNS = tuple(f.name for f in fields(SeenHead) if str(f.type) == "float | None")
 SEEN_FLAGS = tuple(name for name, _, _ in SHOWN)

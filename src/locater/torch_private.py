@@ -77,7 +77,7 @@ def without_dispatch_modes() -> Iterator[None]:
     """Inside, no `TorchDispatchMode` (fake tensors) and no transform of `torch.func` is active."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), torch._C._DisableFuncTorch():  # type: ignore[attr-defined]
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
         yield
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.commands.scanning import scan
 from locater.errors import LocaterError
-from locater.inputs.text import tokenizer_for
+from locater.inputs.tokenizer import tokenizer_for
 
 CODE = """
 from pathlib import Path

@@ -18,7 +18,7 @@ from torch import nn
 from locater import ComparisonSeries, LocaterError, Scan, compare, scan
 from locater.report.columns import quantity_words
 from locater.report.comparison import changes_sentences, fault_sentence, series_sentences
-from locater.report.sentences import number
+from locater.report.verdict_sentences import number
 from locater.results.comparison import ComparedTensors
 from tests.conftest import Result
 

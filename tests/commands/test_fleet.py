@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import locater
 from locater.commands.fleet import parts, running
 from locater.commands.fleet import running as planning
-from locater.commands.fleet.jobs import PACKAGE, UNRELATED, Settings
+from locater.commands.fleet.cache_keys import PACKAGE, UNRELATED, Settings
 from locater.commands.fleet.running import jobs_of, tasks_of
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import perform

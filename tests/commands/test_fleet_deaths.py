@@ -20,7 +20,7 @@ import pytest
 
 import locater
 from locater.commands.fleet import running
-from locater.commands.fleet.jobs import Job, Settings
+from locater.commands.fleet.cache_keys import Job, Settings
 from locater.commands.fleet.parts import read_header
 from locater.commands.fleet.running import _Supervisor, jobs_of, run_in_workers
 from locater.commands.fleet.schedule import Schedule

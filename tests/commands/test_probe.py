@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError, Probe, observe, probe, scan
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.commands.probing import agreement, written_norms
 from locater.discovery import attention_layers
 from locater.findings import parse_conditions
 from locater.findings.flags import NO_ROLE
 from locater.inputs.images import image_batches
 from locater.layers import AttentionLayer, Norm
-from locater.layers.normed import NormedProjection
+from locater.layers.projection_with_norm import NormedProjection
 from locater.numerics import spearman
-from locater.observing.forward_pass import run_model
 from locater.observing.head_roles import circuit_scores
 from locater.observing.input_covariances import statistics_of_batches
-from locater.predict.prediction import logit_bound
+from locater.observing.run_model import run_model
+from locater.predict.logit_bound import logit_bound
 from locater.results.probe import (
     BOUND,
     MEASURED,

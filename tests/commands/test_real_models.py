@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 
 from locater import probe, scan
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
 from locater.findings import RETIRED
 from locater.results.scan import SCAN_FLAGS

@@ -19,7 +19,7 @@ from locater import Scan, scan
 from locater.commands.scan_rows import row_keys
 from locater.discovery import layers_of
 from locater.results.scan import HeadRow
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from locater.theory import residual_kept
 from tests import ROOT
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from locater import LocaterError, Monitor
 from locater.calls.call import Call
 from locater.control import Control, Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
-from locater.control.forward import ForwardControl
+from locater.control.forward_controls import ForwardControl
 from locater.control.qk_norm import qk_norm
-from locater.control.rows import row_entropy
+from locater.control.row_entropy import row_entropy
 from locater.control.softcap import softcap
 from locater.discovery import attention_layers
 from locater.kernels import Terms, attention_entropy

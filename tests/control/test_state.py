@@ -15,7 +15,7 @@ import locater
 from locater import LocaterError
 from locater.control import CONTROLS, Controls, LocAteR, QKClip, QKNorm, Temperature
 from locater.control.base import Control
-from locater.control.forward import ForwardControl
+from locater.control.forward_controls import ForwardControl
 from locater_lab.mechanisms.swap import SwapMechanism
 from locater_lab.train import Plan, Shape, Transformer, run
 from locater_lab.train.controls import restore

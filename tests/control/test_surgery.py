@@ -19,7 +19,7 @@ from locater.discovery import attention_layers
 from locater.families.registry import types_with_blocks
 from locater.measures import rank_residual
 from locater.observing import observe
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 from locater_lab.models.transformer import TransformerBlock
 from locater_lab.train import Plan, Shape, Transformer, run
 from locater_lab.train.controls import parse_control

@@ -18,10 +18,10 @@ from locater.control.penalty_maps import size_counts, sized_maps
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, effective
-from locater.layers.effective import Tokens
 from locater.layers.layer import Projection
 from locater.layers.norm import Norm
-from locater.layers.normed import normed
+from locater.layers.norm_folding import Tokens
+from locater.layers.projection_with_norm import normed
 from locater_lab.train import run
 from tests.control.test_locater import case_of, gradients
 from tests.control.test_measured import at_rest, own_logits, pull, small, without_dropout

@@ -15,7 +15,7 @@ from locater.control.writing import rewrite
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import effective
-from locater.layers.normed import NormedProjection
+from locater.layers.projection_with_norm import NormedProjection
 from locater.observing import observe
 from tests.families import CASES
 from tests.parity import Case, model_of

@@ -216,7 +216,7 @@ def test_a_mistake_in_the_scale_leaves_queries_and_keys(qwen3: tuple[AttentionLa
     faulty = replace(layout, logits=replace(layout.logits, scale=layout.logits.scale * 1.0001))
     result = verify_layout(faulty, run, run.calls[0])
     assert "scale differs" in str(result.unknown_scale)
-    layer = result.build(locater.sources.sources.open_source(run.model)[0])
+    layer = result.build(locater.sources.open_source.open_source(run.model)[0])
     with pytest.raises(LocaterError, match="only its queries and keys are known"):
         layer.logits(torch.zeros(1, 2, 32))
 
@@ -233,7 +233,7 @@ def test_mistakes_in_values_and_output_leave_the_logits(qwen3: tuple[AttentionLa
         result = verify_layout(faulty, run, run.calls[0])
         assert result.unknown_logits is None
         assert "output differs" in str(result.unknown_output)
-        layer = result.build(locater.sources.sources.open_source(run.model)[0])
+        layer = result.build(locater.sources.open_source.open_source(run.model)[0])
         layer.logits(torch.zeros(1, 2, 32, dtype=torch.float64))
         with pytest.raises(LocaterError, match="cannot be computed"):
             layer.output(torch.zeros(1, 2, 32, dtype=torch.float64))
@@ -246,11 +246,11 @@ def test_a_mistake_in_the_mask_leaves_logits_and_maps(qwen3: tuple[AttentionLayo
         assert result.unknown_logits is None
         assert result.unknown_output is None
         assert "mask changes" in str(result.unknown_mask)
-        layer = result.build(locater.sources.sources.open_source(run.model)[0])
+        layer = result.build(locater.sources.open_source.open_source(run.model)[0])
         x = torch.randn(1, 2, 32, dtype=torch.float64)
         with pytest.raises(LocaterError, match="give mask="):
             layer.output(x)
-        right = layout.build(locater.sources.sources.open_source(run.model)[0])
+        right = layout.build(locater.sources.open_source.open_source(run.model)[0])
         mask = torch.ones(2, 2, dtype=torch.bool).tril()[None, None]
         assert torch.equal(layer.output(x, mask=mask), right.output(x))
 

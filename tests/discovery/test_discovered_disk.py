@@ -28,7 +28,7 @@ from locater.discovery.small_config import CUTS, changed_settings, small_config
 from locater.discovery.verified_search import search
 from locater.errors import LocaterError
 from locater.layers.map_layouts import numbers_in, runs_of
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights
 from tests.conftest import Result
 from tests.discovery.test_discovered import BASE, GPT, HEAD, build

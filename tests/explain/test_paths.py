@@ -21,7 +21,7 @@ from locater.errors import LocaterError
 from locater.explain import Paths, decompose
 from locater.explain.linear_steps import HeadBranch
 from locater.families.registry import block_of, types_with_blocks
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 from locater_lab.train import Shape, Transformer
 from tests import ROOT
 from tests.explain.float64 import AllFloat64

@@ -12,7 +12,7 @@ from locater.calls.attention_interface import listening_function
 from locater.families import Family
 from locater.layers import AttentionLayer
 from locater.layers.build import projection
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 from locater_lab.models.transformer import fused_attention
 

@@ -13,7 +13,7 @@ import locater
 from locater.calls.attention_like import NUMBER, attention_like
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from locater.sources.weights import ModuleWeights
 from tests.families import CASES
 from tests.families.vision_and_pairs import LAYER, Block

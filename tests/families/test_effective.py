@@ -8,7 +8,7 @@ from torch import Tensor
 
 from locater.discovery import attention_layers
 from locater.layers import AttentionLayer, Norm, effective
-from locater.layers.effective import mean_field_gain
+from locater.layers.norm_folding import mean_field_gain
 from tests.families import CASES
 from tests.parity import Case, model_of
 

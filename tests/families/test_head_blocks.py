@@ -18,7 +18,7 @@ from locater.layers import AttentionLayer, effective
 from locater.layers.head_blocks import head_blocks
 from locater.layers.row_readers import rows_within
 from locater.results.scan import HeadRow
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from locater.sources.weights import Rows, Weights
 from tests.families import CASES
 from tests.parity import model_of

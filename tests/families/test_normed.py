@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from locater.layers import Norm, Projection
-from locater.layers.normed import normed
+from locater.layers.projection_with_norm import normed
 
 WIDTH, RANK, HEADS = 12, 6, 3
 

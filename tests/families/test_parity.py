@@ -19,7 +19,7 @@ from locater.calls.attention_like import unread
 from locater.discovery import attention_layers
 from locater.families import families
 from locater.layers import AttentionLayer, Norm, Projection, Rotary, effective
-from locater.layers.normed import NormedProjection
+from locater.layers.projection_with_norm import NormedProjection
 from locater.layers.relative import RelativeTerms
 from locater.sources.weights import DictWeights, ModuleWeights
 from tests.families import CASES

@@ -24,7 +24,7 @@ from locater.families.registry import BUILT_IN
 from locater.layers import AttentionLayer
 from locater.layers.map_layouts import numbers_in
 from locater.results.scan import NUMERIC_COLUMNS, Scan
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from tests.families import CASES, decoders
 from tests.families.decoders import GEMMA, make_gpt2
 from tests.families.torch_modules import stream

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError, Statistics, compare, scan
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from tests.fuzz import dcp, mutate, seeds
 
 Tensors = dict[str, bytes]

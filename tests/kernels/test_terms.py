@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError
-from locater.control import rows
+from locater.control import row_entropy
 from locater.kernels import Terms, attention_statistics, row_statistics
 from locater.observing import accumulate
 from locater_lab.mechanisms import modules
@@ -54,7 +54,11 @@ def test_the_schema_names_the_fields_in_their_order() -> None:
     names = [argument.split()[-1] for argument in Terms.SCHEMA.split(", ")]
     assert names == [f.name for f in fields(Terms)]
     assert len(names) == Terms.ARGUMENTS == len(every_term().flat())
-    for operator in (accumulate._operator, rows._row_entropy_op._opoverload, rows._entropy_gradient_op._opoverload):
+    for operator in (
+        accumulate._operator,
+        row_entropy._row_entropy_op._opoverload,
+        row_entropy._entropy_gradient_op._opoverload,
+    ):
         arguments = [argument.name for argument in operator._schema.arguments]
         start = arguments.index("scale")
         assert arguments[start : start + Terms.ARGUMENTS] == names

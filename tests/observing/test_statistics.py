@@ -20,8 +20,8 @@ import locater
 from locater import LocaterError, Statistics, statistics
 from locater.discovery import attention_layers
 from locater.inputs.text import batches
-from locater.observing.forward_pass import run_model
 from locater.observing.input_covariances import SAMPLE, statistics_of_batches
+from locater.observing.run_model import run_model
 from locater.predict.statistics_file import Input
 from tests.families import CASES
 from tests.parity import Case, model_of, record

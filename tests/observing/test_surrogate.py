@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 import locater
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm, Tokens, effective
 from locater.numerics import spearman
-from locater.observing.forward_pass import run_model
 from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
+from locater.observing.run_model import run_model
 from locater.predict.prediction import predict
 from locater.predict.statistics_file import Input
 from locater.theory import unit_moments
-from locater.theory.surrogate import JITTER, gaussian_tokens, root
+from locater.theory.gaussian_surrogate import JITTER, gaussian_tokens, root
 from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from tests import ROOT
 from tests.families import CASES

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import locater
 from locater.calls.attention_like import NUMBER
-from locater.discovery.from_config_json import VARIABLE, discovered_on_disk
+from locater.discovery.cache_on_disk import VARIABLE
+from locater.discovery.from_config_json import discovered_on_disk
 from locater.discovery.verified_search import Discovered
 from locater.layers.layer import AttentionLayer, Projection
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 
 MOST_APART = 6  # layers that are named
 UNKNOWN = ("unknown_scale", "unknown_logits", "unknown_mask", "unknown_output")

@@ -20,7 +20,7 @@ from torch import nn
 from locater import LocaterError, Probe, Statistics, probe
 from locater.report.columns import COLUMNS
 from locater.report.probe import collapse
-from locater.report.sentences import summary
+from locater.report.verdict_sentences import summary
 from locater.results.probe import PROBE_COLUMNS, ProbeRow
 from tests.conftest import Result
 from tests.report.visits import Visit, data_of, needs_browser

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import locater
 from locater import LocaterError, Monitor
 from locater.calls.call import Call
-from locater.discovery import attention_layers, fold_graph, stacked_maps
+from locater.discovery import attention_layers, layer_stacks, replayed_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
@@ -508,10 +508,10 @@ def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
 def test_layers_folded_together_are_those_folded_apart(
     label: str, stacked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fold_graph, "STACKED", stacked)
+    monkeypatch.setattr(layer_stacks, "STACKED", stacked)
     model = model_of(next(case for case in CASES if case.label == label)).float()
     count = len(list(attention_layers(model)))
-    stacks = stacked_maps.FoldedStacks(model, range(count))
+    stacks = replayed_maps.FoldedStacks(model, range(count))
     assert sorted(layer for stack in stacks.stacks for layer in stack.layers) == list(range(count))
     if stacked == 1:
         assert all(len(stack.layers) == 1 for stack in stacks.stacks)
@@ -520,7 +520,7 @@ def test_layers_folded_together_are_those_folded_apart(
             layers = [effective(layer) for layer in attention_layers(model)]
         for part in stacks.spectra():
             for at, number in enumerate(part.layers):
-                apart = stacked_maps.spectra_of(number, layers[number])
+                apart = replayed_maps.spectra_of(number, layers[number])
                 assert apart.scales == [part.scales[at]]
                 assert (part.trace is None) == (apart.trace is None) == layers[number].cross
                 for a, b in zip(part.tensors, apart.tensors, strict=True):
@@ -532,7 +532,7 @@ def test_layers_folded_together_are_those_folded_apart(
 
 def test_layers_of_one_shape_are_one_stack() -> None:
     case = next(case for case in CASES if case.label == "bart")
-    found = [stack.layers for stack in stacked_maps.FoldedStacks(model_of(case), range(6)).stacks]
+    found = [stack.layers for stack in replayed_maps.FoldedStacks(model_of(case), range(6)).stacks]
     assert found == [[0, 1], [2, 4], [3, 5]]  # encoder; decoder, itself; decoder, memory
 
 
@@ -540,12 +540,12 @@ def test_layers_of_one_shape_are_one_stack() -> None:
 def test_models_alike_share_what_was_recorded_and_no_numbers(label: str) -> None:
     case = next(case for case in CASES if case.label == label)
     with torch.inference_mode():  # constants made in this mode are not for training
-        others = [stacked_maps.FoldedStacks(model_of(case), range(2))]
+        others = [replayed_maps.FoldedStacks(model_of(case), range(2))]
     first, second = model_of(case), model_of(case)
     redraw(second, 0.5, seed=1)
-    both = [stacked_maps.FoldedStacks(model, range(2)) for model in (first, second)]
+    both = [replayed_maps.FoldedStacks(model, range(2)) for model in (first, second)]
     assert [stack.fold for stack in both[0].stacks] == [stack.fold for stack in both[1].stacks]
-    others.append(stacked_maps.FoldedStacks(model_of(case).float(), range(2)))
+    others.append(replayed_maps.FoldedStacks(model_of(case).float(), range(2)))
     assert not {stack.fold for other in others for stack in other.stacks} & {stack.fold for stack in both[0].stacks}
     for model, stacks in zip((first, second), both, strict=True):
         layers = list(attention_layers(model))
@@ -583,7 +583,7 @@ def test_what_cannot_be_recorded_is_read_layer_by_layer(
         with monkeypatch.context() as patch:
 
             def stop_recording(model: Any) -> Any:
-                patch.setattr(stacked_maps, "make_fx", fails)
+                patch.setattr(replayed_maps, "make_fx", fails)
                 return model
 
             def replace_part(model: Any) -> Any:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import locater
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.errors import LocaterError
 from locater.sources.adapter_folder import _Alphas
 from locater.sources.listing import files_of
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from locater.sources.weights import ModuleWeights
 from tests.families.plain_models import MODELS
 from tests.sources.test_adapters import trained

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from locater import LocaterError, Scan, Statistics, scan
-from locater.commands.load import load_model
-from locater.sources.sources import open_source
+from locater.commands.load_model import load_model
+from locater.sources.open_source import open_source
 from tests.sources.test_readers import rows, shard
 
 TWO = {

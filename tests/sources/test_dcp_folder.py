@@ -20,7 +20,7 @@ from torch import Tensor
 import locater
 from locater.errors import LocaterError
 from locater.sources.dcp_folder import DcpWeights
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from tests.conftest import Result
 from tests.processes import ranks
 from tests.sharded import HEADS, llama, mesh_of, split, titan

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError, attention_layers, scan
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from tests.families.decoders import GEMMA, GROUPED, make
 from tests.parity import redraw
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import locater
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 
 pytest.importorskip("transformers")
 SHAPE = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

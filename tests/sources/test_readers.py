@@ -16,8 +16,8 @@ from torch import nn
 from locater import LocaterError, scan
 from locater.discovery import attention_layers
 from locater.layers import effective
+from locater.sources.open_source import open_source
 from locater.sources.quantised import Dequantised
-from locater.sources.sources import open_source
 
 
 def rows(source: Path) -> list[tuple[float | None, ...]]:

@@ -19,16 +19,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import locater
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.errors import LocaterError
 from locater.families import llama
 from locater.families.registry import BY_TYPE
 from locater.sources.listing import remote_identity as identity
+from locater.sources.open_source import open_source
 from locater.sources.remote import Traffic
 from locater.sources.remote.address import remote_address
 from locater.sources.remote.open_remote import FIRST
 from locater.sources.remote.prefetch import byte_ranges
-from locater.sources.sources import open_source
 from tests.range_server import RangeServer
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -38,12 +38,13 @@ from locater.calls.recognise import (
     broadcast_contraction,
     contraction,
     in_order,
+    is_of_queries_and_keys,
     part_name,
     softmax_axis,
 )
 from locater.calls.torch_calls import call_of_fused, call_of_multi_head, call_of_softmax
 from locater.errors import LocaterError
-from locater.torch_private import base_of_view, write_count
+from locater.torch_private import write_count
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class FunctionListener(TorchFunctionMode):
         if (written := contraction(name, args, kwargs)) is not None:
             return self._note_contraction(in_order(written), out)
         left, right = tensors[::-1] if name == "rmatmul" else tensors
-        if not self._of_activations(left, right):
+        if not is_of_queries_and_keys(left, right, self._is_traced):
             return False
         self._logits.add_product(out)
         self._trace.record_product(left, right, out)
@@ -148,17 +149,14 @@ class FunctionListener(TorchFunctionMode):
         for x, part in ((written.one, left), (written.two, right)):
             if part is not x:
                 self._trace.record("reshape", Tensor.reshape, (x, part.shape), {}, part)
-        if not self._of_activations(left, right):
+        if not is_of_queries_and_keys(left, right, self._is_traced):
             return False
         self._logits.add_product(out)
         self._trace.record_product(left, right, out, written.equation)
         return True
 
-    def _of_activations(self, left: Tensor, right: Tensor) -> bool:
-        """Whether a product is of queries and keys: the left factor may be learned, the right one is no weight."""
-        if isinstance(right, nn.Parameter) or isinstance(base_of_view(right), nn.Parameter):
-            return False
-        return all(x.ndim >= 3 for x in (left, right)) or all(self._trace.of(x) is not None for x in (left, right))
+    def _is_traced(self, x: Tensor) -> bool:
+        return self._trace.of(x) is not None
 
     def _note_broadcast_sum(self, total: Tensor, input: Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
         """Remember a product of queries and keys that is a sum of broadcast products; False where it is none."""

@@ -13,7 +13,7 @@ from string import ascii_letters
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.function_table import (
@@ -30,6 +30,7 @@ from locater.calls.function_table import (
     fills,
 )
 from locater.errors import LocaterError
+from locater.torch_private import base_of_view
 
 NO_SOFTMAX = "no softmax of products of queries and keys was met in it"
 
@@ -85,6 +86,13 @@ def contraction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
     else:
         return None
     return None if equation is None else _valid_product(Product(equation, one, two))
+
+
+def is_of_queries_and_keys(left: Tensor, right: Tensor, made_of_maps: Callable[[Tensor], bool]) -> bool:
+    """Whether a product is of queries and keys: the left factor may be learned, the right one is no weight."""
+    if isinstance(right, nn.Parameter) or isinstance(base_of_view(right), nn.Parameter):
+        return False
+    return all(x.ndim >= 3 for x in (left, right)) or (made_of_maps(left) and made_of_maps(right))
 
 
 def broadcast_contraction(one: Tensor, two: Tensor, axis: int) -> Product | None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from locater.cli.options import JsonPath, ReportPath
-from locater.cli.output import deliver
+from locater.cli.output_and_exit_status import deliver
 from locater.cli.shell import check_writable, show_progress, standard_input
 from locater.errors import LocaterError
 

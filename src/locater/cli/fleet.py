@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from locater.cli.options import FailOn, JsonPath, Length, Raw, ReportPath
-from locater.cli.output import deliver
+from locater.cli.output_and_exit_status import deliver
 from locater.cli.shell import check_writable, show_progress
 from locater.escapes import one_line
 from locater.findings import Condition, parse_conditions

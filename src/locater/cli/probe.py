@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from locater.cli.options import FailOn, JsonPath, ReportPath
-from locater.cli.output import deliver, exit_if_crossed
+from locater.cli.output_and_exit_status import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress, standard_input
 from locater.errors import LocaterError
 from locater.findings import parse_conditions

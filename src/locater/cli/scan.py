@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from locater.cli.options import Download, FailOn, JsonPath, Length, Raw, ReportPath
-from locater.cli.output import deliver, exit_if_crossed
+from locater.cli.output_and_exit_status import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.findings import parse_conditions
 from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from locater.cli.options import JsonPath, ReportPath
-from locater.cli.output import deliver
+from locater.cli.output_and_exit_status import deliver
 from locater.cli.shell import check_writable
 from locater.files import write_whole
 

@@ -16,7 +16,7 @@ from locater.errors import LocaterError
 from locater.results.comparison import ComparedTensors, Comparison, compare_scans
 from locater.results.scan import LENGTH, Scan
 from locater.results.series import ComparisonSeries, compare_series
-from locater.sources.sources import Source, open_source
+from locater.sources.open_source import Source, open_source
 from locater.sources.weights import Weights
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from locater.errors import LocaterError, first_line
 from locater.inputs.images import image_batches, shown_pixels
-from locater.inputs.text import Batch, check_ids, positions_of, tokenizer_for
+from locater.inputs.text import Batch, check_ids, positions_of
+from locater.inputs.tokenizer import tokenizer_for
 from locater.results.explanations import Picture, TokenStream
 
 

@@ -17,7 +17,7 @@ from locater.commands.layer_moments import LayerMoments
 from locater.findings import flags_of, key_variance
 from locater.layers import AttentionLayer
 from locater.layers.bias import PairBias
-from locater.layers.pairs import PairTerms
+from locater.layers.position_tables import PairTerms
 from locater.numerics import finite_or_none, lone_workers, one_thread
 from locater.predict.prediction import predict
 from locater.predict.statistics_file import Input

@@ -2,7 +2,7 @@
 
 from locater.control.base import Control, Controls
 from locater.control.entropy import EntropyPenalty
-from locater.control.forward import CarriedChange, carried_changes
+from locater.control.forward_controls import CarriedChange, carried_changes
 from locater.control.locater import LocAteR
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip

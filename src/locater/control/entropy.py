@@ -18,8 +18,8 @@ from torch import Tensor
 
 from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers, device_of
-from locater.control.forward import MEASURE, ControlledLayer, ForwardChange, ForwardControl, Heads
-from locater.control.rows import row_entropy
+from locater.control.forward_controls import MEASURE, ControlledLayer, ForwardChange, ForwardControl, Heads
+from locater.control.row_entropy import row_entropy
 from locater.errors import LocaterError
 from locater.torch_private import in_backward_pass
 

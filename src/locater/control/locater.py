@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from locater.control.base import Control, Layers, chosen_layers, device_of
 from locater.control.penalty_maps import size_counts, sized_maps, stored_maps, token_maps
 from locater.discovery import attention_layers
-from locater.discovery.stacked_maps import FoldedStacks, Inputs, Maps
+from locater.discovery.replayed_maps import FoldedStacks, Inputs, Maps
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
-from locater.layers.effective import Effective
+from locater.layers.norm_folding import Effective
 from locater.observing.training_tokens import (
     TokenListener,
     TokenSample,

@@ -19,9 +19,9 @@ from locater.control.locater import traces
 from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection, effective
-from locater.layers.effective import folded
-from locater.layers.joined import JoinedProjection
-from locater.layers.normed import NormedProjection
+from locater.layers.joined_projection import JoinedProjection
+from locater.layers.norm_folding import folded
+from locater.layers.projection_with_norm import NormedProjection
 
 STEPS = 100  # of Newton's method at most; without a norm on the keys the first step is exact
 

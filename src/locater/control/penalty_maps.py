@@ -12,11 +12,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.layers.effective import Effective, effective, folded
-from locater.layers.joined import JoinedProjection, norm_inside
+from locater.layers.joined_projection import JoinedProjection, norm_inside
 from locater.layers.layer import AttentionLayer, Projection
 from locater.layers.norm import Norm
-from locater.layers.normed import NormedProjection
+from locater.layers.norm_folding import Effective, effective, folded
+from locater.layers.projection_with_norm import NormedProjection
 
 
 def size_counts(layer: AttentionLayer) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
-from locater.control.forward import (
+from locater.control.forward_controls import (
     NORM,
     ControlledLayer,
     ForwardChange,
@@ -22,12 +22,12 @@ from locater.control.forward import (
     add_over_ranks,
     per_head,
 )
-from locater.control.rows import real_tokens
+from locater.control.row_entropy import real_tokens
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
-from locater.layers.effective import Effective
 from locater.layers.norm import Norm
-from locater.layers.normed import normed
+from locater.layers.norm_folding import Effective
+from locater.layers.projection_with_norm import normed
 
 NormKind = Literal["rms", "layer"]
 

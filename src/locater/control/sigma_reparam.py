@@ -18,13 +18,13 @@ from torch.nn.utils import parametrize
 from locater.calls.patching import CONTROL
 from locater.control.base import Control, Layers, layers_numbered
 from locater.discovery import layers_of
-from locater.discovery.stacked_maps import Recorder
+from locater.discovery.replayed_maps import Recorder
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.numerics import upcast
 from locater.observing.residual_stream import stream_points
 from locater.sources.live_tensors import LiveTensor, is_a, stored_map
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 from locater.torch_private import own_parameters
 
 Only = Literal["linear", "query-key"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from locater.calls.call import ADD, hidden_by
 from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
-from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
-from locater.control.rows import terms_of
+from locater.control.forward_controls import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
+from locater.control.row_entropy import terms_of
 from locater.errors import LocaterError
 from locater.kernels import Terms
 

@@ -38,7 +38,7 @@ from locater.control.base import Control, Layers, self_layers
 from locater.errors import LocaterError
 from locater.families.record import Block, BlockModules
 from locater.families.registry import block_of
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 from locater.sources.weights import ModuleWeights
 
 Forward = Callable[..., Any]

@@ -11,10 +11,17 @@ from torch import nn
 
 from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
-from locater.control.forward import TEMPERATURE, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
+from locater.control.forward_controls import (
+    TEMPERATURE,
+    ControlledLayer,
+    ForwardChange,
+    ForwardControl,
+    Heads,
+    per_head,
+)
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
-from locater.layers.effective import Effective
+from locater.layers.norm_folding import Effective
 
 
 class Temperature(ForwardControl["_TemperatureChange"]):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from locater.discovery.example_settings import BATCH, TOKENS, WIDTH, Make, Request, Settings
 from locater.discovery.example_tensors import group_of, ids, makers
 from locater.errors import LocaterError, first_line
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 
 # Placeholders in a text: tokens whose embeddings a model replaces by features of a picture or a sound.
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import importlib
 import itertools
-import json
 import math
 import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,18 +24,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from locater.calls.attention_like import attention_like
+from locater.discovery.cache_on_disk import CachedLayouts, cache_file, read_cached, write_cached
 from locater.discovery.carried_layouts import UNLIKE, SearchResult, carry_layouts, unlike_modules
 from locater.discovery.layer_kinds import Kinds
-from locater.discovery.layout_json import from_json, tensor_names, to_json
+from locater.discovery.layout_json import tensor_names
 from locater.discovery.small_config import CUTS, DEPTH, PICTURE_SETTINGS, Cut, changed_settings, small_config
 from locater.discovery.verified_search import Discovered, Refusal, search
 from locater.errors import LocaterError
-from locater.files import read_json, write_whole
-from locater.layers.layout import AttentionLayout, TableLayout
+from locater.layers.layout import TableLayout
+from locater.sources.open_source import Config
 from locater.sources.renamed_weights import Origins, RenamedWeights, StoredRows, origins_of
-from locater.sources.sources import Config
 from locater.sources.weights import ModuleWeights, Weights, quantised_names
-from locater.version import __version__, code_version
 
 # A small model of the class that a config.json names, and what a search finds in it for the full one.
 
@@ -296,94 +291,6 @@ def _memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on this system
         return 16 << 30
-
-
-# What was discovered from a configuration, kept on disk: names, rows and numbers, no weights.
-
-
-VARIABLE = "LOCATER_CACHE"
-CODE = ("families", "layers", "discovery", "sources")  # rooms whose code decides what is discovered
-
-
-@dataclass(frozen=True)
-class CachedLayouts:
-    """Layouts by names of the model, and where its tensors are in the checkpoint."""
-
-    searched: SearchResult
-    origins: dict[str, StoredRows]
-
-
-def cache_folder() -> Path | None:
-    """Where files are kept; None where nothing is."""
-    given = os.environ.get(VARIABLE)
-    if given is not None:
-        return None if given.strip().lower() in ("", "off", "0") else Path(given)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "locater"
-    except RuntimeError:  # no home
-        return None
-
-
-def cache_file(weights: Weights, config: Mapping[str, Any]) -> Path | None:
-    """The file of a checkpoint; None where nothing is kept."""
-    folder = cache_folder()
-    if folder is None:
-        return None
-    formats = quantised_names(weights)  # the shape of a packed map would be read from the file, one by one
-    tensors = sorted(
-        (name, [formats[name]] if name in formats else list(weights.shape(name))) for name in weights.names()
-    )
-    try:
-        library = version("transformers")
-    except PackageNotFoundError:
-        return None
-    facts = [__version__, code_version(*CODE), torch.__version__, library, config, tensors]
-    text = json.dumps(facts, sort_keys=True, default=repr)
-    return folder / f"discovered-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def read_cached(path: Path | None) -> CachedLayouts | None:
-    """What a file holds; None where there is none, or none that can be read."""
-    if path is None:
-        return None
-    try:
-        document = read_json(path)
-        searched = SearchResult(
-            [_layout(layout) for layout in document["layouts"]],
-            [Refusal(str(name), str(reason)) for name, reason in document["refused"]],
-            [str(name) for name in document["unreached"]],
-        )
-        origins = {
-            name: StoredRows(tuple(names), from_json(rows)) for name, (names, rows) in document["origins"].items()
-        }
-    except (LocaterError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None
-    return CachedLayouts(searched, origins)
-
-
-def write_cached(path: Path | None, content: CachedLayouts) -> None:
-    """Write a file. A folder that cannot be written to is no error: the next call discovers again."""
-    if path is None:
-        return
-    searched = content.searched
-    document = {
-        "layouts": [to_json(layout) for layout in searched.layouts],
-        "refused": [[refusal.name, refusal.reason] for refusal in searched.refused],
-        "unreached": searched.unreached,
-        "origins": {name: [origin.names, to_json(origin.rows)] for name, origin in content.origins.items()},
-    }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(document))
-    except (OSError, LocaterError):
-        return
-
-
-def _layout(document: Any) -> AttentionLayout:
-    layout = from_json(document)
-    if not isinstance(layout, AttentionLayout):
-        raise TypeError("not a layout")
-    return layout
 
 
 MOST_TENSORS = 5_000  # of a model, beside four for each that its checkpoint holds

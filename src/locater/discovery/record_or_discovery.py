@@ -21,9 +21,9 @@ from locater.layers.build import check_layer, integer, named_map, shape_of
 from locater.layers.layer import AttentionLayer
 from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.sources.config_rules import CheckedConfig, remedy
+from locater.sources.open_source import Config, Source, config_of, open_source
 from locater.sources.remote import session
 from locater.sources.remote.prefetch import Step, planned_reads
-from locater.sources.sources import Config, Source, config_of, open_source
 from locater.sources.weights import ModuleWeights, Weights, natural_sort_key, quantised_modules
 
 # Heads of an unknown architecture: the user names the query and key tensors. Gains are not folded.

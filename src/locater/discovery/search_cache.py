@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from locater.discovery.module_settings import settings_of
 from locater.errors import LocaterError
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 from locater.torch_private import is_batch_norm, tree_flatten, without_dispatch_modes
 
 Facts = dict[str, Any]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from locater.brief import brief
 from locater.errors import LocaterError
 from locater.explain.explanation import Explanation, Target, vectors
-from locater.observing.forward_pass import as_keywords, run_checked
+from locater.observing.run_model import as_keywords, run_checked
 from locater.torch_private import unwrap_compiled
 
 # Inputs with some of their tokens or patches taken away.

@@ -16,7 +16,7 @@ from locater.explain.explanation import Explanation, Target, TargetChoice, choos
 from locater.explain.recorded_run import Inputs, Run, as_run, without_parameter_gradients
 from locater.explain.streams import main_stream
 from locater.numerics import upcast
-from locater.observing.forward_pass import as_keywords, run_checked
+from locater.observing.run_model import as_keywords, run_checked
 from locater.torch_private import unwrap_compiled
 
 # What the first embedding of a model returns: the input that gradients are taken with respect to.

@@ -36,7 +36,7 @@ from locater.explain.linear_steps import Branch, ExpertMixture, HeadBranch
 from locater.explain.path_sums import Paths
 from locater.explain.recorded_run import Inputs, Run, as_run
 from locater.numerics import upcast
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 
 Collapse = Literal["logit", "input", "input_output", "norm"]
 EXACT_WIDTH = 256  # wider models take random probes for their norms

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from locater.families.encoder_decoder import encoder_decoder_layers
 from locater.families.record import Block, Family
 from locater.layers.layout import AttentionLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 LARGE = {

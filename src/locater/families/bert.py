@@ -15,7 +15,7 @@ from locater.families.record import Family
 from locater.layers.build import map_layout, norm_layout
 from locater.layers.layout import AttentionLayout
 from locater.layers.map_layouts import NormLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 

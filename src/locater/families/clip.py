@@ -11,7 +11,7 @@ from typing import Any
 from locater.families.record import Block, Family
 from locater.layers.build import expect_layers, integer, map_layout, norm_layout
 from locater.layers.layout import AttentionLayout, LogitsLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 
 TEXT = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 12, "layer_norm_eps": 1e-5}

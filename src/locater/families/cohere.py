@@ -14,7 +14,7 @@ from locater.families.record import Family
 from locater.layers.build import norm_layout, normed_rows
 from locater.layers.layout import AttentionLayout
 from locater.layers.rotary import halves
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 

@@ -23,7 +23,7 @@ from locater.kernels import Terms
 from locater.layers.build import expect, integer, map_layout, norm_layout, shape_of
 from locater.layers.layout import AttentionLayout, DistanceLayout, EmbeddingLayout
 from locater.layers.map_layouts import NormLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 NAMES = Names(

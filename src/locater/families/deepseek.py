@@ -15,7 +15,7 @@ from locater.layers.build import expect_layers, integer, map_layout, norm_layout
 from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
 from locater.layers.map_layouts import JoinedLayout, MapLayout, runs_of, shared_in_front
 from locater.layers.rotary import halves, yarn_scale
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Rows, Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.kv_b_proj\.weight"

@@ -12,7 +12,7 @@ from locater.families.record import Block, Family
 from locater.families.vit import vit_layers
 from locater.layers.build import scaled_rows
 from locater.layers.layout import AttentionLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from locater.families.encoder import Names, encoder_layers
 from locater.families.record import Block, Family
 from locater.layers.layout import AttentionLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 EPS = 1e-12

@@ -14,7 +14,7 @@ from locater.errors import LocaterError
 from locater.families.record import Block
 from locater.layers.build import expect_layers, integer, map_layout, norm_layout
 from locater.layers.layout import AttentionLayout, LogitsLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 
 

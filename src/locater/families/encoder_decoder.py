@@ -13,7 +13,7 @@ from locater.layers.build import expect_layers, integer, map_layout, norm_layout
 from locater.layers.layer import Kind
 from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.layers.map_layouts import NormLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"

@@ -22,7 +22,7 @@ from locater.kernels import Terms
 from locater.layers.bias import published_slopes
 from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
 from locater.layers.layout import AlibiLayout, AttentionLayout, LogitsLayout, rotary_layout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Rows, Weights, numbered
 from locater.torch_private import attention_implementation, split_falcon
 

@@ -17,7 +17,7 @@ from locater.families.record import Block, Family
 from locater.families.siglip import TOWER
 from locater.layers.build import norm_layout
 from locater.layers.layout import AttentionLayout, RotaryLayout, rotary_layout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 # a vision tower is not this family

@@ -10,7 +10,7 @@ from locater.families.record import Block, Family
 from locater.layers.build import expect, expect_layers, integer, norm_layout, present, shape_of
 from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.layers.map_layouts import MapLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.c_attn\.weight"

@@ -11,7 +11,7 @@ from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
 from locater.layers.build import present
 from locater.layers.layout import AttentionLayout, SinksLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 

@@ -18,7 +18,7 @@ from locater.kernels import Terms
 from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
 from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
 from locater.layers.rotary import halves
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 from locater.torch_private import GPTJ_ATTENTION
 

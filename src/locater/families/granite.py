@@ -8,7 +8,7 @@ from dataclasses import replace
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Block, Family
 from locater.layers.layout import AttentionLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
 from locater.layers.layout import AttentionLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 WINDOWS = {"llama": None, "mistral": 4096, "mixtral": None}  # where the configuration does not say

@@ -15,7 +15,7 @@ from locater.families.record import Family
 from locater.kernels import Terms
 from locater.layers.build import expect, shape_of
 from locater.layers.layout import AttentionLayout, BucketLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 # the model's code uses so many whatever relative_attention_num_buckets says, and reads no further rows

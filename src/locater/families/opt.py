@@ -12,7 +12,7 @@ from locater.families.record import Block, Family
 from locater.layers.build import norm_layout
 from locater.layers.layout import AttentionLayout
 from locater.layers.map_layouts import NormLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 EPS = 1e-5  # the default of nn.LayerNorm

@@ -11,7 +11,7 @@ from locater.families.decoder import decoder_layers
 from locater.families.record import Block, Family
 from locater.layers.build import norm_layout
 from locater.layers.layout import AttentionLayout, rotary_layout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 

@@ -9,7 +9,7 @@ from locater.families.decoder import LLAMA_BLOCK
 from locater.families.record import Family
 from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
 from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Rows, Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.qkv_proj\.weight"

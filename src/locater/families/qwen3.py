@@ -10,7 +10,7 @@ from locater.families.qwen2 import window
 from locater.families.record import Family
 from locater.layers.build import norm_layout
 from locater.layers.layout import AttentionLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 

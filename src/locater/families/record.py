@@ -23,7 +23,7 @@ from locater.errors import LocaterError
 from locater.layers.layer import AttentionLayer
 from locater.layers.layout import AttentionLayout
 from locater.layers.norm import NormKind
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import ModuleWeights, Weights
 
 Found = AttentionLayout | AttentionLayer  # where the heads of a layer are, or what they compute

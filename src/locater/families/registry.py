@@ -10,7 +10,7 @@ from torch import nn
 from locater.errors import LocaterError
 from locater.families.record import Block, Family
 from locater.registry import Registry
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 
 FILES = (
     "albert",

@@ -11,7 +11,7 @@ from locater.families.record import Family
 from locater.layers.build import norm_layout
 from locater.layers.layout import AttentionLayout
 from locater.layers.map_layouts import NormLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 
 TOWER = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-6}

@@ -13,7 +13,7 @@ from locater.families.record import Block, Family
 from locater.layers.build import expect_layers, integer, map_layout, norm_layout, present
 from locater.layers.layer import Kind
 from locater.layers.layout import AttentionLayout, BucketLayout, LogitsLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)block\.(?P<layer>\d+)\.layer\.0\.SelfAttention\.q\.weight"

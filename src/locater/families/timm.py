@@ -28,7 +28,7 @@ from locater.kernels import Terms
 from locater.layers.build import expect, integer, map_layout, norm_layout, scaled_rows, shape_of
 from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.layers.map_layouts import NormLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import ModuleWeights, Weights, numbered
 
 # The tap of timm's attention: queries and keys are the output of `qkv`, after norms per head where it has them.

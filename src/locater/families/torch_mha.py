@@ -29,7 +29,7 @@ from locater.layers.layer import Kind
 from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.layers.map_layouts import MapLayout, NormLayout, VectorLayout, count
 from locater.layers.norm import NormKind
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import ModuleWeights, Weights, natural_sort_key
 from locater.torch_private import ENCODER_STEPS, has_joint_projection, replace_fused_encoder_layer
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from locater.families.record import Block, Family
 from locater.layers.build import expect_layers, integer, map_layout, norm_layout
 from locater.layers.layout import AttentionLayout, LogitsLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 
 STEMS = {  # names of q, k, v and o under a block

@@ -26,7 +26,7 @@ from locater.layers.build import expect, expect_layers, integer, norm_layout, sh
 from locater.layers.layout import AttentionLayout, DistanceLayout, LogitsLayout, SinusoidLayout
 from locater.layers.map_layouts import MapLayout, NormLayout, VectorLayout
 from locater.sources.config_rules import configuration
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 
 PATTERN = r"(?P<prefix>(.*\.)?)layer\.(?P<layer>\d+)\.rel_attn\.q"

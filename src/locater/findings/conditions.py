@@ -51,6 +51,7 @@ OF_FLAGS = {  # for flags that a monitor can raise while a run goes on
 
 # Conditions: a flag, or a comparison of a column with a number.
 
+WARN_ON = "nonfinite, exploding, spread>5"  # of `Monitor`: docs/results/early-warning.md, judged in -unseen.md
 COMPARISON = r"(\w+)\s*(<=|>=|<|>)\s*(\S+)"
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _VERBS = {">": "exceeds", ">=": "has reached", "<": "is below", "<=": "is down to"}

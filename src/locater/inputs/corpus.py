@@ -1,7 +1,5 @@
-"""Text to train on: the documentation inside every Python installation, so that nothing has to be downloaded, or files.
-
-Text is a list of documents, which are split into train, select (to choose settings by) and report (to publish numbers
-of).
+"""Text to read or to train on: files, or the documentation inside every Python installation, so that nothing has to be
+downloaded. Text is a list of documents.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import gzip
 import hashlib
 import lzma
 import os
-import random
 import sysconfig
 import tarfile
 import zlib
@@ -21,8 +18,6 @@ from pathlib import Path
 
 from locater.errors import LocaterError, first_line
 
-SHARE = 0.05  # of the text that goes to select, and to report
-FEW = 40  # fewer documents than this are cut into pieces
 JOINT = "\n\n"
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
 BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # of statements, as the grammar orders them
@@ -74,27 +69,6 @@ def read_documents(paths: Sequence[str | Path]) -> list[str]:
     return list(documents)
 
 
-def split(documents: Sequence[str], share: float = SHARE) -> dict[str, list[str]]:
-    """Documents by split: shuffled with a fixed seed, then `share` of the characters to report, the same to select, the
-    rest to train.
-
-    >>> {name: len(part) for name, part in split([f"document {n:4}" for n in range(100)]).items()}
-    {'report': 5, 'select': 5, 'train': 90}
-    """
-    pieces = list(documents)
-    if len(documents) < FEW:
-        pieces = [piece for text in documents for piece in _split_document(text, documents)]
-    random.Random(0).shuffle(pieces)
-    target, splits, at = share * sum(map(len, pieces)), {}, 0
-    for name in ("report", "select"):
-        begin, size = at, 0
-        while size < target and at < len(pieces):
-            size += len(pieces[at])
-            at += 1
-        splits[name] = pieces[begin:at]
-    return {**splits, "train": pieces[at:]}
-
-
 def fingerprint(text: str) -> str:
     """SHA-256 of the text, in hex.
 
@@ -130,25 +104,6 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
         yield node
         for name in BLOCKS:
             nodes += getattr(node, name, ())
-
-
-def _split_document(text: str, documents: Sequence[str]) -> Iterator[str]:
-    """Pieces of a document, cut at blank lines, or at line ends where there are few blank lines.
-
-    All documents together give about 2 FEW pieces.
-    """
-    size = max(1, sum(map(len, documents)) // (2 * FEW))
-    joint = JOINT if text.count(JOINT) >= FEW else "\n"
-    parts: list[str] = []
-    length = 0
-    for part in text.split(joint):
-        parts.append(part)
-        length += len(part)
-        if length >= size:
-            yield joint.join(parts)
-            parts, length = [], 0
-    if any(parts):
-        yield joint.join(parts)
 
 
 def _texts(path: Path) -> Iterator[str]:

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
-from locater.sources.sources import hub_folder
-from locater.torch_private import saved_path
+from locater.inputs.tokenizer import WAY_OUT, tokenizer_for
 
-OWN = ("locater", "locater_variant")  # model types of `locater train`, unknown to transformers
 OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")  # their positions start after the padding id
 Batch = dict[str, Tensor]
 Text = str | Path | Tensor | Sequence[str] | Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]
 EMPTY = "the text is empty: give at least a few hundred words"
-WAY_OUT = "give one with tokenizer= (--tokenizer PATH on the command line), or in Python token ids in place of text"
 LONGEST_NAME = 1000  # characters: no path is longer, most texts are
 
 
@@ -131,41 +128,6 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise LocaterError(f"{path}: {EMPTY}")
     return text
-
-
-def tokenizer_for(model: Any, tokenizer: Any = None) -> Any:
-    """`tokenizer` itself, or loaded where it is a path; by default the one saved with the model."""
-    if tokenizer is not None and not isinstance(tokenizer, str | Path):
-        return tokenizer
-    config = getattr(model, "config", None)
-    where = str(tokenizer or "")
-    if tokenizer is None:
-        where = getattr(model, "name_or_path", "") or saved_path(config)
-    if not where:
-        raise LocaterError(f"{type(model).__name__}: its tokenizer is not known: {WAY_OUT}")
-    try:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-        if not Path(where).exists():
-            hub_folder(where)  # fails immediately without a network, where transformers would retry for minutes
-        own = getattr(config, "model_type", "") in OWN  # transformers would warn about this type
-        kind = PreTrainedTokenizerFast if own else AutoTokenizer
-        loaded = kind.from_pretrained(where, trust_remote_code=False)  # None would ask whether to run code
-    except ImportError:
-        raise LocaterError("reading text needs the transformers package: pip install 'locater[hf]'") from None
-    except LocaterError as error:
-        raise LocaterError(f"no tokenizer there: {error}; {WAY_OUT}") from None
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the tokenizers package is not an Exception
-        no_files = Path(where).is_dir() and not list(Path(where).glob("*token*"))
-        reason = "" if no_files else f" ({first_line(error)})"
-        raise LocaterError(f"{where}: no tokenizer there{reason}: {WAY_OUT}") from None
-    if (
-        len(set(loaded.get_vocab()) - set(loaded.all_special_tokens)) < 2
-    ):  # transformers invents a tokenizer for a folder without one
-        raise LocaterError(f"{where}: no tokenizer there: {WAY_OUT}")
-    return loaded
 
 
 def _tokenize(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:

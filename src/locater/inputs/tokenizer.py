@@ -1,6 +1,7 @@
-"""From text to token ids: bytes, or byte pairs learned from the text (with the tokenizers package).
+"""From text to token ids: the tokenizer of a model, or bytes, or byte pairs learned from the text (with the tokenizers
+package).
 
-Both are saved as tokenizer.json, which transformers reads, so that `locater probe` can run the trained model.
+The last two are saved as tokenizer.json, which transformers reads, so that `locater probe` can run the trained model.
 """
 
 from __future__ import annotations
@@ -13,13 +14,52 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.inputs.start_token import without_start
+from locater.sources.open_source import hub_folder
+from locater.torch_private import saved_path
 
+OWN = ("locater", "locater_variant")  # model types of `locater train`, unknown to transformers
+WAY_OUT = "give one with tokenizer= (--tokenizer PATH on the command line), or in Python token ids in place of text"
 BYTES = 256
 FILE = "tokenizer.json"
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # tokenizer_config.json
 PIECE, PIECES = 1 << 20, 16  # characters of a piece, and pieces that are encoded at the same time
+
+
+def tokenizer_for(model: Any, tokenizer: Any = None) -> Any:
+    """`tokenizer` itself, or loaded where it is a path; by default the one saved with the model."""
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    config = getattr(model, "config", None)
+    where = str(tokenizer or "")
+    if tokenizer is None:
+        where = getattr(model, "name_or_path", "") or saved_path(config)
+    if not where:
+        raise LocaterError(f"{type(model).__name__}: its tokenizer is not known: {WAY_OUT}")
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        if not Path(where).exists():
+            hub_folder(where)  # fails immediately without a network, where transformers would retry for minutes
+        own = getattr(config, "model_type", "") in OWN  # transformers would warn about this type
+        kind = PreTrainedTokenizerFast if own else AutoTokenizer
+        loaded = kind.from_pretrained(where, trust_remote_code=False)  # None would ask whether to run code
+    except ImportError:
+        raise LocaterError("reading text needs the transformers package: pip install 'locater[hf]'") from None
+    except LocaterError as error:
+        raise LocaterError(f"no tokenizer there: {error}; {WAY_OUT}") from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the tokenizers package is not an Exception
+        no_files = Path(where).is_dir() and not list(Path(where).glob("*token*"))
+        reason = "" if no_files else f" ({first_line(error)})"
+        raise LocaterError(f"{where}: no tokenizer there{reason}: {WAY_OUT}") from None
+    if (
+        len(set(loaded.get_vocab()) - set(loaded.all_special_tokens)) < 2
+    ):  # transformers invents a tokenizer for a folder without one
+        raise LocaterError(f"{where}: no tokenizer there: {WAY_OUT}")
+    return loaded
 
 
 class Tokenizer(Protocol):

@@ -2,9 +2,9 @@
 are folded, stacked and split.
 """
 
-from locater.layers.effective import Effective, Tokens, effective
 from locater.layers.layer import AttentionLayer, Projection
 from locater.layers.norm import Norm
+from locater.layers.norm_folding import Effective, Tokens, effective
 from locater.layers.rotary import Rotary, rotary_from_config
 
 __all__ = [

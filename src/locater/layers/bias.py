@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from locater.layers.pairs import PairTable
+from locater.layers.position_tables import PairTable
 
 
 @dataclass(frozen=True)

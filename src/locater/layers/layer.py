@@ -19,7 +19,7 @@ from locater.brief import brief
 from locater.errors import LocaterError
 from locater.layers.bias import PositionBias
 from locater.layers.norm import Norm
-from locater.layers.pairs import PairTerms, PositionsError
+from locater.layers.position_tables import PairTerms, PositionsError
 from locater.layers.relative import RelativeTerms
 from locater.layers.rotary import Rotary, RotaryTable
 

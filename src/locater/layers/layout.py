@@ -17,7 +17,7 @@ from locater.layers.gate import Gate
 from locater.layers.layer import AttentionLayer, Kind, Provenance
 from locater.layers.map_layouts import AnyMap, MapLayout, NormLayout, Reads
 from locater.layers.norm import Norm
-from locater.layers.pairs import PairTable, PairTerms
+from locater.layers.position_tables import PairTable, PairTerms
 from locater.layers.relative import RelativeTerms, bucket, sinusoid
 from locater.layers.rotary import Rotary, RotaryTable, rotary_from_config
 from locater.layers.row_readers import read_floats

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from locater.layers.gate import FUNCTIONS
-from locater.layers.joined import joined_maps
+from locater.layers.joined_projection import joined_maps
 from locater.layers.layer import Projection
 from locater.layers.norm import Norm, NormKind
-from locater.layers.normed import normed
+from locater.layers.projection_with_norm import normed
 from locater.layers.row_readers import PickedRows, StoredRows, read_floats
 from locater.numerics import upcast
 from locater.sources.weights import ModuleWeights, Rows, Weights, take_rows

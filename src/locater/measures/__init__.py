@@ -7,7 +7,7 @@ near collapse the answer is a small difference of large numbers. A value that do
 an infinite entry among the real tokens) is NaN.
 """
 
-from locater.measures.distribution import (
+from locater.measures.activation_distribution import (
     MASSIVE,
     MASSIVE_RATIO,
     ChannelMoments,

@@ -21,10 +21,10 @@ from locater.calls.listeners import ListeningSwitch
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.numerics import upcast
-from locater.observing.forward_pass import as_keywords, check_model, run_checked
 from locater.observing.layer_choice import Choice, choose, choose_heads
 from locater.observing.listen import listening_to
 from locater.observing.row_masks import call_for_heads
+from locater.observing.run_model import as_keywords, check_model, run_checked
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import disable_dynamo, in_backward_pass, unwrap_compiled
 

@@ -30,8 +30,8 @@ from locater.calls.listeners import ListeningSwitch, add_listener, remove_listen
 from locater.errors import LocaterError
 from locater.kernels import Terms, row_statistics
 from locater.observing.accumulate import wide
-from locater.observing.forward_pass import run_model
 from locater.observing.observation import observe
+from locater.observing.run_model import run_model
 
 PERIOD, SEQUENCES = 50, 4
 ALPHABET, LENGTH = 8, 128  # tokens that the sequences of the second pass are made of, and their length

@@ -13,8 +13,9 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.inputs.text import Batch, Text, TextWindow, batches
 from locater.measures import ChannelMoments, normality_distance, top_directions
-from locater.observing.forward_pass import AttentionInput, listen_to_input, run_model
+from locater.observing.attention_inputs import AttentionInput, listen_to_input
 from locater.observing.residual_stream import Padding
+from locater.observing.run_model import run_model
 from locater.predict.statistics_file import Input, Statistics
 from locater.sources.weights import ModuleWeights
 

@@ -23,7 +23,7 @@ from locater.discovery.record_or_discovery import reader_for
 from locater.families.record import Family
 from locater.families.registry import BY_TYPE, family_of
 from locater.sources.live_tensors import is_a
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import own_children, own_parameters
 

@@ -19,8 +19,8 @@ from locater.report.notebook import map_html
 from locater.report.pages import short_name
 from locater.report.plots import map_of_comparison
 from locater.report.scan import LEGEND, opening_of, page_of_scans, scan_verdict
-from locater.report.sentences import MOST_SHOWN, fault_changes, letters, number, verdicts_of
 from locater.report.terminal import Line, empty_table, fitting_columns, line_table, print_tables
+from locater.report.verdict_sentences import MOST_SHOWN, fault_changes, letters, number, verdicts_of
 from locater.version import OLD_NOTES
 
 Document = Mapping[str, Any]

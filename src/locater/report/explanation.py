@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from locater.report.pages import assemble, round_significant, short_name
-from locater.report.sentences import amount
 from locater.report.terminal import empty_table, fitting_columns
+from locater.report.verdict_sentences import amount
 from locater.version import __version__
 
 Document = Mapping[str, Any]

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.markup import display, table
-from locater.report.sentences import amount
 from locater.report.terminal import empty_table
+from locater.report.verdict_sentences import amount
 
 NAMED = 5  # failed checkpoints and groups of duplicates that are named
 HEADINGS = ("run", "checkpoints", "steps", "heads", "with faults", "at the last", "failed", "to do", "duplicates")

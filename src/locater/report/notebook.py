@@ -8,7 +8,7 @@ from locater.findings import Verdict, judge
 from locater.markup import display, heat_map, table
 from locater.report.columns import PROBE_HEADINGS, Read, Row
 from locater.report.plots import HeadMap, map_of_measured
-from locater.report.sentences import amount, choose_heads, notes_sentence, number, summary
+from locater.report.verdict_sentences import amount, choose_heads, notes_sentence, number, summary
 
 LISTED = 10  # heads in the table
 OBSERVED = ("H", "first", "max logit", "distance", "top")  # headings of a probe that an observation has too

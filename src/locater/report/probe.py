@@ -14,8 +14,8 @@ from locater.report.columns import COLUMNS, KINDS, PAIRS, PROBE_HEADINGS, Pair
 from locater.report.notebook import heads_display
 from locater.report.pages import assemble, excuses, flag_table, layer_note, round_significant, short_name
 from locater.report.plots import map_of_measured
-from locater.report.sentences import amount, notes_sentence, number, roles_sentence, summary, verdicts_of
 from locater.report.terminal import named_table, print_heads
+from locater.report.verdict_sentences import amount, notes_sentence, number, roles_sentence, summary, verdicts_of
 from locater.version import __version__
 
 Document = Any

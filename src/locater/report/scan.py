@@ -13,7 +13,8 @@ from locater.report.columns import SCAN_HEADINGS, Row, opening_quantity, quantit
 from locater.report.notebook import heads_display
 from locater.report.pages import assemble, excuses, flag_table, layer_note, round_significant, short_name
 from locater.report.plots import map_of_scan
-from locater.report.sentences import (
+from locater.report.terminal import print_heads
+from locater.report.verdict_sentences import (
     NO_ROLES,
     amount,
     collapse_sentence,
@@ -25,9 +26,8 @@ from locater.report.sentences import (
     summary,
     verdicts_of,
 )
-from locater.report.terminal import print_heads
 from locater.theory import variance_at
-from locater.theory.propagation import COLLAPSED
+from locater.theory.phase_diagram import COLLAPSED
 from locater.version import OF_SCHEMA, __version__
 
 Document = Mapping[str, Any]

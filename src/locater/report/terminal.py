@@ -16,7 +16,7 @@ from rich.text import Text
 from locater.findings import FLAGS, Verdict
 from locater.numerics import known_median
 from locater.report.columns import Read, Row
-from locater.report.sentences import MOST_SHOWN, amount, choose_heads, number
+from locater.report.verdict_sentences import MOST_SHOWN, amount, choose_heads, number
 
 GAP = 2  # spaces between columns
 ALL_HEADS = 48  # up to this many heads are listed one by one

@@ -22,8 +22,8 @@ from locater.markup import quantile
 from locater.numerics import known_median
 from locater.report.columns import Quantity, quantities
 from locater.report.pages import assemble, flag_table, short_name
-from locater.report.sentences import amount, number
 from locater.report.terminal import empty_table, fitting_columns
+from locater.report.verdict_sentences import amount, number
 from locater.version import __version__
 
 Document = Mapping[str, Any]

@@ -17,7 +17,7 @@ from locater.brief import brief
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
 from locater.findings import FLAGS, Verdict, flags_of, judge, key_variance
-from locater.report.sentences import amount
+from locater.report.verdict_sentences import amount
 from locater.results.document import Document
 from locater.version import COMPUTED_AGAIN, OF_SCHEMA, OLD_NUMBERS, SCAN_SCHEMA
 

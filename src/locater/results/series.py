@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from locater.errors import LocaterError
 from locater.markup import quantile
 from locater.numerics import known_median
-from locater.report.sentences import letters
+from locater.report.verdict_sentences import letters
 from locater.results.comparison import MEDIANS, MOST_LISTED, Comparison, changes, compare_scans, head_shapes, ranges
 from locater.results.document import Document
 from locater.results.run_names import label_source

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from locater.errors import LocaterError
-from locater.report.sentences import amount
+from locater.report.verdict_sentences import amount
 from locater.version import SCHEMA, __version__
 
 # Steps of a run: which are missing from a regular sequence, and where sources that failed would have been.

@@ -15,16 +15,16 @@ from torch import nn
 from locater.calls.interceptors import INTERCEPTORS, interceptors
 from locater.discovery import attention_layers
 from locater.discovery.record_or_discovery import Reading
-from locater.discovery.stacked_maps import FoldedStacks, Spectra, spectra_of
+from locater.discovery.replayed_maps import FoldedStacks, Spectra, spectra_of
 from locater.errors import LocaterError
 from locater.findings import key_variance
 from locater.layers import AttentionLayer, effective
-from locater.layers.effective import Effective
+from locater.layers.norm_folding import Effective
 from locater.numerics import finite_or_none
 from locater.observing.layers_by_record import parts_of
 from locater.observing.listening_site import Site
 from locater.observing.seen_heads import head_numbers, totals
-from locater.runs.first_batch import DiscoveredLayers
+from locater.runs.discovery_on_first_batch import DiscoveredLayers
 from locater.sources.live_tensors import next_training_pass
 from locater.sources.weights import ModuleWeights
 

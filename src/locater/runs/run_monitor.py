@@ -21,9 +21,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from locater.discovery.stacked_maps import Spectra
+from locater.discovery.replayed_maps import Spectra
 from locater.errors import LocaterError, first_line
 from locater.findings import FLAGS, Condition, Remedy, parse_conditions, reasons, remedy_for
+from locater.findings.conditions import WARN_ON
 from locater.observing.accumulate import StatisticsOptions
 from locater.observing.layer_choice import Choice
 from locater.observing.listening_site import Site
@@ -31,7 +32,7 @@ from locater.observing.observation import Observation
 from locater.observing.reduce_ranks import ranks_agree
 from locater.observing.seen_heads import accumulators, fetch_numbers
 from locater.options import parse_call
-from locater.runs.first_batch import discover_layers
+from locater.runs.discovery_on_first_batch import discover_layers
 from locater.runs.head_table import (
     COLUMNS,
     SPECTRUM,
@@ -120,8 +121,6 @@ def warning_line(step: int, condition: Condition, records: Sequence[Record]) -> 
     return f"step {step}: {crossed} at {', '.join(heads[:NAMED])}{more}: {meaning}"
 
 
-# chosen on the runs of docs/results/early-warning.md; how it does on others: docs/results/early-warning-unseen.md
-WARN_ON = "nonfinite, exploding, spread>5"
 logger = logging.getLogger("locater")
 
 

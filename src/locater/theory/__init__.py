@@ -10,15 +10,13 @@ from locater.theory.entropy import (
     second_order_entropy,
     variance_at,
 )
+from locater.theory.phase_diagram import REGIMES, phase_diagram, regime
 from locater.theory.propagation import (
-    REGIMES,
     continuum,
     localization,
     mixture_continuum,
     mixture_localization,
     mixture_propagation,
-    phase_diagram,
-    regime,
     signal_propagation,
     unit_moments,
 )

@@ -124,7 +124,7 @@ def run(
 ) -> None:
     """The arguments are checked before hours of work; one page and one document are written for each paper."""
     from locater.amx import avoid_broken_amx
-    from locater_lab.engine.compute import measure_in_parallel, processor_count
+    from locater_lab.engine.devices_and_processes import measure_in_parallel, processor_count
     from locater_lab.engine.reproduction import Setting, join_documents, reproduce, select_claims
     from locater_lab.engine.verdict_text import print_claims
 

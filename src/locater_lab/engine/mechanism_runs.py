@@ -11,6 +11,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from locater.measures import MASSIVE_RATIO
 from locater_lab.engine.arms import Line, final_numbers, table_of_arms, uniform_first, value_of
 from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.engine.reproduction import Paper
@@ -45,8 +46,7 @@ RATES, IMAGE_RATES = (1e-3, 2.5e-3), (2e-4, 5e-4)
 AT_THIS_SIZE = "as seen at this size"
 COOL_RATES = (2.5e-4, 1e-3)  # of what fails at the higher rate with every seed
 TUNED, VARIED = f"each at the better of two rates, {AT_THIS_SIZE}", f"variations at one rate, {AT_THIS_SIZE}"
-MASSIVE = 1000.0  # medians from which on a largest entry is a spike
-NO_SPIKE = f"the plain model's largest entry is below {MASSIVE:,.0f} medians, so that there is no spike"
+NO_SPIKE = f"the plain model's largest entry is below {MASSIVE_RATIO:,.0f} medians, so that there is no spike"
 NO_SINK = "the plain model gives its first token no more than uniform attention does, so that there is no sink"
 
 

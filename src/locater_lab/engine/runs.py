@@ -30,7 +30,8 @@ from locater.version import __version__
 from locater_lab.data.tokens import TOKENS_FOLDER, shared_tokens
 from locater_lab.engine.reproduction import round_numbers
 from locater_lab.train.measures import SINK
-from locater_lab.train.plan import PACE, Plan
+from locater_lab.train.plan import Plan
+from locater_lab.train.run_folder import PACE
 from locater_lab.train.sweep import append_line, read_lines
 
 # ---- one run in this process, and the line that is stored of it ----
@@ -79,7 +80,7 @@ def image_samples(model: str, device: str) -> str:
     from locater_lab.engine.figures import png_strip
     from locater_lab.models.loading import load
     from locater_lab.models.sampling import sample_images
-    from locater_lab.train.recipe import device_of
+    from locater_lab.train.optimizer_and_learning_rate import device_of
 
     return png_strip(sample_images(load(model).to(device_of(device)), SAMPLES))
 
@@ -124,7 +125,7 @@ def mean_moments(model: str) -> dict[str, float] | None:
 
 def machine(plan: Plan) -> dict[str, str]:
     """What a number may depend on besides its plan."""
-    from locater_lab.train.recipe import device_of
+    from locater_lab.train.optimizer_and_learning_rate import device_of
 
     return versions(device_of(plan.device).type)
 

@@ -19,12 +19,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
-from locater.observing.forward_pass import AttentionInput, listen_to_input, run_model
+from locater.observing.attention_inputs import AttentionInput, listen_to_input
+from locater.observing.run_model import run_model
 from locater_lab.engine.reproduction import Setting
 
 # The sentence encoder all-MiniLM-L6-v2, known by the hash of its files wherever they come from.

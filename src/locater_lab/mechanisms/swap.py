@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from locater.calls.call import Call
 from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
-from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
+from locater.control.forward_controls import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
 from locater.control.registry import register_control
-from locater.control.rows import real_tokens, terms_of
+from locater.control.row_entropy import real_tokens, terms_of
 from locater.errors import LocaterError
 from locater_lab.mechanisms.mechanism_record import Mechanism
 from locater_lab.mechanisms.registry import mechanism, mechanisms, other_attention

@@ -21,7 +21,7 @@ from locater.families.record import Block, Family, Part
 from locater.layers.build import norm_layout
 from locater.layers.layer import AttentionLayer
 from locater.layers.layout import AttentionLayout, SinksLayout
-from locater.sources.sources import Config
+from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.modules import AttentionModule

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from locater.errors import LocaterError, first_line
-from locater.sources.sources import open_source
+from locater.sources.open_source import open_source
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import locater
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater_lab.engine.trained_models import model_folders, read_each
 from locater_lab.train import Plan, load, run
 

@@ -27,7 +27,7 @@ from locater_lab.theory.path_sums import (
     skip_weight,
     terms_by_length,
 )
-from locater_lab.theory.walk import Walks, simulate
+from locater_lab.theory.random_walk_simulation import Walks, simulate
 
 __all__ = [
     "FrozenLayer",

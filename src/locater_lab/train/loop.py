@@ -30,8 +30,7 @@ from locater_lab.train.controls import attach, check_controls, restore
 from locater_lab.train.conversion import Conversion, check_conversion, conversion_of
 from locater_lab.train.data import open_data
 from locater_lab.train.measures import SEQUENCES, find_diverged_layer, measure, why_unread
-from locater_lab.train.plan import Plan
-from locater_lab.train.recipe import (
+from locater_lab.train.optimizer_and_learning_rate import (
     compile_model,
     deterministic_algorithms,
     device_of,
@@ -44,6 +43,7 @@ from locater_lab.train.recipe import (
     strictly_deterministic,
     uses_bfloat16,
 )
+from locater_lab.train.plan import Plan
 from locater_lab.train.run_folder import RESULT, Result, claimed_folder, run_folder
 from locater_lab.train.text_data import ClassData, TextData
 

@@ -141,7 +141,6 @@ def _check_mechanism(plan: Plan, layer: LayerAttention) -> None:
 
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
-PACE = ("out", "keep", "log")  # fields that do not affect the weights: the folder, what stays in it, progress
 
 
 def option(default: Any, help: str, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -363,13 +362,6 @@ class Plan:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (LocaterError, UnicodeDecodeError) as error:
             raise LocaterError(f"{path}: {error}") from None
-
-    def difference(self, other: Plan) -> str | None:
-        """The first option that makes the two plans different runs, in words; None where they are the same run."""
-        ours, theirs = self.to_dict(), other.to_dict()
-        return next(
-            (f"{n}={theirs[n]!r}, here {ours[n]!r}" for n in ours if n not in PACE and ours[n] != theirs[n]), None
-        )
 
 
 def _check(name: str, value: Any, allowed: Mapping[str, Any]) -> None:

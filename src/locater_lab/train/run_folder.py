@@ -26,6 +26,13 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PLAN, RESULT, LOCK = "plan.json", "result.json", ".lock"
+PACE = ("out", "keep", "log")  # fields that do not affect the weights: the folder, what stays in it, progress
+
+
+def plan_difference(plan: Plan, other: Plan) -> str | None:
+    """The first option that makes the two plans different runs, in words; None where they are the same run."""
+    ours, theirs = plan.to_dict(), other.to_dict()
+    return next((f"{n}={theirs[n]!r}, here {ours[n]!r}" for n in ours if n not in PACE and ours[n] != theirs[n]), None)
 
 
 def run_folder(plan: Plan) -> Path:
@@ -34,7 +41,7 @@ def run_folder(plan: Plan) -> Path:
     """
     folder = Path(plan.out)
     if (folder / PLAN).is_file():
-        other = plan.difference(Plan.load(folder / PLAN))
+        other = plan_difference(plan, Plan.load(folder / PLAN))
         if other is not None and not _took_no_step(folder):
             raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
     elif any(folder.glob("step-*")) or (folder / RESULT).is_file():
@@ -67,7 +74,7 @@ def claimed_folder(plan: Plan) -> Iterator[None]:
         raise LocaterError(f"{folder}: cannot be made ({error.strerror}): give another --out") from None
     with locked_folder(folder):
         path = folder / PLAN
-        other = plan.difference(Plan.load(path)) if path.is_file() else None
+        other = plan_difference(plan, Plan.load(path)) if path.is_file() else None
         if other is not None and not _took_no_step(folder):  # another process has begun since `run_folder`
             raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
         if other is not None:

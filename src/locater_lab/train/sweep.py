@@ -15,7 +15,8 @@ from typing import Any, get_type_hints
 from locater.errors import LocaterError
 from locater.runs.run_log import SWEEP
 from locater_lab.train.loop import DivergedError, OnProgress, check_plan, run
-from locater_lab.train.plan import PACE, Plan
+from locater_lab.train.plan import Plan
+from locater_lab.train.run_folder import PACE
 
 RESULTS = SWEEP
 LONGEST = 200  # bytes of a folder's name; file systems take 255, and temporary files need a few more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -13,12 +14,55 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.files import write_whole
-from locater.inputs.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
+from locater.inputs.corpus import JOINT, embedded_documents, fingerprint, read_documents
 from locater.inputs.start_token import StartTokenizer
 from locater.inputs.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
 from locater_lab.data.tokens import WordTokenizer, load_or_make
 from locater_lab.train.batches import IGNORED, Batch, draw, next_token_pair
 from locater_lab.train.plan import Plan
+
+SHARE = 0.05  # of the text that goes to select, and to report
+FEW = 40  # fewer documents than this are cut into pieces
+
+
+def split(documents: Sequence[str], share: float = SHARE) -> dict[str, list[str]]:
+    """Documents by split: shuffled with a fixed seed, then `share` of the characters to report, the same to select, the
+    rest to train.
+
+    >>> {name: len(part) for name, part in split([f"document {n:4}" for n in range(100)]).items()}
+    {'report': 5, 'select': 5, 'train': 90}
+    """
+    pieces = list(documents)
+    if len(documents) < FEW:
+        pieces = [piece for text in documents for piece in _split_document(text, documents)]
+    random.Random(0).shuffle(pieces)
+    target, splits, at = share * sum(map(len, pieces)), {}, 0
+    for name in ("report", "select"):
+        begin, size = at, 0
+        while size < target and at < len(pieces):
+            size += len(pieces[at])
+            at += 1
+        splits[name] = pieces[begin:at]
+    return {**splits, "train": pieces[at:]}
+
+
+def _split_document(text: str, documents: Sequence[str]) -> Iterator[str]:
+    """Pieces of a document, cut at blank lines, or at line ends where there are few blank lines.
+
+    All documents together give about 2 FEW pieces.
+    """
+    size = max(1, sum(map(len, documents)) // (2 * FEW))
+    joint = JOINT if text.count(JOINT) >= FEW else "\n"
+    parts: list[str] = []
+    length = 0
+    for part in text.split(joint):
+        parts.append(part)
+        length += len(part)
+        if length >= size:
+            yield joint.join(parts)
+            parts, length = [], 0
+    if any(parts):
+        yield joint.join(parts)
 
 
 @dataclass

@@ -12,8 +12,8 @@ import torch
 from locater.errors import LocaterError
 from locater.explain import Explanation, Target, decompose, rollout
 from locater.explain.linear_operator import FrozenOperator
-from locater_lab.engine import explanations
-from locater_lab.engine.explanations import (
+from locater_lab.engine import explanation_tests
+from locater_lab.engine.explanation_tests import (
     CLASSES,
     TOKENS,
     ExplainedModel,
@@ -38,7 +38,7 @@ from tests import ROOT
 @pytest.fixture(scope="module")
 def planted() -> ExplainedModel:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explanations, "STEPS", 120)
+        patch.setattr(explanation_tests, "STEPS", 120)
         return planted_model(6)
 
 
@@ -61,8 +61,8 @@ def blind(model: Any, inputs: Any, target: Any) -> Explanation:
 
 
 def test_the_known_answer_is_better_than_its_opposite(planted: ExplainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(explanations.METHODS, "perfect", perfect)
-    monkeypatch.setitem(explanations.METHODS, "blind", blind)
+    monkeypatch.setitem(explanation_tests.METHODS, "perfect", perfect)
+    monkeypatch.setitem(explanation_tests.METHODS, "blind", blind)
     assert planted.facts["accuracy"] == 1.0
     assert (hit_rate(planted, "perfect"), hit_rate(planted, "blind")) == (1.0, 0.0)
     better, worse = deletion_areas(planted, "perfect"), deletion_areas(planted, "blind")
@@ -86,7 +86,7 @@ def test_the_best_rival_counts() -> None:
 
 
 def test_blocks_are_drawn_anew_with_their_own_size(planted: ExplainedModel) -> None:
-    model = explanations.Transformer(explanations.PLANTED, 0.2)
+    model = explanation_tests.Transformer(explanation_tests.PLANTED, 0.2)
     block = blocks_of(model)[0]
     before = {name: p.detach().clone() for name, p in block.named_parameters()}
     redraw_block(block, 0)

@@ -17,7 +17,7 @@ from locater.errors import LocaterError
 from locater.inputs.corpus import fingerprint
 from locater_lab.engine import reproduction
 from locater_lab.engine.claims import Measurement
-from locater_lab.engine.compute import measure_in_parallel
+from locater_lab.engine.devices_and_processes import measure_in_parallel
 from locater_lab.engine.pages import page
 from locater_lab.papers import Claim, Paper, Setting, Study, reproduce
 from tests.conftest import Result

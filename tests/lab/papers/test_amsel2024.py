@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.amsel2024 import PAPER, encoders, published_size, untrained_heads

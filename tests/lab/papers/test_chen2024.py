@@ -19,7 +19,13 @@ from torch import Tensor
 from locater_lab.data.synthetic import NgramSource
 from locater_lab.engine.pages import write_report
 from locater_lab.papers import PAPERS, Setting, reproduce
-from locater_lab.papers.chen2024 import PAPER, predictions, simplified_model, training_order, transformer
+from locater_lab.papers.chen2024 import (
+    PAPER,
+    real_transformer,
+    simplified_model,
+    trained_simplified_model,
+    training_order,
+)
 from locater_lab.papers.chen2024.simplified_model import Counts, Model, draw_sequences, fit, loss, subsets
 
 
@@ -113,7 +119,7 @@ def test_the_best_probabilities_in_that_form_against_a_grid() -> None:
 @pytest.mark.parametrize("parents", [(), (1,), (1, 2), (1, 2, 3)])
 def test_rivals_against_a_loop(parents: tuple[int, ...]) -> None:
     rows = draw_sequences(5, 10, 20)
-    got = predictions.counting_posterior(rows, parents, 0.3, 3)
+    got = trained_simplified_model.counting_posterior(rows, parents, 0.3, 3)
     for row, p in zip(rows.tolist(), got, strict=True):
         end, start = len(row) - 1, max((*parents, 0))
         past = [row[s] for s in range(start, end) if all(row[s - d] == row[end - d] for d in parents)]
@@ -123,31 +129,31 @@ def test_rivals_against_a_loop(parents: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("parents", [(), (1,)])
 def test_counting_at_every_token_has_the_losses_of_the_source(parents: tuple[int, ...]) -> None:
-    rows = transformer.BIGRAM.sample(6, 15, torch.Generator().manual_seed(2))
-    p = transformer.counting_probabilities(rows, parents)
+    rows = real_transformer.BIGRAM.sample(6, 15, torch.Generator().manual_seed(2))
+    p = real_transformer.counting_probabilities(rows, parents)
     assert torch.allclose(p.sum(-1), torch.ones(6, 15).double())
     losses = -p.gather(2, rows[:, 1:, None])[..., 0].log()
-    assert torch.allclose(losses, transformer.BIGRAM.surprise(rows, parents)[:, 1:], atol=1e-12)
+    assert torch.allclose(losses, real_transformer.BIGRAM.surprise(rows, parents)[:, 1:], atol=1e-12)
 
 
 def test_information_of_a_cycle() -> None:
     """0, 1, 2, 0, 1, 2: each of three contexts has 1/3 and one successor, so D = 3 - 1, I = 2 and J = 2/3."""
     rows = (torch.arange(3003) % 3)[None]
     for parents in ((1,), (2,), (1, 2)):
-        assert predictions.chi_square_informations(predictions.joint_counts(rows, parents, 3)) == pytest.approx(
-            (2.0, 2 / 3)
-        )
+        assert trained_simplified_model.chi_square_informations(
+            trained_simplified_model.joint_counts(rows, parents, 3)
+        ) == pytest.approx((2.0, 2 / 3))
     even = torch.tensor(list(product(range(2), repeat=4))).flatten()[None]
-    assert predictions.chi_square_informations(predictions.joint_counts(even, (), 2)) == pytest.approx(
-        (0.0, 0.0), abs=1e-12
-    )
+    assert trained_simplified_model.chi_square_informations(
+        trained_simplified_model.joint_counts(even, (), 2)
+    ) == pytest.approx((0.0, 0.0), abs=1e-12)
 
 
 def test_the_first_gradient_is_counted() -> None:
-    assert predictions.gradient_difference() < 1e-12
+    assert trained_simplified_model.gradient_difference() < 1e-12
     rows = draw_sequences(1, 60, 30)
     rows = rows[(rows[:, :-1] == rows[:, -1:]).any(1)]
-    gradient = predictions.first_gradient(Counts.of(rows, 3))
+    gradient = trained_simplified_model.first_gradient(Counts.of(rows, 3))
     assert gradient[subsets(3, 3).index((1, 2))] > 0.01
     assert float(gradient[0]) == pytest.approx(0, abs=1e-12), "the empty subset changes nothing"
 
@@ -156,7 +162,7 @@ def test_a_sharp_model_is_close_to_bayes_and_far_from_shorter_contexts() -> None
     model = Model(w_plus=50.0)
     model.c = torch.zeros_like(model.c)
     model.c[training_order.PAIR], model.a = 1.0, torch.tensor(12.0, dtype=torch.float64)
-    entry = predictions.compare_with_rivals(model, 0, 400, 100, 0.1)
+    entry = trained_simplified_model.compare_with_rivals(model, 0, 400, 100, 0.1)
     assert entry["loss"]["model"] == pytest.approx(entry["loss"]["trigram"], abs=0.06)
     assert entry["loss"]["model"] < entry["loss"]["bigram"] - 0.1 < entry["loss"]["unigram"]
     assert entry["divergence"]["trigram"] < 0.1 < entry["divergence"]["bigram"] < entry["divergence"]["unigram"]
@@ -164,22 +170,22 @@ def test_a_sharp_model_is_close_to_bayes_and_far_from_shorter_contexts() -> None
 
 def test_half_way_and_levels() -> None:
     curve = [{"step": 0, "loss": 3.0, "x": 0.0}, {"step": 5, "loss": 1.0, "x": 0.6}, {"step": 9, "loss": 0.5, "x": 1.0}]
-    assert transformer.half_way(curve, "x") == 5
-    assert transformer.first_step_below(curve, 0.7) == 9
-    assert math.isnan(transformer.first_step_below(curve, 0.1))
-    assert math.isnan(transformer.half_way([{"step": 0, "x": math.nan}, {"step": 1, "x": 1.0}], "x"))
+    assert real_transformer.half_way(curve, "x") == 5
+    assert real_transformer.first_step_below(curve, 0.7) == 9
+    assert math.isnan(real_transformer.first_step_below(curve, 0.1))
+    assert math.isnan(real_transformer.half_way([{"step": 0, "x": math.nan}, {"step": 1, "x": 1.0}], "x"))
     noisy = [{"step": n, "x": float(n % 2)} for n in range(16)]
-    assert math.isnan(transformer.half_way(noisy, "x"))
+    assert math.isnan(real_transformer.half_way(noisy, "x"))
 
 
 def test_a_reading_of_the_transformer() -> None:
     torch.manual_seed(0)
-    model = transformer.Transformer(transformer.SHAPE, scale=transformer.SCALE)
-    rows = transformer.BIGRAM.sample(8, transformer.LENGTH, torch.Generator().manual_seed(0))
-    values = transformer.read_instrument(
-        model, rows, [transformer.counting_probabilities(rows, parents) for parents in ((), (1,))]
+    model = real_transformer.Transformer(real_transformer.SHAPE, scale=real_transformer.SCALE)
+    rows = real_transformer.BIGRAM.sample(8, real_transformer.LENGTH, torch.Generator().manual_seed(0))
+    values = real_transformer.read_instrument(
+        model, rows, [real_transformer.counting_probabilities(rows, parents) for parents in ((), (1,))]
     )
-    assert {*transformer.SIGNS, "loss", "unigram", "bigram"} == set(values)
+    assert {*real_transformer.SIGNS, "loss", "unigram", "bigram"} == set(values)
     assert all(map(math.isfinite, values.values()))
     with torch.no_grad():
         assert values["loss"] == pytest.approx(float(model(rows[:, :-1], rows[:, 1:])), rel=1e-5)
@@ -191,26 +197,26 @@ def test_a_reading_of_the_transformer() -> None:
 @pytest.fixture(scope="module")
 def document() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (training_order, predictions):
+        for module in (training_order, trained_simplified_model):
             patch.setattr(module, "SEEDS", 2)
         of_study = (
             training_order.JOINT_ROWS,
             training_order.STAGE_ROWS,
-            predictions.SOURCE_ROWS,
-            predictions.RIVAL_ROWS,
+            trained_simplified_model.SOURCE_ROWS,
+            trained_simplified_model.RIVAL_ROWS,
         )
         for rows in of_study:
             patch.setitem(rows, True, 60)
         patch.setattr(training_order, "HELD_OUT_ROWS", 40)
-        patch.setattr(predictions, "SOURCE_EPOCHS", 4)
-        patch.setitem(predictions.LONG_SEQUENCES, True, (20, 40))
+        patch.setattr(trained_simplified_model, "SOURCE_EPOCHS", 4)
+        patch.setitem(trained_simplified_model.LONG_SEQUENCES, True, (20, 40))
         patch.setitem(training_order.STAGE_EPOCHS, True, (3, 3, 3))
         patch.setitem(training_order.TOGETHER_EPOCHS, True, 6)
-        patch.setitem(predictions.RIVAL_EPOCHS, True, 3)
-        patch.setitem(predictions.TESTED_ROWS, True, 30)
-        patch.setitem(transformer.SEEDS, True, 2)
-        patch.setitem(transformer.STEPS, True, 4)
-        patch.setitem(transformer.EVERY, True, 2)
+        patch.setitem(trained_simplified_model.RIVAL_EPOCHS, True, 3)
+        patch.setitem(trained_simplified_model.TESTED_ROWS, True, 30)
+        patch.setitem(real_transformer.SEEDS, True, 2)
+        patch.setitem(real_transformer.STEPS, True, 4)
+        patch.setitem(real_transformer.EVERY, True, 2)
         yield json.loads(reproduce(PAPER, Setting()).to_json())
 
 

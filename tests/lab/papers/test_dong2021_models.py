@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.numerics import one_thread
 from locater_lab.engine.claims import verdict_of
-from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.devices_and_processes import device_of_study, map_parts
 from locater_lab.engine.pages import page
 from locater_lab.engine.reproduction import Reproduction, Results, Setting, Study
 from locater_lab.papers import PAPERS

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.pages import page, write_report
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.hu2025 import PAPER, constructions, trained_heads

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from locater.errors import LocaterError
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.pages import page, write_report
 from locater_lab.papers import Setting, reproduce
 from locater_lab.papers.sahiner2022 import PAPER, convex_problem, image_heads, optima, token_clusters

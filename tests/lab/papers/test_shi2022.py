@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from locater.measures import token_cosine
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.mechanism_runs import SOFTMAX_MASKED
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Arm, Runs

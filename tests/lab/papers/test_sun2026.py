@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.errors import LocaterError
 from locater_lab.engine.claims import judge_together
 from locater_lab.engine.pages import page

@@ -16,10 +16,10 @@ import pytest
 import torch
 from scipy import stats
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.inputs.text import batches
 from locater_lab.engine.claims import verdict_of
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.figures import png_strip
 from locater_lab.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_lab.engine.pages import write_report

@@ -19,7 +19,7 @@ import torch
 from locater.discovery import attention_layers
 from locater.layers import Norm
 from locater.theory import entropy_floor
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.pages import write_report
 from locater_lab.engine.runs import Runs
 from locater_lab.engine.trained_models import TrainedLayer

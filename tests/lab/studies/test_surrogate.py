@@ -14,9 +14,9 @@ from scipy import stats
 from locater.discovery import attention_layers
 from locater_lab.engine.claims import judge_together, verdict_of
 from locater_lab.studies import surrogate
-from locater_lab.studies.surrogate import figures, heads, tables
-from locater_lab.studies.surrogate import other_inputs as inputs
-from locater_lab.studies.surrogate import training as runs
+from locater_lab.studies.surrogate import antibody_and_reaction_inputs as inputs
+from locater_lab.studies.surrogate import errors_and_claims, head_predictions, page_tables
+from locater_lab.studies.surrogate import training_runs as runs
 from locater_lab.train import Shape, Transformer
 from tests import ROOT
 
@@ -46,7 +46,7 @@ def test_drawn_rank_correlations_are_those_of_the_drawn_heads() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=9).round(1), rng.normal(size=9).round(1)
     counts = rng.multinomial(9, np.full(9, 1 / 9), size=20).astype(float)
-    ours = figures.rank_correlation(x, y, counts)
+    ours = errors_and_claims.rank_correlation(x, y, counts)
     assert ours.value == pytest.approx(stats.spearmanr(x, y).statistic)
     drawn = [np.repeat(np.arange(9), c.astype(int)) for c in counts]
     assert ours.samples == pytest.approx([stats.spearmanr(x[at], y[at]).statistic for at in drawn])
@@ -54,23 +54,25 @@ def test_drawn_rank_correlations_are_those_of_the_drawn_heads() -> None:
 
 def test_parts_sum_to_the_error() -> None:
     entry = some_entry()
-    assert sum(figures.error_parts(entry).values()) == pytest.approx(figures.prediction_errors(entry))
-    shares = [figures.part_share(entry, name) for name in figures.PARTS]
+    assert sum(errors_and_claims.error_parts(entry).values()) == pytest.approx(
+        errors_and_claims.prediction_errors(entry)
+    )
+    shares = [errors_and_claims.part_share(entry, name) for name in errors_and_claims.PARTS]
     assert sum(x.value for x in shares) == pytest.approx(1)
-    assert sum(x.samples for x in shares) == pytest.approx(np.ones(figures.DRAWS))
+    assert sum(x.samples for x in shares) == pytest.approx(np.ones(errors_and_claims.DRAWS))
 
 
 def test_the_slope_is_that_of_a_line_through_all_heads() -> None:
     entries = [some_entry("a", 5, 64), some_entry("bb", 9, 128), some_entry("ccc", 7, 512)]
-    width = np.concatenate([np.full(len(figures.prediction_errors(e)), np.log2(e["width"])) for e in entries])
-    error = np.concatenate([np.abs(figures.prediction_errors(e)) for e in entries])
-    assert figures.slope_with_width(entries).value == pytest.approx(np.polyfit(width, error, 1)[0])
+    width = np.concatenate([np.full(len(errors_and_claims.prediction_errors(e)), np.log2(e["width"])) for e in entries])
+    error = np.concatenate([np.abs(errors_and_claims.prediction_errors(e)) for e in entries])
+    assert errors_and_claims.slope_with_width(entries).value == pytest.approx(np.polyfit(width, error, 1)[0])
 
 
 def test_intervals_of_a_mean_are_close_to_the_normal_ones() -> None:
     values = np.random.default_rng(1).normal(size=200)
     entry = some_entry(count=200)
-    low, high = figures.mean_over_heads(values, figures.head_draws(entry)).interval
+    low, high = errors_and_claims.mean_over_heads(values, errors_and_claims.head_draws(entry)).interval
     error = values.std() / 200**0.5
     assert (low, high) == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.1 * error)
 
@@ -79,15 +81,15 @@ def test_what_goes_with_the_error_is_found_and_noise_is_not() -> None:
     entries = [some_entry("a", 40), some_entry("bb", 30)]
     for entry in entries:
         noise = np.random.default_rng(3).normal(size=len(entry["heads"]["layer"]))
-        entry["heads"]["rank"] = (np.abs(figures.prediction_errors(entry)) + 0.1 * noise).tolist()
-    estimate, same, models = figures.correlation_with_error(entries, "rank")
+        entry["heads"]["rank"] = (np.abs(errors_and_claims.prediction_errors(entry)) + 0.1 * noise).tolist()
+    estimate, same, models = errors_and_claims.correlation_with_error(entries, "rank")
     assert estimate.value > 0.8
     assert (same, models) == (2, 2)
     assert estimate.p_value(0.0) < 0.001
-    noise = figures.correlation_with_error(entries, "sink")[0]
+    noise = errors_and_claims.correlation_with_error(entries, "sink")[0]
     assert noise.p_value(0.0) > 0.01
-    assert figures.head_quantity(entries[0], "induction") is None  # a model without tokens has none
-    assert figures.head_quantity(entries[0], "layer_kurtosis") == pytest.approx([0.0, 0.1] * 20)
+    assert errors_and_claims.head_quantity(entries[0], "induction") is None  # a model without tokens has none
+    assert errors_and_claims.head_quantity(entries[0], "layer_kurtosis") == pytest.approx([0.0, 0.1] * 20)
 
 
 def test_claims_hold_fail_or_stay_open_by_their_intervals() -> None:
@@ -96,7 +98,7 @@ def test_claims_hold_fail_or_stay_open_by_their_intervals() -> None:
     for kind, size in (("covariance", 0.01), ("own", 0.01), ("diagonal", 1.0), ("shuffled", 0.01)):
         noise = size * rng.normal(size=60)
         entry["predicted"][kind]["entropy"] = (np.array(entry["heads"]["entropy"]) + noise).tolist()
-    items = figures.claim_figures([entry, some_entry("rxnfp", 60)])
+    items = errors_and_claims.claim_figures([entry, some_entry("rxnfp", 60)])
     claims = {claim.id: claim for claim in surrogate.STUDY.claims}
     found = {surrogate.claim_id(x.claim, x.model): surrogate._measurement(x) for x in items}
     judged = judge_together([verdict_of(claims[id], measured, "") for id, measured in found.items()])
@@ -114,8 +116,8 @@ def test_rows_of_logits_have_the_shape_that_scipy_gives_them() -> None:
     torch.manual_seed(0)
     layer = next(iter(attention_layers(Transformer(SHAPE, scale=0.5))))
     x = torch.randn(2, 12, 16)
-    ours = heads._shape_of_rows(layer, x)
-    logits = heads._without_norm(layer).logits(x).double()
+    ours = head_predictions._shape_of_rows(layer, x)
+    logits = head_predictions._without_norm(layer).logits(x).double()
     rows = [[logits[b, h, t, 1 : t + 1].numpy() for b in range(2) for t in range(6, 12)] for h in range(2)]
     assert ours["spread"].tolist() == pytest.approx([np.mean([row.std() for row in each]) for each in rows])
     assert ours["skew"].tolist() == pytest.approx([np.mean([stats.skew(row) for row in each]) for each in rows])
@@ -124,17 +126,17 @@ def test_rows_of_logits_have_the_shape_that_scipy_gives_them() -> None:
 
 def test_omega_squared_is_one_where_groups_say_all_and_zero_where_they_say_nothing() -> None:
     groups = torch.arange(8).repeat_interleave(50)
-    assert heads.omega_squared(groups.double(), groups) == pytest.approx(1)
+    assert head_predictions.omega_squared(groups.double(), groups) == pytest.approx(1)
     noise = torch.randn(400, generator=torch.Generator().manual_seed(0))
-    assert heads.omega_squared(noise, groups) == pytest.approx(0, abs=0.03)
-    half = heads.omega_squared(groups.double() / groups.double().std() + noise, groups)
+    assert head_predictions.omega_squared(noise, groups) == pytest.approx(0, abs=0.03)
+    half = head_predictions.omega_squared(groups.double() / groups.double().std() + noise, groups)
     assert half == pytest.approx(0.5, abs=0.06)
-    assert heads.omega_squared(noise[:6], torch.arange(6)) is None  # every group too small
+    assert head_predictions.omega_squared(noise[:6], torch.arange(6)) is None  # every group too small
 
 
 def test_shuffling_keeps_first_tokens_and_all_others_somewhere() -> None:
     x = torch.arange(24.0).view(2, 4, 3)
-    mixed = heads.shuffle_tokens(x)
+    mixed = head_predictions.shuffle_tokens(x)
     assert torch.equal(mixed[:, 0], x[:, 0])
     assert sorted(mixed[:, 1:].flatten(0, 1).tolist()) == sorted(x[:, 1:].flatten(0, 1).tolist())
     assert not torch.equal(mixed, x)
@@ -148,7 +150,7 @@ def test_a_head_that_sees_nothing_is_predicted_by_every_kind_of_tokens() -> None
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.zero_()  # type: ignore[union-attr]
     parts = [[{"inputs": torch.randint(12, (4, 12))}] for _ in range(2)]
-    entry = heads.measure_heads(model, *parts)
+    entry = head_predictions.measure_heads(model, *parts)
     even = np.mean(np.log(np.arange(1, 13)))
     for columns in (entry["heads"], *entry["predicted"].values()):
         assert columns["entropy"] == pytest.approx([even] * 4, abs=1e-5)
@@ -213,6 +215,8 @@ def test_the_kept_document_and_the_table_are_those_of_the_heads() -> None:
         assert claim["measured"] == pytest.approx(found.measured[claim["id"]].value, rel=1e-4)
     at_hand = [entry for entry in entries if "arm" not in entry]
     theory = (ROOT / "docs/theory.md").read_text()
-    assert tables.cells_table(tables.kinds_table(at_hand)) in theory, "copy its table"
+    assert page_tables.cells_table(page_tables.kinds_table(at_hand)) in theory, "copy its table"
     for entry in at_hand:
-        assert figures.mean_error(entry).value < figures.mean_error(entry, "weights").value, entry["model"]
+        assert errors_and_claims.mean_error(entry).value < errors_and_claims.mean_error(entry, "weights").value, entry[
+            "model"
+        ]

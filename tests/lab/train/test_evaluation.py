@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from locater_lab.models.transformer import Transformer
 from locater_lab.train.data import make_numbers
 from locater_lab.train.loop import Evaluation
+from locater_lab.train.optimizer_and_learning_rate import shape_of
 from locater_lab.train.plan import Plan
-from locater_lab.train.recipe import shape_of
 
 PLAN = Plan(task="sort", vocabulary=16, layers=1, width=16, heads=2, length=8, batch=64)
 

@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from locater import LocaterError, attention_layers, observe
-from locater.inputs.corpus import read_documents, split
+from locater.inputs.corpus import read_documents
 from locater.inputs.tokenizer import ByteTokenizer, make_tokenizer
 from locater_lab.train import Plan, Shape, Transformer, load, run
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls, parse_control
 from locater_lab.train.data import open_data
 from locater_lab.train.measures import find_diverged_layer
+from locater_lab.train.run_folder import plan_difference
+from locater_lab.train.text_data import split
 from tests.parity import redraw
 from tests.processes import python
 
@@ -80,8 +82,8 @@ def test_a_bad_plan_is_refused(held: dict[str, Any], said: str) -> None:
 
 
 def test_what_makes_another_run() -> None:
-    assert Plan(out="a", log=5).difference(Plan(out="b", log=7)) is None
-    assert Plan(rate=0.1).difference(Plan(rate=0.2)) == "rate=0.2, here 0.1"
+    assert plan_difference(Plan(out="a", log=5), Plan(out="b", log=7)) is None
+    assert plan_difference(Plan(rate=0.1), Plan(rate=0.2)) == "rate=0.2, here 0.1"
 
 
 # Text

@@ -12,7 +12,7 @@ import torch
 from locater import LocaterError, attention_layers, observe
 from locater_lab.engine.runs import train
 from locater_lab.train import Plan, Shape, Transformer, load, run
-from locater_lab.train.recipe import OptimizerPair, optimizer_for, rate_at
+from locater_lab.train.optimizer_and_learning_rate import OptimizerPair, optimizer_for, rate_at
 from tests.lab.train.test_parts import corpus
 from tests.lab.train.test_runs import Cut, cut_at, plan, weights
 

@@ -27,7 +27,7 @@ from locater_lab.train import DivergedError, Plan, Result, load, loop, run, swee
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls import controls
 from locater_lab.train.data import open_data
-from locater_lab.train.recipe import compile_model
+from locater_lab.train.optimizer_and_learning_rate import compile_model
 from locater_lab.train.sweep import RESULTS, parse_sweep, read_results
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus, images

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from locater.commands.fleet.jobs import Job, Task, reader_version
+from locater.commands.fleet.cache_keys import Job, Task, reader_version
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import Outcome, perform_all

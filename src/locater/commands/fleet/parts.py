@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from locater.commands.fleet.jobs import Job
+from locater.commands.fleet.cache_keys import Job
 from locater.errors import LocaterError, first_line
 from locater.results.scan import HeadRow, Scan
 from locater.version import SCAN_SCHEMA, __version__

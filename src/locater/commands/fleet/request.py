@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from locater.commands.fleet.jobs import Settings
+from locater.commands.fleet.cache_keys import Settings
 from locater.commands.fleet.result import Fleet
 from locater.commands.fleet.running import Engine, retry, run
 from locater.commands.scanning import Progress, parse_shard

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locater.commands.fleet.jobs import Settings
+from locater.commands.fleet.cache_keys import Settings
 from locater.commands.fleet.parts import (
     DamagedPartError,
     of_schema_1,

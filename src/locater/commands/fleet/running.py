@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from locater.commands.fleet.jobs import Job, Settings, Task, reader_version
+from locater.commands.fleet.cache_keys import Job, Settings, Task, reader_version
 from locater.commands.fleet.parts import DamagedPartError, pyarrow, read_header, relabel
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import NAME, Store, StoreError
@@ -26,12 +26,12 @@ from locater.commands.fleet.tasks import Outcome, perform, reason_of
 from locater.commands.scanning import Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
-from locater.report.sentences import amount
+from locater.report.verdict_sentences import amount
 from locater.results.run_names import ListedCheckpoint, Listing, list_checkpoints
 from locater.sources.listing import identity, size_of
+from locater.sources.open_source import open_source
 from locater.sources.remote import session
 from locater.sources.remote.address import remote_address
-from locater.sources.sources import open_source
 
 # Worker processes on this machine, under a supervisor that survives the death of any of them.
 

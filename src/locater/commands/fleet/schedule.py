@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from locater.commands.fleet.jobs import Job, Task
+from locater.commands.fleet.cache_keys import Job, Task
 
 TRIES = 3
 

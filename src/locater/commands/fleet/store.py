@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from locater.commands.fleet.jobs import Job, Settings
+from locater.commands.fleet.cache_keys import Job, Settings
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
 from locater.results.run_names import ListedCheckpoint

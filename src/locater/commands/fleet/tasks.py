@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from locater.commands.fleet.jobs import Job, Task, reader_version
+from locater.commands.fleet.cache_keys import Job, Task, reader_version
 from locater.commands.fleet.parts import to_bytes
 from locater.commands.fleet.store import Store, StoreError
 from locater.commands.scanning import scan
@@ -16,7 +16,7 @@ from locater.redaction import without_secrets
 from locater.results.scan import Scan
 from locater.sources.hashing import HashedWeights, combined_hash
 from locater.sources.listing import identity
-from locater.sources.sources import WrappedSource
+from locater.sources.open_source import WrappedSource
 from locater.sources.weights import Weights
 
 

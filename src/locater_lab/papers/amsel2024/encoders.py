@@ -34,7 +34,7 @@ from torch import Tensor
 from locater.numerics import finite_or_none, one_thread
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import as_cuda_graph
+from locater_lab.engine.devices_and_processes import as_cuda_graph
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.amsel2024.untrained_heads import farthest
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.errors import LocaterError
 from locater.explain import decompose
 from locater.explain.linear_operator import FrozenOperator
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.explanations import (
+from locater_lab.engine.explanation_tests import (
     COSTLY,
     GRADIENT_METHODS,
     MISSING,

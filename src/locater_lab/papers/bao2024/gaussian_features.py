@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.commands.probing import probe
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
 from locater.measures import ChannelMoments, normality_distance
-from locater.theory.surrogate import gaussian_tokens
+from locater.theory.gaussian_surrogate import gaussian_tokens
 from locater_lab.engine.claims import Claim, half_range
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, layer_inputs, model_folders

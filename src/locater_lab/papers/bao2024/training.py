@@ -30,8 +30,8 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import effective
 from locater.numerics import one_thread
-from locater.observing.forward_pass import evaluation_mode
 from locater.observing.observation import observe
+from locater.observing.run_model import evaluation_mode
 from locater_lab.engine.arms import Line, difference, study_of_runs, table_of_arms
 from locater_lab.engine.claims import Claim, by_seed, verdict_of
 from locater_lab.engine.reproduction import Results, Setting, Study

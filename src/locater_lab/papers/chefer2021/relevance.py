@@ -16,7 +16,7 @@ from locater.explain import relevance, rollout
 from locater.explain.attention_flow import RelevanceMatrices
 from locater.explain.recorded_run import Run
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.explanations import (
+from locater_lab.engine.explanation_tests import (
     COSTLY,
     MISSING,
     MODELS,

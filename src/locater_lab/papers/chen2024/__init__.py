@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.chen2024 import predictions, training_order, transformer
+from locater_lab.papers.chen2024 import real_transformer, trained_simplified_model, training_order
 
 PAPER = Paper(
     "chen2024",
@@ -13,9 +13,9 @@ PAPER = Paper(
     (
         training_order.JOINT_STUDY,
         training_order.STAGES_STUDY,
-        predictions.INFORMATION_STUDY,
-        predictions.RIVALS_STUDY,
-        transformer.STUDY,
+        trained_simplified_model.INFORMATION_STUDY,
+        trained_simplified_model.RIVALS_STUDY,
+        real_transformer.STUDY,
     ),
     Path(__file__).parent,
 )

@@ -19,9 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import map_parts
+from locater_lab.engine.devices_and_processes import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.papers.chen2024.predictions import counting_posterior
 from locater_lab.papers.chen2024.simplified_model import (
     HELD_OUT_ROWS,
     SOURCE,
@@ -33,6 +32,7 @@ from locater_lab.papers.chen2024.simplified_model import (
     fit,
     loss,
 )
+from locater_lab.papers.chen2024.trained_simplified_model import counting_posterior
 
 # ---- a: all parameters trained together ----
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from locater.measures import composite_norm, token_residual
 from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory import (
     FunctionalBlock,

@@ -21,7 +21,7 @@ from locater.control.locater import LocAteR, traces
 from locater.control.surgery import Surgery
 from locater.measures import rank_residual
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.devices_and_processes import device_of_study, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.contraction import visible_points
 from locater_lab.papers.dong2021.planted_heads import WIDTH, draw_tokens

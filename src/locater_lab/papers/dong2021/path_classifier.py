@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from locater_lab.engine.compute import as_cuda_graph
+from locater_lab.engine.devices_and_processes import as_cuda_graph
 
 DEPTH, DROPOUT, EPS = 6, 0.1, 1e-12
 WARM_UP_STEPS = 100  # steps

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from locater.inputs.text import read_text
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.devices_and_processes import device_of_study, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.path_classifier import (
     DEPTH,

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.control.surgery import Surgery
 from locater.discovery import attention_layers
 from locater.errors import LocaterError

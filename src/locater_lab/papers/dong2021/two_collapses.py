@@ -29,7 +29,7 @@ from torch import Tensor
 from locater.numerics import spearman
 from locater.theory import localization
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import map_parts
+from locater_lab.engine.devices_and_processes import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.dong2021.contraction import mean_over_draws
 from locater_lab.papers.dong2021.planted_heads import (

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import draw_normal, log_slope
+from locater_lab.engine.devices_and_processes import draw_normal, log_slope
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory.approximation import (
     Anchors,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import device_of_study, log_slope, map_parts
+from locater_lab.engine.devices_and_processes import device_of_study, log_slope, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.theory.approximation import Anchors, interpolate
 

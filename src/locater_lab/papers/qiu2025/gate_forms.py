@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import relative_difference
+from locater_lab.engine.devices_and_processes import relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.gated import GateModule

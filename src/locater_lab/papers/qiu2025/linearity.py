@@ -30,7 +30,7 @@ from torch import Tensor
 from locater.measures import ranks
 from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import relative_difference
+from locater_lab.engine.devices_and_processes import relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.qiu2025.gate_forms import EXACT, DrawnLayer, gated_module

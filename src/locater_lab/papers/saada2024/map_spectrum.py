@@ -20,7 +20,7 @@ from torch import Tensor
 
 from locater_lab.engine.arms import Line, difference, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX, SOFTMAX_MASKED, arm
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs

@@ -37,7 +37,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import draw_normal, log_slope
+from locater_lab.engine.devices_and_processes import draw_normal, log_slope
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers.saada2024.map_spectrum import Map, orthonormal, random_map

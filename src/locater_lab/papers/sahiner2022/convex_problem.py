@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, Measurement
-from locater_lab.engine.compute import draw_normal, relative_difference
+from locater_lab.engine.devices_and_processes import draw_normal, relative_difference
 from locater_lab.engine.reproduction import Results, Setting, Study
 
 # ---- the problem and its solvers ----

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.sahiner2022.convex_problem import design, recover_heads, solve
 from locater_lab.papers.sahiner2022.optima import head_rows

@@ -20,14 +20,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.inputs.text import batches
 from locater.numerics import spearman
 from locater_lab.engine.arms import Line, difference, final_numbers, rank_correlation, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs

@@ -34,7 +34,7 @@ from locater.measures import token_cosine
 from locater.numerics import spearman
 from locater_lab.engine.arms import Line, difference, mean_of_arm, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm, at_lower_rates
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Runs

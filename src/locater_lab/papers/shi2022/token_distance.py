@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from locater.measures import ranks, token_cosine, token_residual
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 
 # ---- a: what the cosine of tokens sees ----

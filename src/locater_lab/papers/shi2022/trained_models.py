@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.inputs.text import batches
 from locater.measures import ranks, token_cosine
 from locater.numerics import spearman

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from locater.measures import MASSIVE_RATIO
 from locater_lab.engine.arms import (
     difference,
     mark_inconclusive,
@@ -34,7 +35,6 @@ from locater_lab.engine.mechanism_runs import (
     COPY,
     COPY_SINK,
     HERE,
-    MASSIVE,
     NEARLY_GONE,
     NO_SPIKE,
     NO_TEXT_SINK,
@@ -80,7 +80,7 @@ CHANGE = f"change of the first token's share, {ON_TEXT}"
 
 TRAINING_CLAIMS = (
     Claim("e1", "There are sinks to drive away", f"sink ratio of the plain model, {ON_TEXT}", "at least", 0.1, by="ours"),
-    Claim("e2", "There are spikes to drive away", f"largest entry over the median in the plain model, {AT_THIS_SIZE}", "at least", MASSIVE,
+    Claim("e2", "There are spikes to drive away", f"largest entry over the median in the plain model, {AT_THIS_SIZE}", "at least", MASSIVE_RATIO,
           by="ours"),
     Claim("e3", "Small heads have less of a sink", f"first token's share with heads of 8 less with heads of 64, equal width, {ON_TEXT}",
           "at most", 0.0, by="summary"),
@@ -109,7 +109,7 @@ def unless_massive(
     measured: Mapping[str, Measurement | None], plain: Measurement | None, ids: tuple[str, ...]
 ) -> dict[str, Measurement | None]:
     """The same measurements, those of `ids`, on spikes, left open where the plain model has none."""
-    return mark_inconclusive(measured, ids if plain is not None and plain.value < MASSIVE else (), NO_SPIKE)
+    return mark_inconclusive(measured, ids if plain is not None and plain.value < MASSIVE_RATIO else (), NO_SPIKE)
 
 
 def judge_training(runs: Runs) -> Results:

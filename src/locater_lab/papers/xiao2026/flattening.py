@@ -20,15 +20,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.control import Controls, Temperature
 from locater.control.base import Layers
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
-from locater.observing.forward_pass import run_model
+from locater.observing.run_model import run_model
 from locater.theory import second_order_entropy
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, layer_inputs, model_folders
 from locater_lab.mechanisms import mechanism

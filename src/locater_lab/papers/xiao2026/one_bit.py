@@ -16,7 +16,7 @@ from torch import Tensor
 
 from locater.theory import entropy_floor_of_range
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.softmax_variants import sign

@@ -26,7 +26,7 @@ from torch import Tensor
 from locater.numerics import spearman
 from locater_lab.engine.arms import mark_inconclusive
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.compute import device_of_study, map_parts
+from locater_lab.engine.devices_and_processes import device_of_study, map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.stack import hybrid

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from locater.control.sigma_reparam import SigmaReparam, SpectralScale
 from locater.theory import entropy_floor, entropy_floor_of_range
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import draw_normal
+from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer

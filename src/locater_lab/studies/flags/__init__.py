@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import locater
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
 from locater.inputs.text import read_text
 from locater_lab.engine.claims import Claim, Measurement

@@ -178,7 +178,7 @@ def heads_and_sources(model: str, plan: Plan) -> dict[str, Any]:
     from locater_lab.models.loading import load
     from locater_lab.train.data import open_data
     from locater_lab.train.loop import Evaluation
-    from locater_lab.train.recipe import device_of, uses_bfloat16
+    from locater_lab.train.optimizer_and_learning_rate import device_of, uses_bfloat16
 
     device = device_of(plan.device)
     data = open_data(plan, Path(plan.out), device)

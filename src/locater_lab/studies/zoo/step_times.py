@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from locater_lab.engine.claims import Claim, half_range
-from locater_lab.engine.compute import as_cuda_graph
+from locater_lab.engine.devices_and_processes import as_cuda_graph
 from locater_lab.engine.mechanism_runs import BASE
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.studies.zoo.losses import BOTH_WAYS, CAUSAL
-from locater_lab.train.recipe import hidden_of
+from locater_lab.train.optimizer_and_learning_rate import hidden_of
 
 TURNS, STEPS = 5, 20
 FEW = 4  # sequences of a batch on a CPU

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.brief import brief
-from locater.theory.surrogate import symmetric_root
+from locater.theory.gaussian_surrogate import symmetric_root
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from locater.layers.effective import centred, folded, mean_field_gain
 from locater.layers.layer import Fold, Projection
 from locater.layers.norm import Norm
+from locater.layers.norm_folding import centred, folded, mean_field_gain
 from locater.layers.row_readers import RowReader, row_reader
 from locater.numerics import upcast
 

@@ -1,7 +1,7 @@
 """Inputs of two models that read no text: antibodies and chemical reactions as token ids.
 
-    python -m locater_lab.studies.surrogate.other_inputs antibodies thera_sabdab_humab.fa MODEL_FOLDER --vocabulary vocab.txt
-    python -m locater_lab.studies.surrogate.other_inputs reactions dataSetA.csv MODEL_FOLDER
+    python -m locater_lab.studies.surrogate.antibody_and_reaction_inputs antibodies thera_sabdab_humab.fa MODEL_FOLDER --vocabulary vocab.txt
+    python -m locater_lab.studies.surrogate.antibody_and_reaction_inputs reactions dataSetA.csv MODEL_FOLDER
 
 The first file is in the repository Merck/BioPhi-2021-publication, the second in connorcoley/retrosim. The model folders
 are those inside the packages `antiberty` 0.1.3 and `rxnfp` 0.1.0 (bert_ft_10k_25s), unpacked. Writes inputs.txt into

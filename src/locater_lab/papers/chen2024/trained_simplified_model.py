@@ -37,7 +37,7 @@ from torch import Tensor
 
 from locater_lab.data.synthetic import NgramSource, context_codes
 from locater_lab.engine.claims import Claim, Measurement, by_seed
-from locater_lab.engine.compute import map_parts
+from locater_lab.engine.devices_and_processes import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.papers.chen2024.simplified_model import (
     EPS,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from locater.layers.layer import Fold, Projection
-from locater.layers.normed import NormedProjection
+from locater.layers.projection_with_norm import NormedProjection
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from locater.errors import LocaterError, first_line
 from locater.inputs.text import Batch, read_text
 from locater_lab.engine.reproduction import round_numbers
 from locater_lab.engine.runs import Row, machine
-from locater_lab.studies.surrogate.heads import measure_heads
+from locater_lab.studies.surrogate.head_predictions import measure_heads
 from locater_lab.train.data import open_data
 from locater_lab.train.loop import DivergedError, run
 from locater_lab.train.plan import Plan

@@ -23,11 +23,11 @@ from locater import observe, scan
 from locater.observing.head_roles import match_scores
 from locater_lab.data.synthetic import NgramSource
 from locater_lab.engine.claims import Claim, by_seed, interval
-from locater_lab.engine.compute import map_parts
+from locater_lab.engine.devices_and_processes import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
-from locater_lab.papers.chen2024.predictions import divergence
+from locater_lab.papers.chen2024.trained_simplified_model import divergence
 
 SEEDS = {True: 8, False: 16}
 STEPS = {True: 400, False: 2000}

@@ -32,11 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.commands.load import load_model
+from locater.commands.load_model import load_model
 from locater.errors import LocaterError
 from locater.explain import METHODS, Explanation, deletion, operator
 from locater.inputs.corpus import JOINT, embedded_documents
-from locater.inputs.text import tokenizer_for
+from locater.inputs.tokenizer import tokenizer_for
 from locater.numerics import spearman
 from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.engine.reproduction import Setting

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from locater.layers.effective import Effective
+from locater.layers.norm_folding import Effective
 from locater.torch_private import without_fake_tensors
 
 STACKED = 1 << 26  # numbers, of the tensors read and the maps made, that are in memory at a time

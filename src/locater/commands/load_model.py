@@ -13,7 +13,7 @@ from locater.families.registry import BY_TYPE
 from locater.files import CONFIG_LIMIT, is_there, read_json
 from locater.sources.adapter_folder import BASE, HUB_ID, base_on_the_hub, checked_settings
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
-from locater.sources.sources import hub_folder
+from locater.sources.open_source import hub_folder
 
 
 def load_model(source: str) -> Any:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from locater.discovery.fold_graph import LayerStack, layer_stacks, tensor_kind
+from locater.discovery.layer_stacks import LayerStack, layer_stacks, tensor_kind
 from locater.discovery.record_or_discovery import Reading, whole_reading
 from locater.errors import LocaterError, first_line
-from locater.layers.effective import Effective, effective
 from locater.layers.layer import AttentionLayer
+from locater.layers.norm_folding import Effective, effective
 from locater.sources.live_tensors import is_a
-from locater.sources.sources import config_of
+from locater.sources.open_source import config_of
 from locater.sources.weights import ModuleWeights, Rows, take_rows
 from locater.spectrum import cross_moments, moments
 from locater.torch_private import fake_tensor_mode, own_children, own_parameters, without_fake_tensors

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from locater_lab.engine.claims import decided_by_holm
-from locater_lab.studies.surrogate.figures import (
+from locater_lab.studies.surrogate.errors_and_claims import (
     BETWEEN,
     QUANTITIES,
     REASONS,

@@ -14,10 +14,10 @@ from locater.discovery import attention_layers
 from locater.inputs.text import Batch
 from locater.kernels import attention_statistics
 from locater.layers import AttentionLayer, Norm, effective
-from locater.observing.forward_pass import IDS, run_model
 from locater.observing.head_roles import circuit_scores
 from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
+from locater.observing.run_model import IDS, run_model
 from locater.predict.prediction import on_tokens, predict
 from locater.predict.statistics_file import Input, Statistics
 from locater_lab.engine.trained_models import layer_inputs
