@@ -10,7 +10,6 @@ from locater.theory.entropy import (
     second_order_entropy,
     variance_at,
 )
-from locater.theory.phase_diagram import REGIMES, phase_diagram, regime
 from locater.theory.propagation import (
     continuum,
     localization,
@@ -20,6 +19,7 @@ from locater.theory.propagation import (
     signal_propagation,
     unit_moments,
 )
+from locater.theory.regimes_and_phase_diagram import REGIMES, phase_diagram, regime
 
 __all__ = [
     "REGIMES",

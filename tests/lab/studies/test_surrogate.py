@@ -15,7 +15,7 @@ from locater.discovery import attention_layers
 from locater_lab.engine.claims import judge_together, verdict_of
 from locater_lab.studies import surrogate
 from locater_lab.studies.surrogate import antibody_and_reaction_inputs as inputs
-from locater_lab.studies.surrogate import errors_and_claims, head_predictions, page_tables
+from locater_lab.studies.surrogate import errors_and_claims, head_predictions, tables_of_page
 from locater_lab.studies.surrogate import training_runs as runs
 from locater_lab.train import Shape, Transformer
 from tests import ROOT
@@ -215,7 +215,7 @@ def test_the_kept_document_and_the_table_are_those_of_the_heads() -> None:
         assert claim["measured"] == pytest.approx(found.measured[claim["id"]].value, rel=1e-4)
     at_hand = [entry for entry in entries if "arm" not in entry]
     theory = (ROOT / "docs/theory.md").read_text()
-    assert page_tables.cells_table(page_tables.kinds_table(at_hand)) in theory, "copy its table"
+    assert tables_of_page.cells_table(tables_of_page.kinds_table(at_hand)) in theory, "copy its table"
     for entry in at_hand:
         assert errors_and_claims.mean_error(entry).value < errors_and_claims.mean_error(entry, "weights").value, entry[
             "model"
