@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from locater.calls.attention_like import folded_paths, unread
 from locater.commands.layer_moments import Work, layer_moments
 from locater.commands.scan_rows import ScanOptions, rows_of
+from locater.defaults import LENGTH
 from locater.discovery import read_source
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
@@ -26,7 +27,7 @@ from locater.layers.bias import PairBias
 from locater.layers.joined import norm_inside
 from locater.layers.normed import NormedProjection
 from locater.predict.statistics_file import Input, Statistics
-from locater.results.scan import LENGTH, Scan
+from locater.results.scan import Scan
 from locater.sources.adapter_folder import base_name_of
 from locater.sources.remote import Traffic, session
 from locater.sources.remote.address import remote_address
