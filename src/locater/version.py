@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
-from pathlib import Path
 
 __version__ = "0.2.0"
 SCHEMA = 1  # of the JSON documents; increases when a key moves or changes its meaning
@@ -29,6 +27,9 @@ def code_version(*rooms: str) -> str:
     >>> code_version("theory") == code_version("theory") != code_version("families", "theory")
     True
     """
+    import hashlib  # not at the top: `import locater` reads only the version
+    from pathlib import Path
+
     root, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(path for room in rooms for path in (root / room).rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())

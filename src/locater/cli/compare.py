@@ -9,9 +9,8 @@ import typer
 from locater.cli.options import Download, JsonPath, Length, Raw, ReportPath
 from locater.cli.output_and_exit_status import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
-from locater.findings import parse_conditions
+from locater.defaults import LENGTH
 from locater.redaction import without_secrets
-from locater.results.scan import LENGTH, SCAN_FLAGS
 
 HELP = "Compare two models, or two or more checkpoints of one run, head by head."
 EXAMPLES = (
@@ -47,7 +46,9 @@ def command(
     download: Download = False,
 ) -> None:
     from locater.commands.comparing import compare
+    from locater.findings import parse_conditions
     from locater.results.comparison import CHANGE_COLUMNS, FAULT, Comparison
+    from locater.results.scan import SCAN_FLAGS
 
     conditions = []
     if fail_on is not None:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from locater.commands.scanning import Progress, scan
+from locater.defaults import LENGTH
 from locater.errors import LocaterError
 from locater.results.comparison import ComparedTensors, Comparison, compare_scans
-from locater.results.scan import LENGTH, Scan
+from locater.results.scan import Scan
 from locater.results.series import ComparisonSeries, compare_series
 from locater.sources.open_source import Source, open_source
 from locater.sources.weights import Weights

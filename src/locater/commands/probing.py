@@ -16,6 +16,7 @@ from locater.commands.load_model import load_model
 from locater.commands.probe_data import count_sequences, data_label, probe_batches, split_batches
 from locater.commands.scan_rows import row_keys
 from locater.commands.scanning import column_of, root_mean_square, scan
+from locater.defaults import LENGTH, TOKENS
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.findings import flags_of
@@ -34,7 +35,7 @@ from locater.predict.statistics_file import Input, Statistics
 from locater.report.probe import stream_after
 from locater.report.verdict_sentences import head_list
 from locater.results.probe import BOUND, MEASURED, PREDICTED, PRIOR, Probe, ProbeRow
-from locater.results.scan import LENGTH, TOKENS, Scan
+from locater.results.scan import Scan
 from locater.theory import kept_at_entropy
 
 LONGEST = 1024  # tokens that heads are run on for predictions

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.commands.layer_moments import LayerMoments
+from locater.defaults import LENGTH
 from locater.findings import flags_of, key_variance
 from locater.layers import AttentionLayer
 from locater.layers.bias import PairBias
@@ -21,7 +22,7 @@ from locater.layers.position_tables import PairTerms
 from locater.numerics import finite_or_none, lone_workers, one_thread
 from locater.predict.prediction import predict
 from locater.predict.statistics_file import Input
-from locater.results.scan import LENGTH, HeadRow
+from locater.results.scan import HeadRow
 from locater.spectrum import Moments
 from locater.theory import (
     expected_entropy,

@@ -162,8 +162,6 @@ def _head(numeric: Collection[str]) -> dict[str, Check]:
     return {**HEAD, **columns, "scale": _maybe(_number)}
 
 
-LENGTH = 256  # default number of tokens in view
-TOKENS = 8192  # default number of tokens that a probe measures
 READ = (1, SCAN_SCHEMA)  # schemas of documents that are read
 
 

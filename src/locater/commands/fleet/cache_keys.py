@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from locater.results.scan import LENGTH
+from locater.defaults import LENGTH
 from locater.version import __version__
 
 PACKAGE = Path(__file__).parents[2]

@@ -21,11 +21,12 @@ from locater.commands.fleet.parts import (
     to_scan,
 )
 from locater.commands.fleet.store import Store
+from locater.defaults import LENGTH
 from locater.errors import LocaterError, first_line
 from locater.escapes import one_line
 from locater.findings import FLAGS, Condition, crossings
 from locater.results.document import Document
-from locater.results.scan import LENGTH, Scan
+from locater.results.scan import Scan
 
 if TYPE_CHECKING:
     import duckdb
