@@ -175,6 +175,8 @@ def _missing_sample(model: str, empty: list[TokenSample], of: int) -> str:
     )
 
 
+# The control.
+
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 
 
