@@ -21,7 +21,6 @@ from locater.torch_private import unwrap_compiled
 
 # What the first embedding of a model returns: the input that gradients are taken with respect to.
 
-
 NOT_TOKENS = ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids", "labels", "targets")
 
 
@@ -122,6 +121,9 @@ def _embeds(path: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and path.endswith("embed_tokens"))
 
 
+# The methods.
+
+
 @torch.inference_mode(False)
 def gradient_input(model: nn.Module | Run, inputs: Inputs | None = None, target: TargetChoice = None) -> Explanation:
     """Gradient of the target times the input, summed over channels: exact where the model is linear.
@@ -169,7 +171,7 @@ def integrated_gradients(
     except ImportError:
         raise LocaterError("integrated_gradients needs captum: pip install 'locater[explain]'") from None
     if not isinstance(steps, int) or steps < 1:
-        raise LocaterError(f"steps={steps}: at least 1 point of the line from zero to the input")
+        raise LocaterError(f"steps={steps}: give at least 1 point of the line from the baseline to the input")
     run = as_run(model, inputs)
     embedded = EmbeddedInputs(run.model, run.keywords)
     chosen, names = choose_target(embedded.output, target), list(embedded.features)
