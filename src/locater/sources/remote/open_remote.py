@@ -45,9 +45,8 @@ from locater.sources.weights import Weights, join_files
 
 # Whole files, for what cannot be read by ranges: pickles, GGUF, and servers without ranges.
 
-
 logger = logging.getLogger("locater")
-SETTINGS = ("config.json", "adapter_config.json")
+SETTINGS = ("config.json", ADAPTER)
 STEMS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 
 
@@ -114,7 +113,6 @@ def _first_form(names: Iterable[str]) -> list[str]:
 
 
 # Safetensors files that are elsewhere: the header first, then only the bytes that are asked for.
-
 
 FIRST = 1 << 16  # bytes of the first request: most headers are shorter
 
@@ -203,7 +201,7 @@ def _snapshot(folder: HubFolder, commit: str | None) -> Path | None:
 
 def _has_all_weights(place: Path) -> bool:
     """Whether a folder holds all weights that its index names, or a single file of them."""
-    for stem in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"):
+    for stem in STEMS:
         index = place / f"{stem}.index.json"
         if index.is_file():
             shards = set(shards_of(read_json(index), str(index)).values())
@@ -212,6 +210,8 @@ def _has_all_weights(place: Path) -> bool:
             return True
     return any(place.glob("*.safetensors"))
 
+
+# What is at an address.
 
 Config = dict[str, Any]
 Opened = tuple[Weights, Config]
