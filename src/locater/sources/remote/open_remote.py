@@ -279,7 +279,7 @@ def _open_file(folder: RemoteFolder, address: Address, open_local: Opener, downl
                 raise LocaterError(f"{address}: no such file there")
             return _open_index(folder, name, document), _config(folder)
         return _open_download(folder, checkpoint_files(folder), open_local)
-    for index in _indices(folder, names):
+    for index in _indices(names):
         refuse_one_of_many(remote_json(folder, index), name, index, str(address), str(folder.address))
     refuse_missing_shards([name], str(address))
     if name.endswith(".safetensors") and not download:
@@ -290,7 +290,7 @@ def _open_file(folder: RemoteFolder, address: Address, open_local: Opener, downl
     return _open_download(folder, wanted, open_local, name)
 
 
-def _indices(folder: RemoteFolder, names: Sequence[str] | None) -> list[str]:
+def _indices(names: Sequence[str] | None) -> list[str]:
     return [INDEX] if names is None else [name for name in names if name.endswith(".index.json")]
 
 
