@@ -9,6 +9,8 @@ import runpy
 import shlex
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,8 +69,22 @@ def test_links_lead_somewhere(page: str) -> None:
         assert ((ROOT / page).parent / target).exists(), target
 
 
+def test_what_examples_import_is_there() -> None:
+    """Names in `from locater... import ...`, but for the log, whose entries are dated."""
+    found = {
+        (module, name.split(" as ")[0].strip(), page)
+        for page in PAGES
+        if page != "docs/log.md"
+        for module, names in re.findall(r"(?m)^ *from (locater[\w.]*) import ([^\n#(]+)", (ROOT / page).read_text())
+        for name in names.split(",")
+    }
+    assert len(found) > 30
+    for module, name, page in sorted(found):
+        assert hasattr(import_module(module), name) or find_spec(f"{module}.{name}"), f"{page}: {module}.{name}"
+
+
 def test_the_architecture_names_every_folder_and_no_other() -> None:
-    """Names in backticks at the start of a row: `heads/` is a folder of the package, `scan.py` a module beside them."""
+    """Names in backticks at the start of a row: `findings/` is a folder of a package, `spectrum.py` a module."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     tables = dict(re.findall(r"\| room of `(\w+)` \|[^\n]*\n\|---\|---\|\n((?:\|.*\n)+)", text))
     packages = {name: ROOT / "src" / name for name in ("locater", "locater_lab")}

@@ -26,11 +26,17 @@ def code_version(*rooms: str) -> str:
 
     >>> code_version("theory") == code_version("theory") != code_version("families", "theory")
     True
+    >>> code_version("theory", "verbs")
+    Traceback (most recent call last):
+    ...
+    ValueError: there is no room 'verbs'
     """
     import hashlib  # not at the top: `import locater` reads only the version
     from pathlib import Path
 
     root, digest = Path(__file__).parent, hashlib.sha256()
+    if missing := [room for room in rooms if not (root / room).is_dir()]:  # renamed: its code would count for nothing
+        raise ValueError(f"there is no room {missing[0]!r}")
     for path in sorted(path for room in rooms for path in (root / room).rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -296,6 +296,28 @@ finally:
     assert all(any(name in line.split() for line in lines) for name in ("scan", "probe", "train", "reproduce"))
 
 
+def test_a_run_is_watched_without_torch(tmp_path: Path) -> None:
+    log, page = tmp_path / "run.jsonl", tmp_path / "run.html"
+    layers = [{"layer": 0, "name": "attention", "heads": 1, "kind": "self"}]
+    lines = [
+        {"kind": "run", "schema": 1, "source": "Model", "every": 50, "layers": layers, "columns": ["entropy"]},
+        {"kind": "step", "step": 1, "loss": 2.0, "scalars": {}, "heads": {"entropy": [[1.5]]}},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code = """
+import sys
+sys.argv = ["locater", "watch", *sys.argv[1:]]
+try:
+    from locater.cli import main
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", code, log, "--report", page]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert (printed[-1], page.is_file()) == ("False", True)
+
+
 def test_the_version_and_a_command_of_its_own_without_a_search_for_others(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

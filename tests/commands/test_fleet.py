@@ -416,7 +416,7 @@ def test_models_without_a_run_are_different_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("{steps}/step-*",), "add --out DIR"),
+        (("{steps}/step-*",), "add --out FOLDER"),
         (("{steps}/nothing-*", "--out", "{out}"), "matches nothing"),
         (("{steps}", "--out", "{out}"), "5 folders with weights: give"),
         (("{steps}/*", "--out", "{out}", "--shard", "3/2"), "--shard 3/2: the first number counts"),

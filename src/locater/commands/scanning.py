@@ -107,6 +107,8 @@ def _all_numbers(weights: Weights) -> int:
         return 0
 
 
+# The scan.
+
 LONGEST = 8192  # tokens that heads are run on if statistics are given
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # (items, their number) -> the same items, shown as a bar
 

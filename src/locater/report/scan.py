@@ -44,7 +44,6 @@ LEGEND = {
     "S/F": "1 symmetric, -1 antisymmetric",
     "key bias": "spread of the key-only term",
     "kept": "share of the tokens' differences that attention alone keeps",
-    "stable rank": "how many directions carry the map",
 }
 
 

@@ -25,8 +25,6 @@ MEDIANS = (
 )
 MOST_LISTED = 20  # heads that the document lists as those that changed most
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
-
-
 FAULT = "fault"  # a condition of --fail-on: any fault that is new
 CHANGE_COLUMNS = tuple(f"change_{name}" for name in DIFFERENCES)
 

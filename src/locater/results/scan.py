@@ -162,6 +162,8 @@ def _head(numeric: Collection[str]) -> dict[str, Check]:
     return {**HEAD, **columns, "scale": _maybe(_number)}
 
 
+# The rows of a scan, and the scan itself.
+
 READ = (1, SCAN_SCHEMA)  # schemas of documents that are read
 
 

@@ -24,9 +24,7 @@ from locater.files import is_there, regular_file
 from locater.sources.pickle_file import check_archive, records_in
 from locater.sources.weights import DictWeights, Rows
 
-# The file `.metadata` of a checkpoint of `torch.distributed.checkpoint`: which tensors there are, and where pieces
-# of them are stored.
-
+# The file `.metadata` of a checkpoint: which tensors there are, and where pieces of them are stored.
 
 NAME = ".metadata"
 DAMAGED = "the checkpoint is damaged or was cut off while it was written: save it again"
@@ -294,6 +292,8 @@ def _file_name(path: Path, name: Any) -> str:
         raise LocaterError(f"{path}: names the file {_short(name)}, which is not in its folder: refused")
     return name
 
+
+# The tensors of the model.
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")  # under which trainers save the model
 

@@ -25,8 +25,7 @@ from locater.files import regular_file
 from locater.sources.config_rules import ROPE, RULES, Rule, fault
 from locater.sources.weights import Rows, take_rows
 
-# Read the header of a GGUF file: the metadata, and the position of each tensor. As strict as llama.cpp.
-
+# The header: the metadata, and the position of each tensor. As strict as llama.cpp.
 
 HEADER_LIMIT = 100_000_000  # bytes; the longest known vocabularies take a tenth of it
 MOST = 500_000  # keys, and tensors: each takes more memory than bytes
@@ -233,6 +232,8 @@ def _entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Any, int, int]:
         cursor.refuse(f"the tensor {printable(name)} has the shape {list(shape)} in blocks of {block}")
     return shape, kind, offset, math.prod(shape) // block * size
 
+
+# The tensors and the configuration.
 
 MODEL_TYPES = {  # of the GGUF architectures whose layout is known
     "llama": "llama",

@@ -32,6 +32,9 @@ METADATA = ".metadata"  # of torch.distributed.checkpoint
 GLOB = frozenset("*?[")
 
 
+# Files of this machine.
+
+
 @dataclass(frozen=True)
 class MatchedSources:
     """Sources that a pattern matches, and what else it matched."""
@@ -146,6 +149,9 @@ def _shards_below(index: Path) -> list[Path]:
     return [index.parent / shard for shard in sorted(shards) if "/" in shard and os.path.lexists(index.parent / shard)]
 
 
+# Both: of this machine, or remote.
+
+
 def expand(pattern: str) -> MatchedSources:
     """The checkpoints that a pattern matches, each under the one name that it always has."""
     if remote_address(pattern) is None:
@@ -183,6 +189,8 @@ def size_of(source: str) -> int | None:
     sizes = [fact.rpartition(" ")[2] for fact in folder_of(address).digests().values()]
     return sum(map(int, sizes)) if sizes and all(size.isdecimal() for size in sizes) else None
 
+
+# Remote checkpoints.
 
 SHOWN = 5  # names that a message lists
 

@@ -27,8 +27,7 @@ from locater.files import regular_file
 from locater.sources.weights import DictWeights, has_dense_data, join_files
 from locater.torch_private import read_archive_record, storage_id
 
-# Walk a pickle before it is loaded: what would cost more than its bytes is refused.
-
+# A walk over a pickle before it is loaded: what would cost more than its bytes is refused.
 
 KEY_PARTS = 64  # of a tuple that is hashed, with the tuples inside it
 AXES = 64  # PyTorch has no more
@@ -334,6 +333,8 @@ CHECKED: dict[str, Callable[[_Walk, Sequence[Any]], bool]] = {
     **{f"torch.{kind}Tensor": _nothing for kind in "Double Float Half BFloat16 Long Int Short Char Byte Bool".split()},
 }
 
+
+# The tensors of a file.
 
 MAGIC = b"PK\x03\x04"
 FOLDER = 0x10  # attribute of a zip record

@@ -1,4 +1,7 @@
-"""Jobs of a fleet: one checkpoint, or some layers of a very large one, and the name of its part."""
+"""Jobs of a fleet, and the key that names the part of each: a digest of source, identity, settings and code.
+
+A job is one checkpoint, or some layers of a very large one.
+"""
 
 from __future__ import annotations
 

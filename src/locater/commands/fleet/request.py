@@ -63,7 +63,9 @@ def _open_fleet(request: Request) -> Fleet:
     """The fleet in a folder that was given in place of sources. Options that would be ignored are refused."""
     first = request.sources[0]
     if len(request.sources) > 1 or not os.path.isfile(os.path.join(first, "fleet.json")):
-        raise LocaterError(f"add --out DIR, the folder for the results ({first} is not itself the folder of a fleet)")
+        raise LocaterError(
+            f"add --out FOLDER, the folder for the results ({first} is not itself the folder of a fleet)"
+        )
     plain = Request(request.sources)
     for name in ("run", "step_pattern", "length", "raw", "eigenvalues", "shard"):
         if getattr(request, name) != getattr(plain, name):

@@ -295,6 +295,9 @@ def is_small(jobs: Sequence[Job]) -> bool:
     return sum(job.seconds for job in jobs) <= SERIAL
 
 
+# The run.
+
+
 @dataclass(frozen=True)
 class Engine:
     """Where jobs are done. `workers=None` decides by the work: in this process if it is small."""
