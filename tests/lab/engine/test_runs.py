@@ -55,6 +55,19 @@ def line(loss: float, **more: Any) -> dict[str, Any]:
     return {**end, **more}
 
 
+def test_the_code_of_a_line_is_that_of_both_packages(tmp_path: Path) -> None:
+    """What a run computes is in the laboratory as much as in the instrument."""
+    said = set()
+    for number, changed in enumerate(("", *runs.PACKAGES)):
+        for package in runs.PACKAGES:
+            (tmp_path / str(number) / package / "train").mkdir(parents=True)
+            (tmp_path / str(number) / package / "train" / "loop.py").write_text(f"x = {package == changed}\n")
+        said.add(runs.code_of_tree(tmp_path / str(number)))
+    assert len(said) == 3
+    assert all((runs.SOURCES / package / "__init__.py").is_file() for package in runs.PACKAGES)
+    assert runs.versions("cpu")["code"] == runs.code_of_tree(runs.SOURCES)
+
+
 def test_rows_are_told_apart_by_what_they_train_alone() -> None:
     a, b = Row("c", "none", TINY), Row("d", "the same", replace(TINY, out="elsewhere", log=3))
     assert a.key == b.key != Row("c", "none", replace(TINY, seed=1)).key
