@@ -23,14 +23,14 @@ test: $(VENV)/.dev lint
 	$(if $(COVERAGE),COVERAGE_CORE=sysmon) $(PYTEST) -n 2 --dist worksteal $(if $(COVERAGE),--cov=locater --cov=locater_lab --cov-report=term:skip-covered)
 
 # What needs no optional package: macOS and Windows run this.
-CORE := test_spectrum.py theory measures lab/mechanisms/test_mechanism_facts.py lab/data lab/train/test_copy.py
+CORE := test_spectrum.py theory measures inputs lab/theory lab/mechanisms/test_mechanism_facts.py lab/train/test_copy.py
 test-core: $(VENV)/.core
 	$(INSTALL) -e '.[test]'
 	$(PYTEST) -n 2 $(CORE:%=tests/%)
 
 # The lowest versions that pyproject.toml allows, and the newest that there are, each in an environment of its own: the tests of what depends on them.
 # A CUDA build of torch, which PyPI has for the lowest, cannot fork after a backward pass: the test that does is left out.
-BOUNDS := $(CORE) families discovery observing cli explain integrations runs/test_monitor.py sources/test_gguf.py commands/test_fleet.py
+BOUNDS := $(CORE) calls layers families discovery observing cli explain integrations runs/test_monitor.py sources/test_gguf.py commands/test_fleet.py
 EXTRAS := hf,lightning,gguf,explain,plot,remote,fleet,test
 test-lowest test-newest: test-%: .venv-%/.installed
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 .venv-$*/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
