@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 
 # Tests run in parallel processes: threads inside each would only fight over the cores. Each process takes files in a row
 # (worksteal), so that what a file's tests share is made once. Bytecode is kept, whatever the shell says: tests start some
-# twenty interpreters, and each would compile the package anew.
+# twenty interpreters, and each would compile the package again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PRECIOUS: .venv-%/.installed
@@ -77,7 +77,7 @@ study: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m locater_lab.studies.$(STUDY)
 
 # A tiny model of every model type of transformers, run, read, discovered and observed; types whose line in docs/results/reach.jsonl is of this code are
-# left out, so that an interrupted run goes on (REACH=--again measures all of them anew). It ends by making docs/families.md.
+# left out, so that an interrupted run goes on (REACH=--again measures all of them again). It ends by writing docs/families.md.
 reach: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/reach.py $(REACH)
 
@@ -102,7 +102,7 @@ docs: $(VENV)/.docs
 docs-serve: $(VENV)/.docs
 	$(MKDOCS) serve --watch src --watch scripts
 
-# Scan and probe pages of every model at hand, with an index: gallery/index.html. It trains four small models, two minutes in all.
+# Scan and probe pages of every available model, with an index: gallery/index.html. It trains four small models, two minutes in all.
 # GALLERY='--models FOLDER' adds checkpoints, GALLERY=--demo shows the package's models alone.
 gallery: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/gallery.py --out gallery $(GALLERY)

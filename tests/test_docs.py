@@ -226,7 +226,9 @@ def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
     from locater_lab.papers import PAPERS
 
     lines = (ROOT / "docs" / "results" / "README.md").read_text().splitlines()
+    offered = (ROOT / "docs" / "reproduce.md").read_text()
     for name in PAPERS:
+        assert f"\n| `{name}` | " in offered
         claims = json.loads((ROOT / "docs" / PAPERS[name].document_file).read_text())["claims"]
         parts = [[entry for entry in claims if entry["by"] == by] for by in AUTHORS]
         cells = " | ".join(" / ".join(map(str, tally(part))) if part else "-" for part in parts)
