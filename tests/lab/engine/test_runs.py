@@ -15,7 +15,6 @@ import pytest
 
 from locater.errors import LocaterError
 from locater_lab.engine import runs
-from locater_lab.engine.arms import known_measurements
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
 from locater_lab.papers import PAPERS, Setting, reproduce
@@ -23,6 +22,7 @@ from locater_lab.papers.bao2024 import arms, training
 from locater_lab.train.controls import parse_control
 from locater_lab.train.plan import Plan
 from tests import ROOT
+from tests.lab.made_runs import known_measurements
 from tests.processes import python
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
