@@ -67,6 +67,14 @@ def test_links_lead_somewhere(page: str) -> None:
         assert ((ROOT / page).parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("CHANGELOG.md", "docs/log.md")])
+def test_what_a_page_imports_is_there(page: str) -> None:
+    for line in re.findall(
+        r"(?m)^ *(?:>>> )?(from locater[\w.]* import [\w, ]+|import locater[\w.]+)", (ROOT / page).read_text()
+    ):
+        exec(line, {})
+
+
 def test_the_architecture_names_every_folder_and_no_other() -> None:
     """Names in backticks at the start of a row: `heads/` is a folder of the package, `scan.py` a module beside them."""
     text = (ROOT / "docs" / "architecture.md").read_text()
