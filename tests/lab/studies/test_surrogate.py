@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,8 @@ def test_a_trained_arm_leaves_one_line_without_weights_and_is_not_trained_again(
         **{f"{split}_images": np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8) for split in ("train", "test")},
         **{f"{split}_labels": np.arange(40) % 4 for split in ("train", "test")},
     )  # fmt: skip
-    arms = {"image 6x192": runs.replace(runs.shrink_plan(runs.ARMS["image 6x192"]), steps=2, device="cpu")}
+    small: dict[str, Any] = dict(layers=2, width=32, heads=2, batch=16, steps=2, compile=False, device="cpu")
+    arms = {"image 6x192": replace(runs.ARMS["image 6x192"], **small)}
     out, told = tmp_path / "runs.jsonl", []
     for _ in range(2):
         runs.train_all(out, tmp_path, 1, arms=arms, log=told.append)
