@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from locater.sources.weights import ModuleWeights, Weights, natural_sort_key
+from locater.sources.weights import ModuleWeights, Weights, natural_key
 
 BEFORE = r"(?:to_|w_?|add_|lin_|linear_|proj_|attn_|in_proj_)?"
 AFTER = r"(?:_?(?:a|b|proj|projs|projection|lin|linear|layer|dense|conv|map|weight|heads?|fc))*"
@@ -32,7 +32,7 @@ def attention_like(weights: Weights) -> list[str]:
     paths = set(_by_tensors(weights))
     if isinstance(weights, ModuleWeights):
         paths |= set(_by_class(weights, paths))
-    return sorted(paths, key=lambda path: natural_sort_key(path.split(".")))
+    return sorted(paths, key=natural_key)
 
 
 def unread(weights: Weights, read: Iterable[str], deep: int | None = None) -> list[str]:

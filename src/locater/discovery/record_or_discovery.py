@@ -24,7 +24,7 @@ from locater.sources.config_rules import CheckedConfig, remedy
 from locater.sources.open_source import Config, Source, config_of, open_source
 from locater.sources.remote import session
 from locater.sources.remote.prefetch import Step, planned_reads
-from locater.sources.weights import ModuleWeights, Weights, natural_sort_key, quantised_modules
+from locater.sources.weights import ModuleWeights, Weights, natural_key, quantised_modules
 
 # Heads of an unknown architecture: the user names the query and key tensors. Gains are not folded.
 
@@ -37,7 +37,9 @@ def layers_by_name(
     Weights are taken as (heads x head_dim, width), the layout of nn.Linear. Key heads are counted from the rows.
     """
     queries, keys = _matches(weights, query, "--query"), _matches(weights, key, "--key")
-    for index, (where, q_name) in enumerate(sorted(queries.items(), key=lambda item: natural_sort_key(item[0]))):
+    for index, (where, q_name) in enumerate(
+        sorted(queries.items(), key=lambda item: [natural_key(part) for part in item[0]])
+    ):
         if where not in keys:
             raise LocaterError(f"{weights.where}: {q_name} has no partner that matches --key {key!r}")
         k_name = keys[where]
