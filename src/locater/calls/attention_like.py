@@ -77,6 +77,11 @@ def folded_paths(paths: Sequence[str], most: int | None = SHOWN) -> str:
     return ", ".join(shown) + (f" and {len(kinds) - len(shown)} more kinds" if len(kinds) > len(shown) else "")
 
 
+def is_within(path: str, outer: str) -> bool:
+    """Whether a module is another one or a part of it."""
+    return not outer or f"{path}.".startswith(f"{outer}.")
+
+
 def _part_ends(path: str) -> Iterator[int]:
     """Where the leading parts of a path end, the whole path last."""
     yield from (match.start() for match in re.finditer(r"\.", path))
