@@ -1,8 +1,7 @@
 """Every softmax attention of a forward pass on tape, with the tensors that it was computed from.
 
 An attention is a fused call, or a softmax of logits (`calls.recognise`). This module only finds places on the tape;
-`linear_per_token` finds what is between
-them.
+`linear_per_token` finds what is between them.
 """
 
 from __future__ import annotations
