@@ -11,8 +11,8 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from locater.commands.scanning import Progress, scan
-from locater.defaults import LENGTH
+from locater.commands.scanning import scan
+from locater.defaults import LENGTH, Progress
 from locater.errors import LocaterError
 from locater.results.comparison import ComparedTensors, Comparison, compare_scans
 from locater.results.scan import Scan

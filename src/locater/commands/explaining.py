@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from locater.commands.explain_input import ExplainInput, read_input
 from locater.commands.explain_target import choice_of, entries_of, find_target, predictions
 from locater.commands.load_model import load_model
+from locater.defaults import Progress
 from locater.errors import LocaterError, first_line
 from locater.explain import METHODS, Run, deletion, paths
 from locater.explain.explanation import Explanation, Target, vectors
 from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
-from locater.observing.input_covariances import Progress
 from locater.observing.run_model import run_model
 from locater.report.verdict_sentences import amount
 from locater.results.explanations import (

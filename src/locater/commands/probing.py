@@ -16,7 +16,7 @@ from locater.commands.load_model import load_model
 from locater.commands.probe_data import count_sequences, data_label, probe_batches, split_batches
 from locater.commands.scan_rows import row_keys
 from locater.commands.scanning import column_of, root_mean_square, scan
-from locater.defaults import LENGTH, TOKENS
+from locater.defaults import LENGTH, TOKENS, Progress
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.findings import flags_of
@@ -24,7 +24,7 @@ from locater.inputs.text import Batch, Text
 from locater.layers import AttentionLayer
 from locater.numerics import finite_or_none, spearman, upcast
 from locater.observing.head_roles import Circuit, circuit_scores, period_of
-from locater.observing.input_covariances import Progress, statistics_of_batches
+from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
 from locater.observing.residual_stream import SeenLayer
 from locater.observing.run_model import run_model

@@ -20,7 +20,7 @@ from locater.calls.attention_like import unread
 from locater.commands.layer_moments import Work, layer_moments
 from locater.commands.scan_notes import assumptions, layer_entry, unread_notes
 from locater.commands.scan_rows import ScanOptions, rows_of
-from locater.defaults import LENGTH
+from locater.defaults import LENGTH, Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
@@ -110,7 +110,6 @@ def _all_numbers(weights: Weights) -> int:
 # The scan.
 
 LONGEST = 8192  # tokens that heads are run on if statistics are given
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # (items, their number) -> the same items, shown as a bar
 
 
 def scan(

@@ -16,12 +16,13 @@ from locater.errors import LocaterError
 from locater.files import read_json, regular_file
 from locater.sources.adapter_folder import ADAPTERS, BASE, base_on_the_hub, base_on_this_machine, checked_settings
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
-from locater.sources.remote.address import BUCKETS, WILD, Address, hub_address, natural_key, remote_address
+from locater.sources.remote.address import BUCKETS, WILD, Address, hub_address, remote_address
 from locater.sources.remote.address import WEIGHTS as REMOTE_WEIGHTS
 from locater.sources.remote.buckets import listing
 from locater.sources.remote.folders import RemoteFolder, folder_of, remote_json
 from locater.sources.remote.hub import hub_revisions
 from locater.sources.safetensors_file import shards_of
+from locater.sources.weights import natural_key
 
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".distcp")
 # where these are in a folder, nothing but safetensors is read from it: optimizers and other states do not count

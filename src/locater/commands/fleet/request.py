@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from locater.commands.fleet.cache_keys import Settings
 from locater.commands.fleet.result import Fleet
 from locater.commands.fleet.running import Engine, retry, run
-from locater.commands.scanning import Progress, parse_shard
-from locater.defaults import LENGTH
+from locater.commands.scanning import parse_shard
+from locater.defaults import LENGTH, Progress
 from locater.errors import LocaterError
 from locater.results.run_names import list_checkpoints
 

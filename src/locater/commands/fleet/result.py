@@ -21,7 +21,7 @@ from locater.commands.fleet.parts import (
     to_scan,
 )
 from locater.commands.fleet.store import Store
-from locater.defaults import LENGTH
+from locater.defaults import LENGTH, Progress
 from locater.errors import LocaterError, first_line
 from locater.escapes import one_line
 from locater.findings import FLAGS, Condition, crossings
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import pandas
     import polars
     from rich.console import Console
-
-    from locater.commands.scanning import Progress
 
 
 # An overview of a fleet: the steps of each run, heads with faults, when flags first appear, duplicates.
