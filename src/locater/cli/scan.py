@@ -11,7 +11,7 @@ from locater.cli.options import Download, FailOn, JsonPath, Length, Raw, ReportP
 from locater.cli.output_and_exit_status import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.findings import parse_conditions
-from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
+from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, VALUE_COLUMNS, VALUE_FLAGS
 
 HELP = "Read the query-key spectrum of every head from weights alone, and predict how the head attends."
 EXAMPLES = (
@@ -20,6 +20,7 @@ EXAMPLES = (
     "locater scan hf://EleutherAI/pythia-410m@step1000",
     "locater scan s3://bucket/run/step-1000",
     "locater scan https://host/path/model.safetensors",
+    "locater scan path/to/model --values --fail-on silent",
     "locater scan checkpoint-500 --fail-on 'sharp,nonfinite,M<-1'",
 )
 
@@ -65,6 +66,10 @@ def command(
         str | None,
         typer.Option(metavar="PATH", help="Predict with input statistics written by probe --save-statistics."),
     ] = None,
+    values: Annotated[
+        bool,
+        typer.Option("--values", help="Read values and output maps too: what each head writes, and heads that do not."),
+    ] = False,
     download: Download = False,
     base: Annotated[
         str | None,
@@ -75,7 +80,11 @@ def command(
     from locater.predict import Statistics
     from locater.sources.remote import Traffic
 
-    conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
+    conditions = []
+    if fail_on is not None:
+        columns, flags = (*NUMERIC_COLUMNS, *VALUE_COLUMNS), (*SCAN_FLAGS, *VALUE_FLAGS)
+        conditions = parse_conditions(fail_on, columns, flags)
+        values |= any((x.column or x.text) in {*VALUE_COLUMNS, *VALUE_FLAGS} for x in conditions)
     check_writable(json, report)
     traffic = Traffic()
     result = scan(
@@ -92,6 +101,7 @@ def command(
         download=download,
         base=base,
         traffic=traffic,
+        values=values,
         statistics=None if statistics is None else Statistics.load(statistics),
     )
     if report is not None:
