@@ -100,6 +100,9 @@ def _logit_differences(
 ) -> list[tuple[float | None, float | None]]:
     """For each head, that at offset 0 and that above it."""
     A, B = _maps(base, raw), _maps(other, raw)
+    turns = _turns(base) and _turns(other)
+    if all(map(torch.equal, A, B)) and _equal_rotation(base, other):
+        return [(0.0, 0.0 if turns else None)] * base.heads
     query = _gram(B.query - A.query, A.query)
     # a constant part of keys is the same for all keys at offset 0, and drops out of the softmax
     varying = [x.key[..., :-1] for x in (A, B)]
@@ -107,7 +110,7 @@ def _logit_differences(
     sizes = [_inner(x.query @ x.query.mT, key @ key.mT) for x, key in zip((A, B), varying, strict=True)]
     still = _relative(squared, *sizes)
     turned: list[float | None] = [None] * base.heads
-    if _turns(base) and _turns(other):
+    if turns:
         turned = _turned_differences(A, B, query, (base.rotary, other.rotary))  # type: ignore[arg-type]
     return list(zip(still, turned, strict=True))
 
@@ -118,6 +121,13 @@ def _turns(layer: AttentionLayer) -> bool:
     return layer.rotary is not None and not (
         layer.norm_last and any(x is not None and x.gain is not None for x in norms)
     )
+
+
+def _equal_rotation(base: AttentionLayer, other: AttentionLayer) -> bool:
+    one, two = base.rotary, other.rotary
+    if one is None or two is None:
+        return one is two
+    return len(one.frequencies) == len(two.frequencies) and torch.equal(one.frequencies.cpu(), two.frequencies.cpu())
 
 
 def _gram(first: Tensor, second: Tensor) -> Float[Tensor, "n 2h 2h"]:
@@ -170,6 +180,8 @@ def _written_differences(base: AttentionLayer, other: AttentionLayer, raw: bool)
     a, b = output_maps(base, raw), output_maps(other, raw)
     if a is None or b is None or _shape(a) != _shape(b):
         return [None] * base.heads
+    if all(map(torch.equal, a.values(), b.values())) and all(map(torch.equal, a.out_rows(), b.out_rows())):
+        return [0.0] * base.heads
     out = column_gram(torch.cat([y - x, x], -1) for x, y in zip(a.out_rows(), b.out_rows(), strict=True))
     grams = [(_gram(y, y - x), x @ x.mT, y @ y.mT) for x, y in zip(a.values(), b.values(), strict=True)]
     values, of_a, of_b = (torch.cat(parts) for parts in zip(*grams, strict=True))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,11 +48,11 @@ def kind_of_module(name: str) -> str:
 
 
 def tensor_differences(
-    first: Weights, second: Weights, progress: Callable[[Iterator[str], int], Iterator[str]] | None = None
+    first: Weights, second: Weights, progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None
 ) -> Iterator[TensorDifference]:
     """The tensors that both have, one at a time, in the order of their names."""
     both = sorted({*first.names()} & {*second.names()})
-    for name in progress(iter(both), len(both)) if progress else both:
+    for name in progress(both, len(both)) if progress else both:
         if first.shape(name) != second.shape(name):
             yield TensorDifference(name, "shape")
         else:
