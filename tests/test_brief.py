@@ -77,7 +77,7 @@ def test_results_on_a_model_of_many_heads_are_a_few_lines(model: nn.Module) -> N
         *(scan, scan.rows[0], scan.verdicts[0], probe, probe.rows[0], probe.streams[0], probe.statistics),
         *(probe.statistics.inputs[0], found, found.rows[0], seen, seen.rows[0]),  # type: ignore[union-attr]
         *(paths, paths.through_heads(), paths.by_length(), locater.explain.gradient_input(model, ids[:1])),
-        *(locater.attention_layers(model)[0], locater.layers.norm_folding(locater.attention_layers(model)[0])),
+        *(locater.attention_layers(model)[0], locater.layers.effective(locater.attention_layers(model)[0])),
         locater.moments(torch.rand(64, 8, 32), torch.rand(64, 8, 32)),
         locater.explanations(Path(str(locater.__file__)).parent / "demo", "the documentation"),
     ]

@@ -29,7 +29,7 @@ class TensorDifference(NamedTuple):
     name: str
     kind: str
     relative: float | None = None  # norm of the difference over that of the first; None where either is not finite
-    rank: int | None = None  # of the difference of a matrix; None where it is above HIGHEST, or no matrix
+    rank: int | None = None  # of the difference of a matrix; None where it is full or above HIGHEST, or no matrix
     nonfinite: int = 0  # numbers that are finite in the first alone
 
     @property
@@ -105,7 +105,7 @@ def _changed(name: str, a: Tensor, b: Tensor) -> TensorDifference:
     relative, rank = math.sqrt(change / sizes[0]) if sizes[0] else None, None
     if matrix:
         rounding = max(_rounding(x.dtype) * math.sqrt(size) for x, size in zip((a, b), sizes, strict=True))
-        rank = _rank(_folded(sketch.mT, draw), rounding, max(a.shape))
+        rank = _rank(_folded(sketch.mT, draw), rounding, (len(a), math.prod(a.shape[1:])))
     return TensorDifference(name, "changed", relative, rank, lost)
 
 
@@ -134,12 +134,12 @@ def _folded(matrix: Tensor, draw: torch.Generator) -> Tensor:
     return folded / COPIES**0.5
 
 
-def _rank(sketch: Tensor, rounding: float, longest: int) -> int | None:
-    """How many singular values stand out of noise, `rounding` in norm; None where these are too many to be counted in
-    a sketch. `longest` is the longer side of the matrix.
+def _rank(sketch: Tensor, rounding: float, shape: tuple[int, int]) -> int | None:
+    """How many singular values stand out of noise, `rounding` in norm; None where these are all of them, or too many
+    to be counted in a sketch.
     """
     values = torch.linalg.svdvals(sketch.double())
     noise = 2 * rounding / SKETCH**0.5  # largest singular value of a sketch of noise without structure
-    floor = max(ABOVE_NOISE * noise, float(values[0]) * longest * torch.finfo(torch.float32).eps)
+    floor = max(ABOVE_NOISE * noise, float(values[0]) * max(shape) * torch.finfo(torch.float32).eps)
     rank = int((values > floor).sum())
-    return rank if rank <= HIGHEST else None
+    return rank if rank <= HIGHEST and rank < min(shape) else None

@@ -20,8 +20,8 @@ READ = "queries, keys and norms were read, and nothing is known of the rest"
 
 class ChangeVerdict(NamedTuple):
     """`name` is one of: identical, dtype, config, nonfinite, rotary-order, permuted-heads, moved-heads, equivalent,
-    low-rank, another-model, changed; unread where values, outputs and other tensors were not compared, and other-heads
-    where the two have other heads.
+    low-rank, another-model, other-names, changed; unread where values, outputs and other tensors were not compared, and
+    other-heads where the two have other heads.
     """
 
     name: str
@@ -32,7 +32,7 @@ def change_verdict(comparison: Document) -> ChangeVerdict:
     """The verdict on a comparison of two."""
     if not comparison["aligned"]:
         return ChangeVerdict("other-heads", "They have other heads, so no head is compared with another.")
-    weights = comparison["weights"]
+    weights = comparison.get("weights")  # not in documents of version 0.2
     if weights is None:
         if comparison["equal"]:
             return ChangeVerdict("unread", f"Every number of every head is equal; {READ}.")
@@ -69,6 +69,10 @@ def _config_words(weights: Document) -> str:
 def _changed(weights: Document, heads: Sequence[Document]) -> ChangeVerdict:
     """Tensors that changed, and what that does to heads."""
     name, acts = _heads_words(weights, heads)
+    if not weights["compared"]:
+        return ChangeVerdict(
+            "other-names", f"No tensor has a name that both know, so heads alone were compared. {acts}"
+        )
     tensors, lost = f"{_tensors_words(weights)}{_config_words(weights)}.", weights["nonfinite"]
     if lost:
         told = "" if acts.startswith("No head changed") else acts
@@ -97,7 +101,7 @@ def _tensors_words(weights: Document) -> str:
         if weights[key]:
             more = f" and {len(weights[key]) - NAMED:,} more" if len(weights[key]) > NAMED else ""
             parts.append(f"only {letter} has {', '.join(weights[key][:NAMED])}{more}")
-    return "; ".join(parts) or "No tensor has a name that both know"
+    return "; ".join(parts)
 
 
 def _modules_words(modules: Sequence[Document]) -> str:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from locater.findings import Verdict
 from locater.markup import display, table
 from locater.numerics import known_median
+from locater.report.change_verdict import change_verdict
 from locater.report.columns import SCAN_HEADINGS, Read, column_reader, quantities, quantity_words
 from locater.report.notebook import map_html
 from locater.report.pages import short_name
@@ -57,7 +58,7 @@ def changes_sentences(comparison: Document, a: Document, b: Document) -> list[st
     columns = [name for name, size in comparison["changes"]["columns"].items() if size >= NOTABLE]
     heads = notable_changes(comparison)
     if not heads:
-        if comparison["weights"] is not None:  # the verdict says it
+        if comparison.get("weights") is not None:  # the verdict says it
             return []
         return [f"No number of any head changed by more than {NOTABLE:.0%} of its range. {UNREAD}"]
     named = "; ".join(_medians_of_two(name, a, b) for name in columns[:NAMED_COLUMNS])
@@ -73,13 +74,12 @@ def notable_changes(comparison: Document) -> list[Document]:
 
 def change_sentence(comparison: Document) -> str:
     """The verdict on two models; on those that were compared by their scans alone, what was not read."""
-    sentence: str = comparison["verdict"]["sentence"]
-    return sentence
+    return change_verdict(comparison).sentence
 
 
 def following_sentences(comparison: Document, a: Document, b: Document) -> list[str]:
     """What follows the verdict: faults that heads gained or lost, and which numbers changed most."""
-    if not comparison["aligned"] or comparison["verdict"]["name"] == "identical":
+    if not comparison["aligned"] or change_verdict(comparison).name == "identical":
         return []
     faults = fault_changes(verdicts_of(a), verdicts_of(b))
     if comparison["equal"]:
@@ -89,7 +89,7 @@ def following_sentences(comparison: Document, a: Document, b: Document) -> list[
 
 def lines_of_weights(comparison: Document) -> list[Document]:
     """The heads whose maps differ by what two decimals show, the most different first; those without numbers before."""
-    heads = [x for x in comparison["heads"] if x["weights"] is not None]
+    heads = [x for x in comparison["heads"] if x.get("weights") is not None]
     lost = [x for x in heads if "nonfinite" in (*x["gained"], *x["lost"])]
     known = [x for x in heads if largest_difference(x["weights"]) >= SHOWN and x not in lost]
     return lost + sorted(known, key=lambda x: -largest_difference(x["weights"]))
@@ -180,21 +180,30 @@ def print_comparison(comparison: Document, a: Document, b: Document, console: Co
     if notable_changes(comparison) or not comparison["aligned"]:
         medians = empty_table("medians over heads", ("", "A", "B"))
         for name, read in MEDIAN_COLUMNS.items():
-            medians.add_row(name, *(number(known_median(read(row) for row in scan["heads"])) for scan in (a, b)))
-        console.print(medians)
+            of_both = [number(known_median(read(row) for row in scan["heads"])) for scan in (a, b)]
+            if len({*of_both}) > 1 or not comparison["aligned"]:
+                medians.add_row(name, *of_both)
+        if medians.row_count:
+            console.print(medians)
     if not comparison["aligned"]:
         console.print("Their shapes differ, so heads are not subtracted.", highlight=False)
         return
     lines = _change_lines(comparison, a, b, *both)[:MOST_SHOWN]
     if lines:
         title = "heads that changed most (B - A)"
-        columns = [*_difference_columns(comparison), *_number_columns(comparison)]
-        print_tables([line_table(title, columns, lines, console.width)], {**LEGEND, **DIFFERENCE_LEGEND}, console)
+        names = [*_difference_columns(comparison), *_number_columns(comparison)]
+        kept = [i for i in range(len(names)) if any(cells[i] not in ("0.00", "-") for _, cells, *_ in lines)]
+        shown = [(at, [cells[i] for i in kept], faults, notes) for at, cells, faults, notes in lines]
+        print_tables(
+            [line_table(title, [names[i] for i in kept], shown, console.width)],
+            {**LEGEND, **DIFFERENCE_LEGEND},
+            console,
+        )
 
 
 def _difference_columns(comparison: Document) -> dict[str, str]:
     """Headings of differences of maps, where they were compared."""
-    return DIFFERENCE_HEADINGS if any(x["weights"] is not None for x in comparison["heads"]) else {}
+    return DIFFERENCE_HEADINGS if any(x.get("weights") is not None for x in comparison["heads"]) else {}
 
 
 def _number_columns(comparison: Document) -> dict[str, Read]:
