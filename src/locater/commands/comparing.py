@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -139,22 +140,31 @@ def _weight_changes(
     for one in found:
         by_module.setdefault(one.module, []).append(one)
     attention = tuple(f"{entry['name']}." for entry in result.a.layers if entry["name"])
-    settings = {*config_a, *config_b} - NAMES_OF_A_SAVE
+    settings = ({*config_a} & {*config_b}) - NAMES_OF_A_SAVE  # what one format leaves out is no difference
+    # a GGUF file is read as the tensors of attention alone
+    whole = not any(hasattr(weights, "all_numbers") for weights in (a, b))
+    only_a, only_b = (sorted({*x.names()} - {*y.names()}) if whole else [] for x, y in ((a, b), (b, a)))
     return WeightChanges(
+        whole=whole,
         compared=len(found),
         equal=sum(one.kind == "equal" for one in found),
         dtype=sum(one.kind == "dtype" for one in found),
         different=[one.name for one in found if one.kind != "equal"],
-        only_a=sorted({*a.names()} - {*b.names()}),
-        only_b=sorted({*b.names()} - {*a.names()}),
+        only_a=only_a,
+        only_b=only_b,
         nonfinite=[one.name for one in found if one.nonfinite],
-        config=sorted(key for key in settings if config_a.get(key) != config_b.get(key)),
+        config=sorted(key for key in settings if not _equal_setting(config_a[key], config_b[key])),
         modules=[
             change
             for module, ones in by_module.items()
             if (change := _module_change(module, ones, attention)) is not None
         ],
     )
+
+
+def _equal_setting(a: Any, b: Any) -> bool:
+    """Whether two settings are equal, as numbers in float32 where both are numbers: some formats store no others."""
+    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6))
 
 
 def _module_change(module: str, ones: Sequence[TensorDifference], attention: tuple[str, ...]) -> ModuleChange | None:

@@ -45,19 +45,21 @@ def _alike(weights: Document) -> ChangeVerdict | None:
     count = weights["compared"]
     if weights["only_a"] or weights["only_b"] or weights["modules"] or not count:
         return None
-    config = _config_words(weights)
+    config = _config_words(weights) + _partly(weights)
     if weights["dtype"]:
         sentence = (
             f"Another dtype alone: {weights['dtype']:,} of {amount(count, 'tensor')} have the same numbers, rounded to "
-            "another type; the others have equal bytes"
+            f"another type{'; the others have equal bytes' if weights['equal'] else ''}"
         )
         return ChangeVerdict("dtype", f"{sentence}{config}.")
     sentence = f"all {count:,} tensors have equal bytes"
-    return (
-        ChangeVerdict("config", f"A{sentence[1:]}{config}.")
-        if config
-        else ChangeVerdict("identical", f"Identical: {sentence}.")
-    )
+    if weights["config"]:
+        return ChangeVerdict("config", f"A{sentence[1:]}{config}.")
+    return ChangeVerdict("identical", f"Identical: {sentence}{config}.")
+
+
+def _partly(weights: Document) -> str:
+    return "" if weights["whole"] else "; only those of attention were read, as of any GGUF file"
 
 
 def _config_words(weights: Document) -> str:
@@ -73,7 +75,7 @@ def _changed(weights: Document, heads: Sequence[Document]) -> ChangeVerdict:
         return ChangeVerdict(
             "other-names", f"No tensor has a name that both know, so heads alone were compared. {acts}"
         )
-    tensors, lost = f"{_tensors_words(weights)}{_config_words(weights)}.", weights["nonfinite"]
+    tensors, lost = f"{_tensors_words(weights)}{_config_words(weights)}{_partly(weights)}.", weights["nonfinite"]
     if lost:
         told = "" if acts.startswith("No head changed") else acts
         return ChangeVerdict("nonfinite", f"{lost_words(weights)}, where A has finite ones. {tensors} {told}".rstrip())

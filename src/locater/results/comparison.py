@@ -145,6 +145,7 @@ class ModuleChange:
 class WeightChanges:
     """Every tensor of two sources on this machine."""
 
+    whole: bool  # False where one shows the tensors of attention alone
     compared: int  # in both
     equal: int  # in bytes
     dtype: int  # equal once rounded to the type of the other
