@@ -16,7 +16,7 @@ from locater.errors import LocaterError
 from locater.findings import FLAGS, Condition, explain, parse_conditions
 from locater.observing import observe
 from locater.observing.seen_heads import SHOWN, SeenHead
-from locater.results.scan import NUMERIC_COLUMNS, SCAN_FLAGS
+from locater.results.scan import NUMERIC_COLUMNS, SCAN_FLAGS, VALUE_COLUMNS, VALUE_FLAGS
 from locater.sources.open_source import Source
 
 SEEN_COLUMNS = tuple(f.name for f in fields(SeenHead) if str(f.type) == "float | None")
@@ -43,7 +43,7 @@ def assert_heads(
     ...
     AssertionError: TransformerEncoder: 4 of 4 heads: layer 0 head 0: mean self-logit M ... is below 1000: ...
     """
-    columns, flags = set(NUMERIC_COLUMNS), list(SCAN_FLAGS)
+    columns, flags = {*NUMERIC_COLUMNS, *VALUE_COLUMNS}, [*SCAN_FLAGS, *VALUE_FLAGS]
     if batch is not None:
         columns, flags = columns | set(SEEN_COLUMNS), list(dict.fromkeys([*flags, *SEEN_FLAGS]))
     try:
@@ -52,13 +52,15 @@ def assert_heads(
         way_out = "" if batch is not None else "; give batch=, inputs of the model, for what a forward pass shows"
         raise LocaterError(f"{error}{way_out}") from None
     rows = _observed_rows(source, batch) if batch is not None else []
-    if any((each.column or each.text) in {*NUMERIC_COLUMNS, *SCAN_FLAGS} for each in conditions):
-        rows = [*rows, *_scan_rows(source, length)]
+    asked = {each.column or each.text for each in conditions}
+    values = bool(asked & {*VALUE_COLUMNS, *VALUE_FLAGS})
+    if values or asked & {*NUMERIC_COLUMNS, *SCAN_FLAGS}:
+        rows = [*rows, *_scan_rows(source, length, values)]
     _fail_where(conditions, rows, type(source).__name__ if isinstance(source, nn.Module) else str(source))
 
 
-def _scan_rows(source: Source, length: int) -> Rows:
-    result = scan(source, length=length)
+def _scan_rows(source: Source, length: int, values: bool) -> Rows:
+    result = scan(source, length=length, values=values)
     for path in result.assumptions.get("unread", ()):
         warnings.warn(f"{result.source}: {path} is not read, so no condition was tested on it", stacklevel=3)
     return [vars(row) for row in result.rows]

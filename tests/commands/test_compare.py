@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from locater import ComparisonSeries, LocaterError, Scan, compare, scan
 from locater.report.columns import quantity_words
@@ -63,7 +64,7 @@ def test_what_changed_most() -> None:
 
 def test_nothing_changed_and_shapes_that_differ() -> None:
     same = compare(DEMO, DEMO)
-    assert said_of(same) == ["Identical: all 56 tensors have equal bytes."]
+    assert (same.verdict, said_of(same)) == ("Identical: all 56 tensors have equal bytes.", [])
     assert max(same.column_changes().values()) == 0
     other = compare(DEMO, one_head_larger()[0])
     assert (other.changes, other.column_changes(), said_of(other)) == ([], {}, [])
@@ -82,30 +83,56 @@ def test_equal_heads_are_told_from_equal_models(run: Run, tmp_path: Path) -> Non
     save_file({name: tensor.clone() for name, tensor in reversed(tensors.items())}, tmp_path / "model.safetensors")
     shown = run("compare", DEMO, tmp_path).out
     assert "Identical: all 56 tensors have equal bytes." in shown
-    assert "B - A" not in shown, "a table of zeros"
+    assert not any(word in shown for word in ("B - A", "medians", "fault")), "no table of zeros"
 
     name = "model.layers.3.self_attn.v_proj.weight"
     tensors[name][5, 11] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors")
-    (said,) = said_of(compare(DEMO, tmp_path))
-    assert said.endswith(f"which says nothing of values, output maps and MLPs. 1 of 56 tensors differs: {name}.")
+    found = compare(DEMO, tmp_path)
+    assert found.verdict == (
+        f"NaN or infinite numbers in {name}, where A has finite ones. 1 of 56 tensors changed: v_proj."
+    )
+    document = json.loads(run("compare", DEMO, tmp_path, "--json", "-").out)
+    assert [row["gained"] for row in document["heads"][12:16]] == [["nonfinite"], ["nonfinite"], [], []]
+    assert document["weights"]["nonfinite"] == document["weights"]["different"] == [name]
+    assert run("compare", DEMO, tmp_path, "--fail-on", "fault").status == 1
+
+    mlp = "model.layers.3.mlp.up_proj.weight"
+    tensors[mlp][2, 3] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    broken = run("compare", DEMO, tmp_path, "--fail-on", "nonfinite, fault")
+    assert (broken.status, broken.err.count(f"NaN or infinite numbers in {mlp}")) == (1, 1)
+    tensors[mlp] = load_file(DEMO / "model.safetensors")[mlp]
+    tensors[mlp][2, 3] += 0.5
+    tensors[name] = load_file(DEMO / "model.safetensors")[name]
+    save_file(tensors, tmp_path / "model.safetensors")
     document = json.loads(run("compare", DEMO, tmp_path, "--json", "-").out)
     assert document["equal"]
-    assert document["tensors"] == {"compared": 56, "different": [name], "only_a": [], "only_b": []}
+    assert document["tensors"] == {"compared": 56, "different": [mlp], "only_a": [], "only_b": []}
+    assert document["verdict"]["sentence"].startswith("1 of 56 tensors changed: up_proj (rank 1, by ")
+    assert document["verdict"]["sentence"].endswith("of its norm). No head changed.")
 
     apart = {**tensors, "extra": torch.zeros(2)}
     del apart["model.norm.weight"]
     save_file(apart, tmp_path / "model.safetensors")
-    assert compare(DEMO, tmp_path).tensors == ComparedTensors(55, [name], ["model.norm.weight"], ["extra"])
+    found = compare(DEMO, tmp_path)
+    assert found.tensors == ComparedTensors(55, [mlp], ["model.norm.weight"], ["extra"])
+    assert "only A has model.norm.weight; only B has extra. No head changed." in found.verdict
 
     scans = scan(DEMO), scan(tmp_path)
-    assert said_of(compare(*scans)) == [f"Every number of every head is equal. {UNREAD}"]
+    assert compare(*scans).verdict == (
+        "Every number of every head is equal; queries, keys and norms were read, and nothing is known of the rest."
+    )
     tensors["model.layers.0.self_attn.q_proj.weight"][0] *= 1.01
     save_file(tensors, tmp_path / "model.safetensors")
     close = compare(DEMO, tmp_path)
     assert not close.equal
     assert close.tensors is None
-    assert said_of(close) == [f"No number of any head changed by more than 1% of its range. {UNREAD}"]
+    assert "No head changed: at most by " in close.verdict
+    assert said_of(close) == []
+    assert said_of(compare(*(scan(x) for x in (DEMO, tmp_path)))) == [
+        f"No number of any head changed by more than 1% of its range. {UNREAD}"
+    ]
 
 
 def test_a_head_that_breaks_comes_first() -> None:
@@ -116,6 +143,201 @@ def test_a_head_that_breaks_comes_first() -> None:
     assert rows[2]["change_F"] is None
     assert [head for head, row in rows.items() if "fault" in row["flags"]] == [2]
     assert compare(b, b).condition_rows()[2]["flags"] == (), "it was broken before"
+
+
+# ---- weights: what differs, in one sentence ----
+
+SIZE, HEADS, KEYS, LAYERS = 32, 4, 2, 6  # of the demo
+Tensors = dict[str, Tensor]
+
+
+def part(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.self_attn.{name}_proj.weight"
+
+
+def demo_with(folder: Path, change: Callable[[Tensors], object], **settings: object) -> Path:
+    """The demo with its tensors changed, and settings of its config.json."""
+    tensors, config = load_file(DEMO / "model.safetensors"), json.loads((DEMO / "config.json").read_text())
+    change(tensors)
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def times_fifty(tensors: Tensors) -> None:
+    tensors[part(2, "q")][SIZE : 2 * SIZE] *= 50
+
+
+def in_another_dtype(tensors: Tensors) -> None:
+    tensors |= {name: x.float() for name, x in tensors.items()}
+
+
+def in_another_rotary_order(tensors: Tensors) -> None:
+    for layer in range(LAYERS):
+        for name in ("q", "k"):
+            w = tensors[part(layer, name)]
+            tensors[part(layer, name)] = w.unflatten(0, (-1, 2, SIZE // 2)).transpose(1, 2).reshape(w.shape)
+
+
+def with_queries_rolled(tensors: Tensors) -> None:
+    tensors[part(1, "q")] = tensors[part(1, "q")].roll(SIZE, 0)
+
+
+def with_heads_in_another_order(tensors: Tensors) -> None:
+    """The two groups change places, with their outputs."""
+    for name in ("q", "k", "v"):
+        tensors[part(1, name)] = tensors[part(1, name)].roll(len(tensors[part(1, name)]) // 2, 0)
+    tensors[part(1, "o")] = tensors[part(1, "o")].roll(HEADS * SIZE // 2, 1)
+
+
+def with_scales_moved(tensors: Tensors) -> None:
+    for layer in range(LAYERS):
+        tensors[part(layer, "q")] *= 4
+        tensors[part(layer, "k")] /= 4
+
+
+def merged(tensors: Tensors) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for layer in range(LAYERS):
+        for name in ("q", "v"):
+            w = tensors[part(layer, name)]
+            change = torch.randn(len(w), 4, generator=draw) @ torch.randn(4, w.shape[1], generator=draw)
+            tensors[part(layer, name)] = (w + 0.2 * change * w.float().norm() / change.norm()).to(w.dtype)
+
+
+def drawn_again(tensors: Tensors) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for name, x in tensors.items():
+        tensors[name] = (torch.randn(x.shape, generator=draw) * x.float().std()).to(x.dtype) if x.ndim > 1 else x
+
+
+def with_layer_zeroed(tensors: Tensors) -> None:
+    for name in ("v", "o"):
+        tensors[part(3, name)].zero_()
+
+
+VERDICTS = {
+    in_another_dtype: ("dtype", "Another dtype alone: 56 of 56 tensors have the same numbers, rounded to another type"),
+    in_another_rotary_order: (
+        "rotary-order",
+        "24 of 24 heads have equal products for tokens at one position, and other",
+    ),
+    with_queries_rolled: (
+        "moved-heads",
+        "4 of 24 heads have the queries of other heads of A: 1.0 from 1.3, 1.1 from 1.0",
+    ),
+    with_heads_in_another_order: ("permuted-heads", "4 of 24 heads are other heads of A, which changes nothing that"),
+    with_scales_moved: ("equivalent", "No head changed, so what changed cancels: these weights do the same. 12 of 56"),
+    merged: (
+        "low-rank",
+        "12 of 56 tensors changed: q_proj and v_proj (6 each, rank 4, by 20 % of their norm). 24 of 24",
+    ),
+    times_fifty: ("changed", "1 of 56 tensors changed: q_proj (rank 32, by "),
+    drawn_again: ("another-model", "Another model: heads differ by 127 % (median)"),
+    with_layer_zeroed: (
+        "changed",
+        "2 of 56 tensors changed: o_proj and v_proj (by 100 % of their norm). 4 of 24 heads differ by more than 1 % ",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", VERDICTS, ids=lambda x: x.__name__)
+def test_the_verdict_says_what_was_done(change: Callable[[Tensors], object], tmp_path: Path, run: Run) -> None:
+    name, words = VERDICTS[change]
+    found = compare(DEMO, demo_with(tmp_path, change))
+    document = json.loads(found.to_json())
+    assert document["verdict"]["name"] == name
+    assert words in document["verdict"]["sentence"] == found.verdict
+    assert found.whole_conditions() == {"changed": f"changed: {found.verdict.rstrip('.')}"}
+    shown = run("compare", DEMO, tmp_path)
+    assert found.verdict in " ".join(shown.out.split())
+    rows = [line.split()[2:] for line in shown.out.splitlines() if line.split()[:1] and line.split()[0].isdecimal()]
+    assert not any({*row} == {"0.00"} for row in rows), "a row of zeros"
+
+
+@pytest.mark.parametrize(
+    ("change", "conditions", "status"),
+    [
+        (dict, "identical", 1),
+        (dict, "changed, difference>0, fault", 0),
+        (merged, "identical", 0),
+        (merged, "changed", 1),
+        (merged, "difference>0.5", 0),
+        (merged, "difference_ov>0.1", 1),
+        (in_another_rotary_order, "difference>0.5", 1),
+        (in_another_rotary_order, "difference_qk_rotated>0.5", 1),
+        (in_another_rotary_order, "difference_qk>0, difference_ov>0, fault", 0),
+        (with_layer_zeroed, "silent", 1),
+        (with_layer_zeroed, "fault", 1),
+        (times_fifty, "fault", 1),
+        (in_another_dtype, "difference>0.5, fault, identical", 0),
+    ],
+)
+def test_conditions_on_weights(
+    change: Callable[[Tensors], object], conditions: str, status: int, tmp_path: Path, run: Run
+) -> None:
+    result = run("compare", DEMO, demo_with(tmp_path, change), "--fail-on", conditions)
+    assert result.status == status, result.err
+    assert len(result.err.splitlines()) == status
+
+
+def test_whole_conditions_are_of_two(run: Run, tmp_path: Path) -> None:
+    result = run("compare", DEMO, DEMO / "twin", demo_with(tmp_path, merged), "--fail-on", "identical")
+    assert (result.status, "of two models alone, and these are 3" in result.err) == (2, True)
+
+
+def test_another_setting_is_not_identical(tmp_path: Path) -> None:
+    found = compare(DEMO, demo_with(tmp_path, dict, rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
+    assert found.verdict == "All 56 tensors have equal bytes, and config.json differs: rope_parameters."
+    assert {(row.weights["qk"], row.weights["ov"]) for row in found.rows if row.weights} == {(0.0, 0.0)}
+    assert min(row.weights["qk_rotated"] or 0 for row in found.rows if row.weights) > 0.1
+    assert found.whole_conditions().keys() == {"changed"}
+
+
+def test_a_fault_that_grew_tenfold_is_new(tmp_path: Path) -> None:
+    def sharper(factor: float) -> Callable[[Tensors], object]:
+        def change(tensors: Tensors) -> None:
+            tensors |= {name: x.float() for name, x in tensors.items()}
+            tensors[part(2, "q")][SIZE : 2 * SIZE] *= factor
+
+        return change
+
+    folders = [tmp_path / str(at) for at in range(3)]
+    for folder, factor in zip(folders, (100.0, 950.0, 1050.0), strict=True):
+        folder.mkdir()
+        demo_with(folder, sharper(factor))
+    for folder, new in zip(folders[1:], (False, True), strict=True):
+        rows = compare(folders[0], folder).condition_rows()
+        assert [row["head"] for row in rows if row["flags"]] == [1] * new
+        assert {flag for row in rows for flag in row["flags"]} <= {"fault"}
+    assert not any(row["flags"] for row in compare(folders[2], folders[0]).condition_rows())
+
+
+def test_a_series_has_differences_from_the_one_before_and_from_the_first(tmp_path: Path, run: Run) -> None:
+    folders = [DEMO]
+    for at, change in enumerate((merged, in_another_rotary_order)):
+        (tmp_path / f"step-{at}").mkdir()
+        folders.append(demo_with(tmp_path / f"step-{at}", change))
+    series = compare(*folders)
+    pairs = [compare(a, b) for a, b in pairwise(folders)]
+    ends = compare(folders[0], folders[2])
+    for at, row in enumerate(series.records()):
+        assert row["weights"] == ends.rows[at].weights
+        assert [step["weights"] for step in row["between"]] == [pair.rows[at].weights for pair in pairs]
+    values = series.trajectory()["runs"][0]["values"]["difference"]
+    assert [step[2][1] for step in values] == pytest.approx(
+        [0.0, pairs[0].rows[9].largest, ends.rows[9].largest], rel=1e-5
+    )
+    failed = run("compare", *folders, "--fail-on", "difference_qk_rotated>0.5")
+    assert (failed.status, " from B to C" in failed.err) == (1, True)
+
+
+def test_scans_with_values_and_without(tmp_path: Path) -> None:
+    with_values, without = scan(DEMO, values=True), scan(demo_with(tmp_path, with_layer_zeroed))
+    assert not any(row.gained for row in compare(with_values, without).rows)
+    zeroed = scan(tmp_path, values=True)
+    assert [row.gained for row in compare(with_values, zeroed).rows].count(("silent",)) == 4
+    assert not any(row.gained or row.lost for row in compare(without, zeroed).rows)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import Scan, scan
@@ -20,8 +21,10 @@ from locater.commands.scan_rows import row_keys
 from locater.discovery import layers_of
 from locater.results.scan import HeadRow
 from locater.sources.open_source import open_source
+from locater.testing import assert_heads
 from locater.theory import residual_kept
 from tests import ROOT
+from tests.conftest import Result
 
 DEMO = Path(str(files("locater") / "demo"))
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
@@ -310,3 +313,73 @@ def test_a_scan_says_how_much_of_a_model_it_read(saved_llama: Path, tmp_path: Pa
     )
     assert share in (tmp_path / "a.html").read_text()
     assert numbers_read(Scan.load(tmp_path / "a.json")) == (wanted, every)
+
+
+# ---- values ----
+
+
+def with_head_writing(factor: float, folder: Path, part: str = "v_proj") -> Path:
+    """The demo with the values of heads 2.2 and 2.3, which share them, or the columns of the output map of head 2.1,
+    times `factor`.
+    """
+    tensors, config = load_file(DEMO / "model.safetensors"), json.loads((DEMO / "config.json").read_text())
+    size = config["head_dim"]
+    map_ = tensors[f"model.layers.2.self_attn.{part}.weight"]
+    (map_ if part == "v_proj" else map_.T)[size : 2 * size] *= factor
+    (folder / "config.json").write_bytes((DEMO / "config.json").read_bytes())
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("part", "heads"), [("v_proj", [2, 3]), ("o_proj", [1])])
+@pytest.mark.parametrize(
+    ("factor", "flag"), [(0.0, "silent"), (1 / 64, "silent"), (1 / 4, None), (1.0, None), (math.nan, "nonfinite")]
+)
+def test_a_head_that_writes_nothing_is_silent(
+    factor: float, flag: str | None, part: str, heads: list[int], tmp_path: Path
+) -> None:
+    folder = with_head_writing(factor, tmp_path, part)
+    found, before = scan(folder, values=True), scan(DEMO, values=True)
+    flagged = {(row.layer, row.head): row.flags for row in found.rows if row.flags}
+    assert flagged == ({} if flag is None else {(2, head): (flag,) for head in heads})
+    at = 8 + heads[0]
+    assert found.verdicts[at].faults == (() if flag is None else (flag,))
+    row, healthy = found.rows[at], before.rows[at]
+    assert row.F == healthy.F, "numbers of queries and keys stay"
+    if math.isnan(factor):
+        assert row.written is row.written_share is None
+    else:
+        assert row.written == pytest.approx(factor * healthy.written, rel=1e-6)  # type: ignore[operator]
+        typical = np.median([x.written for x in found.rows[8:12] if x.written])
+        assert row.written_share == pytest.approx(row.written / typical)
+    assert not any(x.flags for x in scan(folder).rows), "values were not read"
+    assert found.without_values().rows == scan(folder).rows
+    found.save(tmp_path / "x.json")
+    again = Scan.load(tmp_path / "x.json")
+    assert (again.rows, again.has_values) == (found.rows, True)
+
+
+def test_values_from_the_command_line(run: Callable[..., Result], tmp_path: Path) -> None:
+    folder = with_head_writing(0.0, tmp_path, "o_proj")
+    shown = run("scan", folder, "--values").out
+    assert "1 of 24 heads is silent: 2.1." in shown
+    assert "Read: queries, keys, values, outputs and norms, 29.1 % of the numbers" in " ".join(shown.split())
+    assert "writes" not in run("scan", folder).out
+    failed = run("scan", folder, "--fail-on", "silent")
+    assert (failed.status, "1 head is silent: 2.1 (writes 0 of the median of its layer)" in failed.err) == (1, True)
+    assert run("scan", folder, "--fail-on", "written_share<0.1").status == 1, "read because it is asked for"
+    assert run("scan", DEMO, "--fail-on", "silent, written_share<0.1").status == 0
+    document = json.loads(run("scan", folder, "--values", "--json", "-").out)
+    assert document["assumptions"]["values"] is True
+    assert document["heads"][9]["written_share"] == 0
+    plain = json.loads(run("scan", folder, "--json", "-").out)
+    assert not {"written", "written_share"} & {*plain["heads"][9]}
+    with pytest.raises(AssertionError, match="layer 2 head 1: silent: it writes nothing"):
+        assert_heads(folder, no="silent")
+
+
+@pytest.mark.parametrize("folder", MODELS)
+def test_no_head_of_a_sound_model_is_silent(folder: Path) -> None:
+    shares = [row.written_share for row in scan(folder, values=True).rows]
+    assert min(x for x in shares if x is not None) > 0.7
+    assert None not in shares

@@ -69,7 +69,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for file in DEMO.glob("*.*"):
         (again / file.name).write_bytes(file.read_bytes())
     documents = {
-        "scan": locater.scan(DEMO, eigenvalues=True).with_details().to_dict(),
+        "scan": locater.scan(DEMO, eigenvalues=True, values=True).with_details().to_dict(),
         "probe": locater.probe(model, torch.randint(32, (512,)), length=32).to_dict(),
         "compare": locater.compare(DEMO, DEMO / "twin", again).to_dict(),
         "train": Result.from_dict(json.loads((FILES / "finished" / "result.json").read_text())).to_dict(),

@@ -55,6 +55,8 @@ NEW: dict[str, tuple[str, ...]] = {
         *("changes",),  # what changed most
         *("equal", "tensors"),  # whether every number is equal, and then what of all other tensors
         *("heads[*].difference.effective_rank", "medians.effective_rank"),
+        *("verdict", "weights", "assumptions.values"),  # what differs in one sentence, and every tensor
+        *("heads[*].weights", "heads[*].moved"),  # differences of a head's maps, and where it comes from
     ),
     "probe": (
         *("layers[*].provenance",),

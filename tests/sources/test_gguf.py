@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater import LocaterError, attention_layers, scan
+from locater import LocaterError, attention_layers, compare, scan
 from locater.sources.open_source import open_source
 from tests.families.decoders import GEMMA, GROUPED, make
 from tests.parity import redraw
@@ -104,6 +104,20 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[nn.Module, Pat
     redraw(model)
     write(model, tmp_path / "model.gguf", request.param)
     return model, tmp_path / "model.gguf"
+
+
+def test_a_gguf_file_compares_with_its_original(pair: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    model, path = pair
+    model.save_pretrained(tmp_path / "original")
+    found = compare(tmp_path / "original", path)
+    assert found.weights is not None
+    assert (found.weights.whole, found.weights.only_a, found.weights.only_b) == (False, [], [])
+    assert "; only those of attention were read, as of any GGUF file." in found.verdict
+    if "Gemma" in type(model).__name__:  # whose gains are stored plus 1, and rounded
+        assert found.verdict.endswith("No head changed.")
+    else:  # of equal rotary order, which is undone when the file is read
+        assert found.verdict.startswith("Identical: all ")
+    assert max(x or 0 for row in found.rows for x in (row.weights or {}).values()) < 1e-6
 
 
 def tokens() -> Tensor:

@@ -45,12 +45,15 @@ def deliver(
             console.print(f"{label} written to {path}", markup=False, highlight=False)
 
 
-def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]], length: int) -> None:
+def exit_if_crossed(
+    conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]], length: int, said: Sequence[str] = ()
+) -> None:
     """Exit with status 1 if a head meets a condition of --fail-on. Say for each condition how many heads meet it and
-    which is the worst: a CI log should not hide `nonfinite` behind `sharp`.
+    which is the worst: a CI log should not hide `nonfinite` behind `sharp`. `said` are conditions that hold of a model
+    as a whole, with what there is to say of it.
     """
     from locater.findings import crossings
 
-    if line := crossings(conditions, rows, length):
+    if line := "; ".join(filter(None, (*said, crossings(conditions, rows, length)))):
         print(one_line(f"locater: --fail-on: {line}"), file=sys.stderr)
         raise typer.Exit(1)

@@ -19,6 +19,7 @@ EXAMPLES = (
     "locater scan hf://EleutherAI/pythia-410m@step1000",
     "locater scan s3://bucket/run/step-1000",
     "locater scan https://host/path/model.safetensors",
+    "locater scan path/to/model --values --fail-on silent",
     "locater scan checkpoint-500 --fail-on 'sharp,nonfinite,M<-1'",
 )
 
@@ -64,6 +65,10 @@ def command(
         str | None,
         typer.Option(metavar="PATH", help="Predict with input statistics written by probe --save-statistics."),
     ] = None,
+    values: Annotated[
+        bool,
+        typer.Option("--values", help="Read values and output maps too: what each head writes, and heads that do not."),
+    ] = False,
     download: Download = False,
     base: Annotated[
         str | None,
@@ -73,10 +78,14 @@ def command(
     from locater.commands.scanning import parse_shard, scan
     from locater.findings import parse_conditions
     from locater.predict import Statistics
-    from locater.results.scan import NUMERIC_COLUMNS, SCAN_FLAGS
+    from locater.results.scan import NUMERIC_COLUMNS, SCAN_FLAGS, VALUE_COLUMNS, VALUE_FLAGS
     from locater.sources.remote import Traffic
 
-    conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
+    conditions = []
+    if fail_on is not None:
+        columns, flags = (*NUMERIC_COLUMNS, *VALUE_COLUMNS), (*SCAN_FLAGS, *VALUE_FLAGS)
+        conditions = parse_conditions(fail_on, columns, flags)
+        values |= any((x.column or x.text) in {*VALUE_COLUMNS, *VALUE_FLAGS} for x in conditions)
     check_writable(json, report)
     traffic = Traffic()
     result = scan(
@@ -93,6 +102,7 @@ def command(
         download=download,
         base=base,
         traffic=traffic,
+        values=values,
         statistics=None if statistics is None else Statistics.load(statistics),
     )
     if report is not None:

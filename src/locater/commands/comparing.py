@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
-import torch
 from torch import nn
 
+from locater.commands.head_differences import (
+    HeadDifference,
+    Move,
+    Place,
+    head_differences,
+    moved_heads,
+    responses,
+    same_shape,
+)
 from locater.commands.scanning import scan
+from locater.commands.tensor_differences import TensorDifference, tensor_differences
 from locater.defaults import LENGTH, Progress
+from locater.discovery import read_source
 from locater.errors import LocaterError
-from locater.results.comparison import ComparedTensors, Comparison, compare_scans
+from locater.layers import AttentionLayer
+from locater.numerics import known_median
+from locater.results.comparison import (
+    CHANGED,
+    Comparison,
+    ModuleChange,
+    WeightChanges,
+    compare_scans,
+)
 from locater.results.scan import Scan
 from locater.results.series import ComparisonSeries, compare_series
 from locater.sources.open_source import Source, open_source
 from locater.sources.weights import Weights
+
+NAMES_OF_A_SAVE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}  # no setting of the model
 
 
 @overload
@@ -63,11 +85,24 @@ def compare(
     >>> len(compare(*(nn.MultiheadAttention(16, 2) for _ in range(4))).pairs)
     3
     """
+    sources = (a, b, *more)
     if more:
-        _check_distinct((a, b, *more))
-        return compare_series([_scan_of(x, length, raw, progress, download) for x in (a, b, *more)])
-    result = compare_scans(*(_scan_of(x, length, raw, progress, download) for x in (a, b)))
-    return replace(result, tensors=_tensors(a, b)) if result.equal else result
+        _check_distinct(sources)
+    # what heads write is compared where it is known of all
+    values = all(_is_local(x) or (isinstance(x, Scan) and x.has_values) for x in map(_loaded, sources))
+    scans = [_scan_of(x, length, raw, progress, download, values) for x in sources]
+    if more:
+        return _with_differences(compare_series(scans), sources, raw)
+    result = compare_scans(*scans)
+    opened = _open_both(a, b)
+    if opened is None or not result.aligned:
+        return result
+    weights = _weight_changes(*opened, result, progress)
+    if weights is None:
+        return result
+    if result.equal:
+        result = replace(result, tensors=weights.as_tensors())
+    return _with_heads(replace(result, weights=weights), *opened, raw)
 
 
 def _check_distinct(sources: Sequence[Source | Scan]) -> None:
@@ -81,21 +116,145 @@ def _check_distinct(sources: Sequence[Source | Scan]) -> None:
         seen.add(key)
 
 
-def _tensors(a: Source | Scan, b: Source | Scan) -> ComparedTensors | None:
-    """Every tensor of two sources with equal heads, since what a scan does not read may differ. None for scans, and for
-    remote checkpoints, of which a scan reads a small part.
+Opened = tuple[Weights, dict[str, Any]]
+
+
+def _open_both(a: Source | Scan, b: Source | Scan) -> tuple[Opened, Opened] | None:
+    """Two sources on this machine, whose tensors and heads are compared. None for scans, and for remote checkpoints, of
+    which a scan reads a small part.
     """
-    sources = [x for x in (a, b) if _is_local(x)]
-    if len(sources) < 2:
+    if isinstance(a, Scan) or isinstance(b, Scan) or not (_is_local(a) and _is_local(b)):
         return None
-    first, second = (open_source(x)[0] for x in sources)  # type: ignore[arg-type]
-    names, others = set(first.names()), set(second.names())
-    both = sorted(names & others)
+    return open_source(a), open_source(b)
+
+
+def _weight_changes(
+    first: Opened, second: Opened, result: Comparison, progress: Progress | None
+) -> WeightChanges | None:
+    """Every tensor of two sources; None where one cannot be read that no head needs."""
+    (a, config_a), (b, config_b) = first, second
     try:
-        different = [name for name in both if not _equal_bytes(first, second, name)]
-    except LocaterError:  # a tensor that cannot be read, and that no head needs
+        found = list(tensor_differences(a, b, progress))
+    except LocaterError:
         return None
-    return ComparedTensors(len(both), different, sorted(names - others), sorted(others - names))
+    by_module: dict[str, list[TensorDifference]] = {}
+    for one in found:
+        by_module.setdefault(one.module, []).append(one)
+    attention = tuple(f"{entry['name']}." for entry in result.a.layers if entry["name"])
+    settings = ({*config_a} & {*config_b}) - NAMES_OF_A_SAVE  # what one format leaves out is no difference
+    # a GGUF file is read as the tensors of attention alone
+    whole = not any(hasattr(weights, "all_numbers") for weights in (a, b))
+    only_a, only_b = (sorted({*x.names()} - {*y.names()}) if whole else [] for x, y in ((a, b), (b, a)))
+    return WeightChanges(
+        whole=whole,
+        compared=len(found),
+        equal=sum(one.kind == "equal" for one in found),
+        dtype=sum(one.kind == "dtype" for one in found),
+        different=[one.name for one in found if one.kind != "equal"],
+        only_a=only_a,
+        only_b=only_b,
+        nonfinite=[one.name for one in found if one.nonfinite],
+        config=sorted(key for key in settings if not _equal_setting(config_a[key], config_b[key])),
+        modules=[
+            change
+            for module, ones in by_module.items()
+            if (change := _module_change(module, ones, attention)) is not None
+        ],
+    )
+
+
+def _equal_setting(a: Any, b: Any) -> bool:
+    """Whether two settings are equal, as numbers in float32 where both are numbers: some formats store no others."""
+    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6))
+
+
+def _module_change(module: str, ones: Sequence[TensorDifference], attention: tuple[str, ...]) -> ModuleChange | None:
+    """The changes of tensors of one kind, where there are any."""
+    changed = [one for one in ones if one.kind in ("changed", "shape")]
+    if not changed:
+        return None
+    known = [one.relative for one in changed if one.relative is not None]
+    ranks = [one.rank for one in changed]
+    return ModuleChange(
+        module,
+        len(changed),
+        len(ones),
+        known_median(known),
+        max(known, default=None),
+        None if None in ranks else max(rank for rank in ranks if rank is not None),
+        all(one.name.startswith(attention) for one in changed) if attention else False,
+    )
+
+
+def _with_heads(result: Comparison, first: Opened, second: Opened, raw: bool) -> Comparison:
+    """The differences of heads, and those that are heads of A in another place."""
+    if result.weights is not None and result.weights.identical:  # nothing is left that could differ
+        layers = _layers(first, result.a)
+        rotates = {number: layer.rotary is not None for number, layer in layers.items()}
+        known = {n: layer.value is not None and layer.out is not None for n, layer in layers.items()}
+        same = [
+            HeadDifference(0.0, 0.0 if rotates[row.layer] else None, 0.0 if known[row.layer] else None)
+            for row in result.rows
+        ]
+        return result.with_heads([x._asdict() for x in same], {})
+    layers, others = _layers(first, result.a), _layers(second, result.b)
+    table = _differences(layers, others, raw)
+    if table is None:
+        return result
+    changed = [place for place, x in table.items() if (x.largest or 0.0) > CHANGED]
+    moves: dict[Place, Move] = {}
+    if changed:
+        these = {number for number, _ in changed}
+        moves = moved_heads(
+            {number: responses(layer) for number, layer in layers.items()},
+            {number: responses(layer) for number, layer in others.items() if number in these},
+            changed,
+        )
+    places = [(row.layer, row.head) for row in result.rows]
+    return result.with_heads([table[place]._asdict() for place in places], {k: m._asdict() for k, m in moves.items()})
+
+
+def _layers(opened: Opened, scanned: Scan) -> dict[int, AttentionLayer]:
+    """The layers that were scanned, by number."""
+    layers = read_source(*opened).layers
+    return {entry["layer"]: layers[entry["layer"]] for entry in scanned.layers}
+
+
+def _differences(
+    base: dict[int, AttentionLayer], other: dict[int, AttentionLayer], raw: bool
+) -> dict[Place, HeadDifference] | None:
+    """Those of all heads; None where the shapes of two layers differ."""
+    if not all(same_shape(layer, other[number]) for number, layer in base.items()):
+        return None
+    return {
+        (number, head): row
+        for number, layer in base.items()
+        for head, row in enumerate(head_differences(layer, other[number], raw))
+    }
+
+
+def _with_differences(series: ComparisonSeries, sources: Sequence[Source | Scan], raw: bool) -> ComparisonSeries:
+    """A series with the differences of heads between neighbours, and from the first; of sources on this machine."""
+    if not all(_is_local(source) for source in sources):
+        return series
+    layers = [
+        _layers(open_source(source), scanned)  # type: ignore[arg-type]
+        for source, scanned in zip(sources, series.scans, strict=True)
+    ]
+
+    def of(one: dict[int, AttentionLayer], two: dict[int, AttentionLayer]) -> list[dict[str, float | None]] | None:
+        table = _differences(one, two, raw)
+        return None if table is None else [table[row.layer, row.head]._asdict() for row in series.ends.rows]
+
+    steps = [of(one, two) for one, two in pairwise(layers)]
+    return series.with_heads(steps, [steps[0], *(of(layers[0], two) for two in layers[2:])])
+
+
+def _loaded(source: Source | Scan) -> Source | Scan:
+    """A scan where the source is the JSON of one."""
+    if isinstance(source, str | os.PathLike) and Path(source).suffix == ".json" and Path(source).is_file():
+        return Scan.load(source)
+    return source
 
 
 def _is_local(source: Source | Scan) -> bool:
@@ -105,17 +264,10 @@ def _is_local(source: Source | Scan) -> bool:
     return not path or (os.path.exists(source) and Path(source).suffix != ".json")  # type: ignore[arg-type]
 
 
-def _equal_bytes(first: Weights, second: Weights, name: str) -> bool:
-    """Whether a tensor has the same shape, type and bytes in both."""
-    if first.shape(name) != second.shape(name):
-        return False
-    a, b = (weights.read(name).detach().cpu().contiguous() for weights in (first, second))
-    return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def _scan_of(source: Source | Scan, length: int, raw: bool, progress: Progress | None, download: bool) -> Scan:
-    if isinstance(source, Scan):
-        return source
-    if isinstance(source, str | os.PathLike) and Path(source).suffix == ".json" and Path(source).is_file():
-        return Scan.load(source)
-    return scan(source, length=length, raw=raw, progress=progress, download=download)
+def _scan_of(
+    source: Source | Scan, length: int, raw: bool, progress: Progress | None, download: bool, values: bool
+) -> Scan:
+    loaded = _loaded(source)
+    if isinstance(loaded, Scan):
+        return loaded
+    return scan(loaded, length=length, raw=raw, progress=progress, download=download, values=values)

@@ -22,7 +22,8 @@ from locater.errors import LocaterError
 from locater.findings import flags_of
 from locater.inputs.text import Batch, Text
 from locater.layers import AttentionLayer
-from locater.numerics import finite_or_none, spearman, upcast
+from locater.layers.output_maps import written_norms, written_shares
+from locater.numerics import finite_or_none, spearman
 from locater.observing.head_roles import Circuit, circuit_scores, period_of
 from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
@@ -149,30 +150,10 @@ def _rows(
         predictions = {name: values[row.head] for name, values in by_layer[row.layer].items()}
         predictions["prior_localization"] = unit_tokens[key]
         theory = {} if key not in scanned else vars(scanned[key])
-        theory = {**theory, "written": written[row.layer][row.head]}
+        norm, share = written[row.layer][row.head], written_shares(written[row.layer])[row.head]
+        theory = {**theory, "written": norm, "written_share": share}
         rows.append(_row(row, predictions, theory, circuits.get(key), predicted.assumptions["length"]))
     return rows
-
-
-@torch.no_grad()
-def written_norms(layer: AttentionLayer) -> list[float | None]:
-    """The Frobenius norm of O_h V_h of every head, with the bias of its values as one more column: 0 for a head that
-    writes nothing, whatever it attends to. NaN where the maps are not finite, None where they are not known.
-    """
-    if layer.value is None or layer.out is None:
-        return [None] * layer.heads
-    value, out = upcast(layer.value.weight()), upcast(layer.out.weight())
-    if layer.value.bias is not None:
-        value = torch.cat([value, layer.value.bias.to(value)[:, None]], 1)
-    if out.shape[1] * layer.kv_heads != value.shape[0] * layer.heads:  # its heads are mixed in another way
-        return [None] * layer.heads
-    V = value.unflatten(0, (layer.kv_heads, -1))  # (K, v, d)
-    W_O = out.unflatten(1, (layer.heads, -1)).transpose(0, 1).to(V)  # (H, d, v)
-    values = (V @ V.mT).repeat_interleave(layer.group, 0)
-    outputs = W_O.mT @ W_O
-    squared = (outputs * values).sum((1, 2))
-    rounding = 1e-6 * outputs.norm(dim=(1, 2)) * values.norm(dim=(1, 2))
-    return [float(x) for x in squared.where(~(squared <= rounding), 0).sqrt()]
 
 
 def _layer_predictions(layer: AttentionLayer, entry: Input | None, length: int) -> dict[str, list[float | None]]:

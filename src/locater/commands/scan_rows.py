@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 from locater.commands.layer_moments import LayerMoments
 from locater.defaults import LENGTH
 from locater.findings import flags_of, key_variance
+from locater.findings.flags import FLAG_NAMES
 from locater.layers import AttentionLayer
 from locater.layers.bias import PairBias
+from locater.layers.output_maps import written_norms, written_shares
 from locater.layers.position_tables import PairTerms
 from locater.numerics import finite_or_none, lone_workers, one_thread
 from locater.predict.prediction import predict
@@ -74,6 +76,21 @@ def rows_of(parts: Iterable[LayerMoments], options: ScanOptions, workers: int = 
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
+
+
+def rows_with_written(rows: Iterable[HeadRow], layers: Mapping[int, AttentionLayer], raw: bool) -> Iterator[HeadRow]:
+    """Rows with what their heads write, and the flags of that; `layers` by number. NaN or infinite values and output
+    maps make a head nonfinite, and its numbers of queries and keys stay.
+    """
+    with one_thread():
+        norms = {number: written_norms(layer, raw) for number, layer in layers.items()}
+    shares = {number: written_shares(of_layer) for number, of_layer in norms.items()}
+    for row in rows:
+        norm, share = norms[row.layer][row.head], shares[row.layer][row.head]
+        raised = {*row.flags, *flags_of({"written_share": share, "finite": math.isfinite(norm or 0.0)}, LENGTH)}
+        written = None if norm is None else finite_or_none(norm)
+        flags = tuple(name for name in FLAG_NAMES if name in raised)
+        yield replace(row, written=written, written_share=share, flags=flags)
 
 
 def _list_rows(part: LayerMoments, options: ScanOptions) -> list[HeadRow]:

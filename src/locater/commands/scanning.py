@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from locater.calls.attention_like import unread
 from locater.commands.layer_moments import Work, layer_moments
 from locater.commands.scan_notes import assumptions, layer_entry, unread_notes
-from locater.commands.scan_rows import ScanOptions, rows_of
+from locater.commands.scan_rows import ScanOptions, rows_of, rows_with_written
 from locater.defaults import LENGTH, Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
@@ -130,6 +130,7 @@ def scan(
     download: bool = False,
     base: str | None = None,
     traffic: Traffic | None = None,
+    values: bool = False,
 ) -> Scan:
     """Read every head of `source`: an nn.Module, a folder, a weights file, a hub id, or an address (hf://, s3://, gs://,
     az://, https://).
@@ -139,9 +140,9 @@ def scan(
     read. `shard=(i, n)` reads the i-th of n parts of the layers; `Scan.join` puts them together. `query`, `key` and
     `heads` name the tensors of an unknown architecture. A live model of an unknown architecture is run as a copy, and
     its attention is discovered and verified; `example` has inputs for that, if they cannot be guessed. `details` adds
-    what a page draws. Of a remote checkpoint only the rows that are needed are read, and `traffic` counts them;
-    `download` downloads the whole checkpoint first (docs/remote.md). An adapter is read on `base`, or on the base model
-    that it names.
+    what a page draws, and `values` what each head writes, for which values and output maps are read too. Of a remote
+    checkpoint only the rows that are needed are read, and `traffic` counts them; `download` downloads the whole
+    checkpoint first (docs/remote.md). An adapter is read on `base`, or on the base model that it names.
 
     >>> from torch import nn
     >>> result = scan(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -151,6 +152,7 @@ def scan(
     if not 2 <= length <= 10**9:
         raise LocaterError(f"length {length} is out of range: give 2 to 1,000,000,000 tokens")
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
+    settings["values"] = values
     names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
     with session(traffic) as remote:
         weights, config = open_source(source, download, base)
@@ -172,6 +174,8 @@ def scan(
         by_threads, held = getattr(weights, "read_by_threads", False), isinstance(source, nn.Module)
         work = Work(raw, inputs, (threads + 1) // 2, by_threads, held)
         rows = list(rows_of(layer_moments(shown, [layer for _, layer in numbered], work), options, threads))
+        if values:
+            rows = [*rows_with_written(rows, dict(numbered), raw)]
         # what discovery leaves out it says itself
         discovered = any(layer.provenance == "discovered" for layer in layers)
         left = [] if discovered else unread(weights, [x.name for x in layers], config.get("num_hidden_layers"))
@@ -185,6 +189,7 @@ def scan(
         {
             **({"read": read_numbers} if read_numbers else {}),
             **assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
+            **({"values": True} if values else {}),
             **({} if opened_base is None else {"base": opened_base}),
         },
         [

@@ -91,6 +91,11 @@ def parse_conditions(
 def _flag(part: str, measured: Sequence[str], option: str) -> Condition | None:
     if part in RETIRED:
         raise LocaterError(f"{option} {part}: no longer a flag (docs/flags.md); {RETIRED[part]}")
+    if part == "silent" and part not in measured:
+        raise LocaterError(
+            f"{option} silent: what heads write is not read here: use `locater scan --values`; "
+            f"here: {', '.join(measured)}"
+        )
     if part in FLAG_NAMES and part not in measured:
         raise LocaterError(
             f"{option} {part}: this flag needs a forward pass, and weights alone do not show it; "

@@ -35,10 +35,10 @@ def head_blocks(layer: AttentionLayer, elements: int = ELEMENTS) -> Iterator[Att
             layer,
             heads=heads[1] - heads[0],
             kv_heads=kv_heads[1] - kv_heads[0],
-            query=_part(layer.query, query, heads, layer.heads),
-            key=_part(layer.key, key, kv_heads, layer.kv_heads),
-            query_norm=_norm_part(layer.query_norm, heads),
-            key_norm=_norm_part(layer.key_norm, kv_heads),
+            query=rows_of_heads(layer.query, query, heads, layer.heads),
+            key=rows_of_heads(layer.key, key, kv_heads, layer.kv_heads),
+            query_norm=norm_of_heads(layer.query_norm, heads),
+            key_norm=norm_of_heads(layer.key_norm, kv_heads),
         )
 
 
@@ -61,7 +61,7 @@ def _ranges(layer: AttentionLayer, elements: int) -> Iterator[tuple[Range, Range
             yield (first, min(first + count, (key + 1) * group)), (key, key + 1)
 
 
-def _part(projection: Projection, read: RowReader, heads: Range, count: int) -> Projection:
+def rows_of_heads(projection: Projection, read: RowReader, heads: Range, count: int) -> Projection:
     """The rows of some heads, of `count`, of a projection."""
     size = projection.shape[0] // count
     start, stop = heads[0] * size, heads[1] * size
@@ -69,7 +69,7 @@ def _part(projection: Projection, read: RowReader, heads: Range, count: int) -> 
     return Projection(partial(read, start, stop), (stop - start, projection.shape[1]), bias)
 
 
-def _norm_part(norm: Norm | None, heads: Range) -> Norm | None:
+def norm_of_heads(norm: Norm | None, heads: Range) -> Norm | None:
     """The norm of some heads; one with a gain or a bias for each head has those of these."""
     if norm is None:
         return None

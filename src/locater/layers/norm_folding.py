@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -63,6 +64,17 @@ class Tokens:
     __repr__ = brief
 
 
+class LogitMaps(NamedTuple):
+    """What the logits of a layer are made of, before its rotation and its scale: q = query z + query_shift, and keys
+    alike. `amplitude` of rotary positions is folded in.
+    """
+
+    query: Float[Tensor, "H h d"]
+    query_shift: Float[Tensor, "H h"]
+    key: Float[Tensor, "K h d"]
+    key_shift: Float[Tensor, "K h"]
+
+
 def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = None) -> Effective:
     """Fold a layer's norms into its query and key maps; `raw` takes the parameters as stored, without biases.
 
@@ -71,12 +83,21 @@ def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = 
     """
     if layer.unknown_scale is not None:
         raise LocaterError(f"{layer.name}: the scale of its logits is not known: {layer.unknown_scale}")
-    cross = layer.kind == "cross"
+    maps = logit_maps(layer, raw, tokens)
+    if raw:
+        term = maps.query.new_zeros(layer.heads, maps.key.shape[-1])
+    else:
+        shift = maps.query_shift.unflatten(0, (layer.kv_heads, -1))
+        term = torch.einsum("ghd,gnh->gnd", maps.key, shift).flatten(0, 1)
+    return Effective(maps.query, maps.key, term, layer.scale, layer.kind == "cross")
+
+
+def logit_maps(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = None) -> LogitMaps:
+    """The folded maps of queries and keys with their constant parts; see `effective`."""
     if raw:
         query, key = upcast(_heads(layer.query, layer.heads)), upcast(_heads(layer.key, layer.kv_heads))
-        precise = torch.promote_types(query.dtype, key.dtype)
-        query, key = query.to(precise), key.to(precise)
-        return Effective(query, key, query.new_zeros(layer.heads, key.shape[-1]), layer.scale, cross)
+        query_shift, key_shift = query.new_zeros(query.shape[:2]), key.new_zeros(key.shape[:2])
+        return _in_one_dtype(query, query_shift, key, key_shift)
     if tokens is None:
         query, query_shift = folded(_heads(layer.query, layer.heads), layer.query, layer.norm)
         key, key_shift = folded(_heads(layer.key, layer.kv_heads), layer.key, layer.key_side_norm)
@@ -85,17 +106,21 @@ def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = 
         query, query_shift = _measured(layer.query, layer.heads, read)
         key, key_shift = _measured(layer.key, layer.kv_heads, read if tokens.memory is None else _fold(tokens.memory))
     if layer.query_norm is not None:
-        query, query_shift = _mean_field(query, query_shift, layer.query_norm)
+        query, query_shift = mean_field(query, query_shift, layer.query_norm)
     if layer.key_norm is not None:
-        key, key_shift = _mean_field(key, key_shift, layer.key_norm)
+        key, key_shift = mean_field(key, key_shift, layer.key_norm)
     if layer.rotary is not None and layer.rotary.amplitude != 1:
         turning = torch.ones(layer.head_dim, dtype=query.dtype, device=query.device)
         turning[: layer.rotary.channels] = layer.rotary.amplitude
-        query, key, query_shift = query * turning[:, None], key * turning[:, None], query_shift * turning
-    precise = torch.promote_types(query.dtype, key.dtype)  # the two may be stored in different ones
-    query, key, query_shift = query.to(precise), key.to(precise), query_shift.to(precise)
-    term = torch.einsum("ghd,gnh->gnd", key, query_shift.unflatten(0, (layer.kv_heads, -1))).flatten(0, 1)
-    return Effective(query, key, term, layer.scale, cross)
+        query, query_shift = query * turning[:, None], query_shift * turning
+        key, key_shift = key * turning[:, None], key_shift * turning
+    return _in_one_dtype(query, query_shift, key, key_shift)
+
+
+def _in_one_dtype(query: Tensor, query_shift: Tensor, key: Tensor, key_shift: Tensor) -> LogitMaps:
+    """Queries and keys may be stored in different types."""
+    precise = torch.promote_types(query.dtype, key.dtype)
+    return LogitMaps(*(x.to(precise) for x in (query, query_shift, key, key_shift)))
 
 
 def _heads(projection: Projection, heads: int) -> Tensor:
@@ -134,7 +159,7 @@ def _measured(projection: Projection, heads: int, fold: Fold) -> tuple[Tensor, T
     return fold(_heads(projection, heads), projection)
 
 
-def _mean_field(weight: Tensor, shift: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+def mean_field(weight: Tensor, shift: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """A norm on queries or keys, with the root mean square over unit tokens in place of each token's own.
 
     E |W z + c|^2 / d_head = (||W||_F^2 + |c|^2) / d_head, so scaling W and c together changes nothing.

@@ -57,6 +57,7 @@ SCAN_HEADINGS: dict[str, Read] = {
     "key bias": column_reader("key_bias"),
     "kept": column_reader("residual_kept"),
 }
+VALUE_HEADINGS: dict[str, Read] = {"writes": lambda row: row.get("written_share")}  # of scans that read values
 PROBE_HEADINGS: dict[str, Read] = {
     "H": column_reader("entropy"),
     "first": column_reader("sink"),

@@ -14,6 +14,7 @@ from rich.markup import escape
 from locater.findings import Verdict
 from locater.markup import display, table
 from locater.numerics import known_median
+from locater.report.change_verdict import change_verdict
 from locater.report.columns import SCAN_HEADINGS, Read, column_reader, quantities, quantity_words
 from locater.report.notebook import map_html
 from locater.report.pages import short_name
@@ -25,10 +26,17 @@ from locater.version import OLD_NOTES
 
 Document = Mapping[str, Any]
 NAMED_COLUMNS, NAMED_CHANGES = 3, 6  # columns and heads that sentences name
-NAMED_TENSORS = 3
 MOST_MEDIANS = 8  # scans of a series in the table of medians; of more, evenly chosen ones with the first and the last
 UNREAD = "Compared are queries, keys and norms; values, output maps, MLPs and embeddings were not read."
+SHOWN = 0.005  # relative difference of a head's maps, which two decimals show
 NOTABLE = 0.01  # of the range of a number: smaller changes are not named
+# of a head's maps over their norm in A
+DIFFERENCE_HEADINGS = {"QK": "qk", "QK apart": "qk_rotated", "OV": "ov"}
+DIFFERENCE_LEGEND = {
+    "QK": "difference of W over its norm in A",
+    "QK apart": "the same for tokens some positions apart",
+    "OV": "of what it writes",
+}
 MEDIAN_COLUMNS: dict[str, Read] = {
     **SCAN_HEADINGS,
     "stable rank": column_reader("stable_rank"),
@@ -44,10 +52,12 @@ def changes_sentences(comparison: Document, a: Document, b: Document) -> list[st
     if not comparison["aligned"]:
         return []
     if comparison["equal"]:
-        return _equal_words(comparison["tensors"])
+        return []
     columns = [name for name, size in comparison["changes"]["columns"].items() if size >= NOTABLE]
     heads = notable_changes(comparison)
     if not heads:
+        if comparison.get("weights") is not None:  # the verdict says it
+            return []
         return [f"No number of any head changed by more than {NOTABLE:.0%} of its range. {UNREAD}"]
     named = "; ".join(_medians_of_two(name, a, b) for name in columns[:NAMED_COLUMNS])
     listed = "; ".join(_by_column(heads[:NAMED_CHANGES]))
@@ -60,18 +70,31 @@ def notable_changes(comparison: Document) -> list[Document]:
     return [change for change in comparison["changes"]["heads"] if change["size"] >= NOTABLE]
 
 
-def _equal_words(tensors: Document | None) -> list[str]:
-    """What was compared, where no head differs."""
-    if tensors is None:
-        return [f"Every number of every head is equal. {UNREAD}"]
-    apart = [*tensors["different"], *tensors["only_a"], *tensors["only_b"]]
-    if not apart:
-        return [f"Identical: all {tensors['compared']:,} tensors have equal bytes."]
-    count = tensors["compared"] + len(tensors["only_a"]) + len(tensors["only_b"])
-    named = ", ".join(apart[:NAMED_TENSORS])
-    more = f" and {len(apart) - NAMED_TENSORS:,} more" if len(apart) > NAMED_TENSORS else ""
-    differ = f"{len(apart):,} of {count:,} tensors differ{'s' * (len(apart) == 1)}: {named}{more}."
-    return [f"Every number of every head is equal, which says nothing of values, output maps and MLPs. {differ}"]
+def change_sentence(comparison: Document) -> str:
+    """The verdict on two models; on those that were compared by their scans alone, what was not read."""
+    return change_verdict(comparison).sentence
+
+
+def following_sentences(comparison: Document, a: Document, b: Document) -> list[str]:
+    """What follows the verdict: faults that heads gained or lost, and which numbers changed most."""
+    if not comparison["aligned"] or change_verdict(comparison).name == "identical":
+        return []
+    faults = fault_changes(verdicts_of(a), verdicts_of(b))
+    if comparison["equal"]:
+        return []
+    return [faults, *changes_sentences(comparison, a, b)]
+
+
+def lines_of_weights(comparison: Document) -> list[Document]:
+    """The heads whose maps differ by what two decimals show, the most different first; those without numbers before."""
+    heads = [x for x in comparison["heads"] if x.get("weights") is not None]
+    lost = [x for x in heads if "nonfinite" in (*x["gained"], *x["lost"])]
+    known = [x for x in heads if largest_difference(x["weights"]) >= SHOWN and x not in lost]
+    return lost + sorted(known, key=lambda x: -largest_difference(x["weights"]))
+
+
+def largest_difference(differences: Mapping[str, float | None]) -> float:
+    return max((x for x in differences.values() if x is not None), default=0.0)
 
 
 def _medians_of_two(name: str, a: Document, b: Document) -> str:
@@ -107,8 +130,8 @@ def comparison_page(comparison: Document, a: Document, b: Document) -> str:
     )
     changed = ""
     if aligned:
-        verdict = fault_changes(verdicts_of(a), verdicts_of(b))
-        changed = " ".join(changes_sentences(comparison, a, b))
+        verdict = change_sentence(comparison)
+        changed = " ".join(following_sentences(comparison, a, b))
     else:
         verdict = " ".join(f"{letter}: {scan_verdict(x)}" for letter, x in (("A", a), ("B", b)))
         counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
@@ -133,41 +156,68 @@ def comparison_in_notebook(comparison: Document, a: Document, b: Document) -> st
         for x in comparison["changes"]["heads"][:NAMED_CHANGES]
     ]
     listed = table(["head", "changed most", "A", "B", "B - A"], lines, left=["changed most"])
-    sentences = (fault_changes(verdicts_of(a), verdicts_of(b)), *changes_sentences(comparison, a, b))
+    sentences = (change_sentence(comparison), *following_sentences(comparison, a, b))
+    if comparison["equal"] and not lines_of_weights(comparison):
+        return display(title, sentences)
     return display(title, sentences, map_html(map_of_comparison(comparison, a, b)), listed)
 
 
 def print_comparison(comparison: Document, a: Document, b: Document, console: Console) -> None:
-    """What changed most in words, medians of both, then the heads that changed most."""
+    """The verdict, what changed most in words, medians of both, then the heads that changed most."""
     both = [verdicts_of(scan) for scan in (a, b)]
-    if comparison["aligned"]:
-        console.print(f"[bold]{fault_changes(*both)}[/bold]", highlight=False)
-    for sentence in changes_sentences(comparison, a, b):
+    console.print(f"[bold]{escape(change_sentence(comparison))}[/bold]", highlight=False)
+    for sentence in following_sentences(comparison, a, b):
         console.print(escape(sentence), highlight=False)
     for letter, scan in (("A", a), ("B", b)):
         for note in scan["assumptions"]["notes"]:
             if note in OLD_NOTES:
                 console.print(f"[dim]- {letter}: {escape(note)}[/dim]", highlight=False)
-    medians = empty_table("medians over heads", ("", "A", "B"))
-    for name, read in MEDIAN_COLUMNS.items():
-        medians.add_row(name, *(number(known_median(read(row) for row in scan["heads"])) for scan in (a, b)))
-    console.print(medians)
+    differing = lines_of_weights(comparison)
+    if comparison["equal"] and not differing:
+        return
+    if notable_changes(comparison) or not comparison["aligned"]:
+        medians = empty_table("medians over heads", ("", "A", "B"))
+        for name, read in MEDIAN_COLUMNS.items():
+            of_both = [number(known_median(read(row) for row in scan["heads"])) for scan in (a, b)]
+            if len({*of_both}) > 1 or not comparison["aligned"]:
+                medians.add_row(name, *of_both)
+        if medians.row_count:
+            console.print(medians)
     if not comparison["aligned"]:
         console.print("Their shapes differ, so heads are not subtracted.", highlight=False)
         return
-    if comparison["equal"]:
-        return
     lines = _change_lines(comparison, a, b, *both)[:MOST_SHOWN]
-    title = "heads that changed most (B - A)"
-    print_tables([line_table(title, list(SCAN_HEADINGS), lines, console.width)], LEGEND, console)
+    if lines:
+        title = "heads that changed most (B - A)"
+        names = [*_difference_columns(comparison), *_number_columns(comparison)]
+        kept = [i for i in range(len(names)) if any(cells[i] not in ("0.00", "-") for _, cells, *_ in lines)]
+        shown = [(at, [cells[i] for i in kept], faults, notes) for at, cells, faults, notes in lines]
+        print_tables(
+            [line_table(title, [names[i] for i in kept], shown, console.width)],
+            {**LEGEND, **DIFFERENCE_LEGEND},
+            console,
+        )
+
+
+def _difference_columns(comparison: Document) -> dict[str, str]:
+    """Headings of differences of maps, where they were compared."""
+    return DIFFERENCE_HEADINGS if any(x.get("weights") is not None for x in comparison["heads"]) else {}
+
+
+def _number_columns(comparison: Document) -> dict[str, Read]:
+    """Headings of numbers of a scan, where one changed notably or there is nothing else to show."""
+    return SCAN_HEADINGS if notable_changes(comparison) or not _difference_columns(comparison) else {}
 
 
 def _change_lines(
     comparison: Document, a: Document, b: Document, before: Sequence[Verdict], after: Sequence[Verdict]
 ) -> list[Line]:
-    """A line per head with its differences and the flags it gained (+) or lost (-), the largest change first."""
+    """A line per head that changed, with its differences and the flags it gained (+) or lost (-), the largest change
+    first.
+    """
     lines: dict[tuple[int, int], Line] = {}
     broken = []  # heads without numbers to compare
+    differences, numbers = _difference_columns(comparison), _number_columns(comparison)
     for change, row_a, row_b, was, is_now in zip(
         comparison["heads"], a["heads"], b["heads"], before, after, strict=True
     ):
@@ -176,11 +226,17 @@ def _change_lines(
             [f"+{x}" for x in change["gained"] if x in gained] + [f"-{x}" for x in change["lost"] if x in lost]
             for gained, lost in ((is_now.faults, was.faults), (is_now.notes, was.notes))
         )
-        lines[at] = (at, [_signed(_minus(read(row_b), read(row_a))) for read in SCAN_HEADINGS.values()], faults, notes)
+        cells = [number(change["weights"][name]) for name in differences.values()]
+        cells += [_signed(_minus(read(row_b), read(row_a))) for read in numbers.values()]
+        lines[at] = (at, cells, faults, notes)
         if "nonfinite" in (*change["gained"], *change["lost"]):
             broken.append(at)
-    largest = [(x["layer"], x["head"]) for x in comparison["changes"]["heads"]]
-    return [lines[at] for at in dict.fromkeys([*broken, *largest, *lines])]
+    flagged = [at for at, (_, _, faults, notes) in lines.items() if faults or notes]
+    differing = [(x["layer"], x["head"]) for x in lines_of_weights(comparison)]
+    largest = [(x["layer"], x["head"]) for x in notable_changes(comparison)]
+    if not differences:
+        largest = [(x["layer"], x["head"]) for x in comparison["changes"]["heads"] if x["size"] > 0]
+    return [lines[at] for at in dict.fromkeys([*broken, *flagged, *differing, *largest])]
 
 
 def _minus(b: float | None, a: float | None) -> float | None:

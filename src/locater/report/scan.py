@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.findings import Verdict
-from locater.report.columns import SCAN_HEADINGS, Row, opening_quantity, quantities
+from locater.report.columns import SCAN_HEADINGS, VALUE_HEADINGS, Row, opening_quantity, quantities
 from locater.report.notebook import heads_display
 from locater.report.pages import assemble, excuses, flag_table, layer_note, round_significant, short_name
 from locater.report.plots import map_of_scan
@@ -44,6 +44,8 @@ LEGEND = {
     "S/F": "1 symmetric, -1 antisymmetric",
     "key bias": "spread of the key-only term",
     "kept": "share of the tokens' differences that attention alone keeps",
+    "stable rank": "how many directions carry the map",
+    "writes": "norm of what it writes, O V, over the median of its layer",
 }
 
 
@@ -157,7 +159,8 @@ def print_scan(scan: Document, console: Console) -> None:
         f"[bold]{summary(rows, verdicts, predicted_from(a))}[/bold] {notes_sentence(rows, verdicts)}", highlight=False
     )
     legend = {**LEGEND, "H": "log T - v/2, the old formula"} if OF_SCHEMA in a else LEGEND
-    print_heads(scan, verdicts, SCAN_HEADINGS, legend, {"kept": "residual_kept"}, console)
+    headings = {**VALUE_HEADINGS, **SCAN_HEADINGS} if a.get("values") else SCAN_HEADINGS
+    print_heads(scan, verdicts, headings, legend, {"kept": "residual_kept"}, console)
     for sentence in filter(None, (collapse_sentence(scan["layers"], a["length"]), directions_sentence(rows))):
         console.print(escape(sentence), highlight=False)
     console.print(escape(" ".join(filter(None, (origin_sentence(a), read_sentence(a))))), highlight=False)

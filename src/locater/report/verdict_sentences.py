@@ -44,7 +44,7 @@ def summary(rows: Sequence[Row], verdicts: Sequence[Verdict], predicted: str = "
 def _fault_sentence(name: str, heads: Sequence[tuple[int, int]], of: int, predicted: str) -> str:
     """`2 of 8 heads look sharp (predicted from weights; measure with `locater probe`): 0.2, 1.4.`"""
     count = f"{len(heads):,} of {amount(of, 'head')}"
-    if predicted and name != "nonfinite":  # weights show it, and do not just predict it
+    if predicted and name not in ("nonfinite", "silent"):  # weights show it, and do not just predict it
         verb = "looks" if len(heads) == 1 else "look"
         return f"{count} {verb} {name} (predicted from {predicted}; measure with `locater probe`): {head_list(heads)}."
     return f"{count} {'is' if len(heads) == 1 else 'are'} {name}: {head_list(heads)}."
@@ -116,11 +116,12 @@ def read_sentence(assumptions: Mapping[str, Any]) -> str:
     read = assumptions.get("read")
     if not read:
         return ""
+    what = "queries, keys, values, outputs and norms" if assumptions.get("values") else "queries, keys and norms"
     if not read["of"]:
-        return "Read: queries, keys and norms; nothing is known of the rest."
+        return f"Read: {what}; nothing is known of the rest."
     share = 100 * (read["maps"] + read["vectors"]) / read["of"]
     shown = f"{share:.1f}" if share >= 0.1 else f"{share:.2g}"
-    return f"Read: queries, keys and norms, {shown} % of the numbers of the model; nothing is known of the rest."
+    return f"Read: {what}, {shown} % of the numbers of the model; nothing is known of the rest."
 
 
 def collapse_sentence(layers: Sequence[Mapping[str, Any]], length: int) -> str:

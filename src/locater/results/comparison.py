@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locater.brief import brief
 from locater.errors import LocaterError
+from locater.findings import Verdict, key_variance
 from locater.markup import quantile
 from locater.numerics import known_median
 from locater.report.columns import known_numbers, quantities, range_of
@@ -25,8 +26,14 @@ MEDIANS = (
 )
 MOST_LISTED = 20  # heads that the document lists as those that changed most
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
-FAULT = "fault"  # a condition of --fail-on: any fault that is new
-CHANGE_COLUMNS = tuple(f"change_{name}" for name in DIFFERENCES)
+
+FAULT = "fault"  # a condition of --fail-on: any fault that is new, or grew by GROWN
+IDENTICAL, CHANGED_AT_ALL = "identical", "changed"  # conditions on two models as a whole
+WHOLE = (IDENTICAL, CHANGED_AT_ALL)
+GROWN = 10.0  # times the spread of logits of a sharp head, or one over it of a uniform one
+CHANGED = 0.01  # relative difference above which a head counts as changed
+WEIGHT_COLUMNS = ("difference", "difference_qk", "difference_qk_rotated", "difference_ov")
+CHANGE_COLUMNS = (*(f"change_{name}" for name in DIFFERENCES), *WEIGHT_COLUMNS)
 
 
 class Change(NamedTuple):
@@ -80,6 +87,11 @@ def by_head(table: Sequence[Change]) -> list[Change]:
     return list(best.values())
 
 
+def largest(differences: Mapping[str, float | None] | None) -> float | None:
+    """The largest difference of a head; None where none is known."""
+    return max((x for x in (differences or {}).values() if x is not None), default=None)
+
+
 @dataclass(frozen=True)
 class HeadChange:
     """One head in both scans: `difference[column]` is b minus a, None where either has no number."""
@@ -89,8 +101,16 @@ class HeadChange:
     difference: dict[str, float | None]
     gained: tuple[str, ...]  # flags that only b raises
     lost: tuple[str, ...]
+    # relative differences of the maps themselves: `qk`, `qk_rotated`, `ov`; None where they were not read
+    weights: dict[str, float | None] | None = None
+    moved: dict[str, Any] | None = None  # `part`, and the `layer` and `head` of a where b has it from
 
     __repr__ = brief
+
+    @property
+    def largest(self) -> float | None:
+        """The largest of `weights`; None where none is known."""
+        return largest(self.weights)
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,46 @@ class ComparedTensors:
     __repr__ = brief
 
 
+@dataclass(frozen=True)
+class ModuleChange:
+    """The tensors of one kind, such as all `q_proj.weight`, that changed: by what share of their norm, at what rank."""
+
+    module: str  # their name with the number of the layer left open
+    changed: int
+    of: int
+    relative: float | None  # norm of the difference over that in a, median
+    largest: float | None
+    rank: int | None  # the largest of any; None where one is full, or none is a matrix
+    attention: bool  # whether they lie in attention modules
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True)
+class WeightChanges:
+    """Every tensor of two sources on this machine."""
+
+    whole: bool  # False where one shows the tensors of attention alone
+    compared: int  # in both
+    equal: int  # in bytes
+    dtype: int  # equal once rounded to the type of the other
+    different: list[str]  # with another shape, type or number
+    only_a: list[str]
+    only_b: list[str]
+    nonfinite: list[str]  # with NaN or infinite numbers in b where a has finite ones
+    config: list[str]  # settings of config.json that differ
+    modules: list[ModuleChange]
+
+    __repr__ = brief
+
+    @property
+    def identical(self) -> bool:
+        return self.equal == self.compared > 0 and not (self.only_a or self.only_b or self.config)
+
+    def as_tensors(self) -> ComparedTensors:
+        return ComparedTensors(self.compared, self.different, self.only_a, self.only_b)
+
+
 @dataclass(frozen=True, repr=False)
 class Comparison(Document):
     """Two scans side by side. `rows` is empty unless they are `aligned`: the same layers with the same heads."""
@@ -114,6 +174,7 @@ class Comparison(Document):
     aligned: bool
     rows: list[HeadChange]
     tensors: ComparedTensors | None = None  # of sources with equal heads, where all their tensors could be read
+    weights: WeightChanges | None = None  # of two sources on this machine, where all their tensors could be read
 
     schema = SCAN_SCHEMA
 
@@ -135,6 +196,38 @@ class Comparison(Document):
         from locater.report.plots import map_of_comparison, plot
 
         return plot(map_of_comparison(self.to_dict(), self.a.to_dict(), self.b.to_dict(), column))
+
+    def with_heads(
+        self, differences: Sequence[dict[str, float | None]], moves: Mapping[tuple[int, int], dict[str, Any]]
+    ) -> Comparison:
+        """This comparison with the differences of the maps of each head, in the order of its rows."""
+        rows = [
+            replace(row, weights=x, moved=moves.get((row.layer, row.head)))
+            for row, x in zip(self.rows, differences, strict=True)
+        ]
+        return replace(self, rows=rows)
+
+    @property
+    def verdict(self) -> str:
+        """What differs, in one sentence."""
+        from locater.report.change_verdict import change_verdict
+
+        return change_verdict(self.to_dict()).sentence
+
+    def whole_conditions(self) -> dict[str, str]:
+        """The conditions of --fail-on that hold of two models as a whole, and what there is to say: `identical` or
+        `changed`, and `nonfinite` and `fault` where any tensor has lost its numbers. Of scans alone only what they read
+        is known.
+        """
+        from locater.report.change_verdict import lost_words
+
+        same = self.equal if self.weights is None else self.weights.identical
+        name = IDENTICAL if same else CHANGED_AT_ALL
+        lost = "" if self.weights is None else lost_words(asdict(self.weights))
+        return {
+            name: f"{name}: {self.verdict.rstrip('.')}",
+            **(dict.fromkeys(("nonfinite", FAULT), lost) if lost else {}),
+        }
 
     @property
     def equal(self) -> bool:
@@ -162,8 +255,8 @@ class Comparison(Document):
 
     def condition_rows(self) -> list[dict[str, Any]]:
         """What conditions of --fail-on are tested on: for each head `change_COLUMN`, B minus A, and as `flags` those
-        that B raises and A does not, with "fault" among them where one is a fault in B and was none in A; and
-        the columns of B.
+        that B raises and A does not, with "fault" among them where one is a fault in B and was none in A, or
+        was one a tenth as bad; `difference` and its parts; and the columns of B.
         """
         if not self.aligned:
             raise LocaterError(
@@ -171,10 +264,12 @@ class Comparison(Document):
                 "give two models of one shape, or use locater scan B --fail-on"
             )
         rows = []
-        pairs = zip(self.rows, self.b.rows, self.a.verdicts, self.b.verdicts, strict=True)
-        for change, row, before, after in pairs:
-            new_fault = bool({*after.faults} - {*before.faults})
+        pairs = zip(self.rows, self.a.rows, self.b.rows, self.a.verdicts, self.b.verdicts, strict=True)
+        for change, was, row, before, after in pairs:
+            new_fault = bool({*after.faults} - {*before.faults}) or fault_grew(was, row, before, after)
             differences = {f"change_{name}": x for name, x in change.difference.items()}
+            differences |= {"difference": change.largest}
+            differences |= {f"difference_{name}": x for name, x in (change.weights or {}).items()}
             flags = (*change.gained, *((FAULT,) if new_fault else ()))
             rows.append({**vars(row), "flags": flags, "new": True, **differences})
         return rows
@@ -187,6 +282,12 @@ class Comparison(Document):
         }
 
     def to_dict(self) -> dict[str, Any]:
+        from locater.report.change_verdict import change_verdict
+
+        document = self._numbers()
+        return {**document, "verdict": change_verdict(document)._asdict()}
+
+    def _numbers(self) -> dict[str, Any]:
         return {
             **self.header(),
             "source": [self.a.source, self.b.source],
@@ -194,6 +295,7 @@ class Comparison(Document):
             "aligned": self.aligned,
             "equal": self.equal,
             "tensors": None if self.tensors is None else asdict(self.tensors),
+            "weights": None if self.weights is None else asdict(self.weights),
             "medians": {name: list(pair) for name, pair in self.medians().items()},
             "changes": {
                 "columns": self.column_changes(),
@@ -230,9 +332,20 @@ def compare_scans(first: Scan, second: Scan) -> Comparison:
                 "scan them alike"
             )
     first, second = recompute_mixed((first, second))
+    if not (first.has_values and second.has_values):
+        first, second = first.without_values(), second.without_values()
     aligned = head_shapes(first) == head_shapes(second)
     rows = [_head_change(x, y) for x, y in zip(first.rows, second.rows, strict=True)] if aligned else []
     return Comparison(first, second, aligned, rows)
+
+
+def fault_grew(a: HeadRow, b: HeadRow, before: Verdict, after: Verdict) -> bool:
+    """Whether a head that is sharp in both has GROWN times the spread in b, or one that is uniform a tenth of it."""
+    if None in (a.F, a.key_bias, b.F, b.key_bias):
+        return False
+    small, large = (key_variance(row.F, row.key_bias) for row in (a, b))
+    both = {*before.faults} & {*after.faults}
+    return ("sharp" in both and large >= GROWN**2 * small) or ("uniform" in both and 0 < large * GROWN**2 <= small)
 
 
 def head_shapes(result: Scan) -> list[tuple[int, int, str]]:

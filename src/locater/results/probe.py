@@ -67,7 +67,7 @@ BOUND = ("logit_bound",)
 MEASURED = tuple(name for name in PROBE_COLUMNS if name not in (*PREDICTED, *PRIOR, *BOUND))
 # M, S, F, key bias and skew over the measured tokens decide flags, and so does what a head can write; not all of them
 # are columns
-UNLISTED = ("finite", "written", "M", "S", "F", "key_bias", "skew")
+UNLISTED = ("finite", "written_share", "M", "S", "F", "key_bias", "skew")
 PROBE_FLAGS = tuple(flag.name for flag in FLAGS if set(flag.needs) <= {*PROBE_COLUMNS, *UNLISTED})
 
 

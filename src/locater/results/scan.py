@@ -46,7 +46,7 @@ def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: 
         document[part]  # KeyError names it
     if not _text(document["source"]):
         raise ValueError("source is not text")
-    _check(document["assumptions"], ASSUMPTIONS, "assumptions", {"layers", "read"})
+    _check(document["assumptions"], ASSUMPTIONS, "assumptions", {"layers", "read", "values"})
     for part, checks, may_lack in (("layers", LAYER, LAYER_OPTIONAL), ("heads", _head(numeric), optional)):
         if not isinstance(document[part], list):
             raise ValueError(f"{part} is not a list")
@@ -132,6 +132,7 @@ ASSUMPTIONS: dict[str, Check] = {
     "length": _length,
     "layers": _count,
     "notes": _list(_text),
+    "values": _boolean,
     "read": lambda x: isinstance(x, dict) and all(_count(x.get(part)) for part in ("maps", "vectors", "of")),
 }
 LAYER: dict[str, Check] = {
@@ -151,6 +152,7 @@ HEAD: dict[str, Check] = {
     "kind": _text,
     **dict.fromkeys(("approximation", "quantised"), _maybe(_text)),
     "flags": _list(_text),
+    **dict.fromkeys(("written", "written_share"), _nonnegative),
     "eigenvalues": _maybe(_list(_pair)),
     "drive": _maybe(_drive),
     "profile": _maybe(_list(_number)),
@@ -203,6 +205,8 @@ class HeadRow:
     flags: tuple[str, ...] = ()
     quantised: str | None = None  # the format of the layer's weights, where they are stored quantised: "fp8", "nf4"
     # optional columns
+    written: float | None = None  # norm of O_h V_h, where values were read
+    written_share: float | None = None  # over the median of the heads of its layer that write
     eigenvalues: tuple[tuple[float, float], ...] | None = None
     drive: dict[str, Any] | None = None  # rotary: "even" and "odd" by frequency, and the constant "still", in logits
     profile: tuple[float, ...] | None = None  # rho over 65 positions, where the closed form does not apply
@@ -213,9 +217,12 @@ class HeadRow:
         return getattr(self, column)
 
 
-OPTIONAL = ("eigenvalues", "drive", "profile", "quantised")  # columns that a document has only where they are filled
+VALUE_COLUMNS = ("written", "written_share")  # of scans that read values
+# columns that a document has only where they are filled
+OPTIONAL = (*VALUE_COLUMNS, "eigenvalues", "drive", "profile", "quantised")
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
+VALUE_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*VALUE_COLUMNS})
 
 
 @dataclass(frozen=True, repr=False)
@@ -324,6 +331,19 @@ class Scan(Document):
         return cls(sources[0], assumptions, layers, rows)
 
     @property
+    def has_values(self) -> bool:
+        """Whether values and output maps were read."""
+        return bool(self.assumptions.get("values"))
+
+    def without_values(self) -> Scan:
+        """This scan as if values and output maps had not been read."""
+        if not self.has_values:
+            return self
+        rows = [replace(row, written=None, written_share=None, flags=_flags_without_values(row)) for row in self.rows]
+        assumptions = {name: value for name, value in self.assumptions.items() if name != "values"}
+        return replace(self, assumptions=assumptions, rows=rows)
+
+    @property
     def old(self) -> bool:
         """Whether expected entropy and flags come from a document of schema 1."""
         return OF_SCHEMA in self.assumptions
@@ -404,6 +424,12 @@ def recompute_mixed(scans: Iterable[Scan]) -> list[Scan]:
 
 def _other_assumptions(shard: Scan) -> dict[str, Any]:
     return {name: value for name, value in shard.assumptions.items() if name != "read"}
+
+
+def _flags_without_values(row: HeadRow) -> tuple[str, ...]:
+    """A head that is finite but for its values has its numbers."""
+    gone = {*VALUE_FLAGS} | ({"nonfinite"} if row.frobenius_sq is not None else set())
+    return tuple(name for name in row.flags if name not in gone)
 
 
 def _entropies(entropy: Callable[..., Any], variance: list[float], length: int) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +12,16 @@ from locater.errors import LocaterError
 from locater.markup import quantile
 from locater.numerics import known_median
 from locater.report.verdict_sentences import letters
-from locater.results.comparison import MEDIANS, MOST_LISTED, Comparison, changes, compare_scans, head_shapes, ranges
+from locater.results.comparison import (
+    MEDIANS,
+    MOST_LISTED,
+    Comparison,
+    changes,
+    compare_scans,
+    head_shapes,
+    largest,
+    ranges,
+)
 from locater.results.document import Document
 from locater.results.run_names import label_source
 from locater.results.scan import Scan, recompute_mixed
@@ -48,6 +57,7 @@ class ComparisonSeries(Document):
     scans: list[Scan]
     pairs: list[Comparison]
     ends: Comparison
+    from_first: list[list[float | None] | None] | None = None  # of each scan but the first, the difference of each head
 
     schema = SCAN_SCHEMA
 
@@ -56,6 +66,17 @@ class ComparisonSeries(Document):
         return (
             f"ComparisonSeries({len(self.scans)} scans of {len(first.rows)} heads, {first.source!r} to {last.source!r})"
         )
+
+    def with_heads(
+        self,
+        steps: Sequence[Sequence[dict[str, float | None]] | None],
+        from_first: Sequence[Sequence[dict[str, float | None]] | None],
+    ) -> ComparisonSeries:
+        """This series with the differences of the maps of each head: of neighbours, and of each scan from the first."""
+        pairs = [pair if x is None else pair.with_heads(x, {}) for pair, x in zip(self.pairs, steps, strict=True)]
+        ends = self.ends if from_first[-1] is None else self.ends.with_heads(from_first[-1], {})
+        totals = [None if x is None else [largest(one) for one in x] for x in from_first]
+        return replace(self, pairs=pairs, ends=ends, from_first=totals)
 
     @property
     def labels(self) -> list[str]:
@@ -116,6 +137,8 @@ class ComparisonSeries(Document):
             "aligned": True,
             "equal": all(pair.equal for pair in self.pairs),
             "tensors": None,
+            "weights": None,
+            "verdict": None,
             "medians": self.medians(),
             "changes": {
                 "columns": {name: max(sizes) for name, sizes in self.column_changes().items()},
@@ -128,7 +151,7 @@ class ComparisonSeries(Document):
 
     def records(self) -> list[dict[str, Any]]:
         """A dictionary per head: the last scan against the first, and `between` neighbours."""
-        parts = ("difference", "gained", "lost")
+        parts = ("difference", "gained", "lost", "weights")
         heads = []
         for at, row in enumerate(self.ends.rows):
             steps = [vars(pair.rows[at]) for pair in self.pairs]
@@ -142,11 +165,17 @@ class ComparisonSeries(Document):
         folder, names = _short_names([scan.source for scan in self.scans])
         steps = _steps_in(names)
         rows = []
-        for label, scan, name, step in zip(self.labels, self.scans, names, steps, strict=True):
+        zeros: list[float | None] = [0.0] * len(self.scans[0].rows)
+        totals = [None] * len(self.scans) if self.from_first is None else [zeros, *self.from_first]
+        for label, scan, name, step, total in zip(self.labels, self.scans, names, steps, totals, strict=True):
             source = name if names.count(name) == 1 else f"{name} ({label})"
             layers = {entry["layer"]: entry["name"] for entry in scan.layers}
             more = {"source": source, "run": folder, "step": step}
-            rows += [{**row, **more, "layer_name": layers[row["layer"]]} for row in scan.records()]
+            changed = [{}] * len(scan.rows) if total is None else [{"difference": x} for x in total]
+            rows += [
+                {**row, **change, **more, "layer_name": layers[row["layer"]]}
+                for row, change in zip(scan.records(), changed, strict=True)
+            ]
         return trajectory(rows, {}, length=self.scans[0].assumptions["length"])
 
     def page(self) -> str:
@@ -165,6 +194,8 @@ class ComparisonSeries(Document):
 def compare_series(scans: list[Scan]) -> ComparisonSeries:
     """Compare a series of scans of models of one shape that were made with the same settings."""
     scans = recompute_mixed(scans)
+    if not all(scan.has_values for scan in scans):
+        scans = [scan.without_values() for scan in scans]
     first = scans[0]
     for other in scans[1:]:
         if head_shapes(other) != head_shapes(first):

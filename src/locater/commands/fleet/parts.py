@@ -11,14 +11,15 @@ from typing import Any
 
 from locater.commands.fleet.cache_keys import Job
 from locater.errors import LocaterError, first_line
-from locater.results.scan import HeadRow, Scan
+from locater.results.scan import VALUE_COLUMNS, HeadRow, Scan
 from locater.version import SCAN_SCHEMA, __version__
 
 METADATA = b"locater"
 ROW = 20  # bytes that a head takes in a part at least: it has some twenty numbers that do not repeat
 LABELS = {"source": "str", "run": "str", "step": "int", "identity": "str", "digest": "str", "layer_name": "str"}
 COMPUTED_AGAIN = ("expected_entropy", "flags", "faults")  # columns of schema 1 with another meaning
-LEFT_OUT = ("drive", "profile")  # columns that only a page of one scan draws
+# columns that only a page of one scan draws, and those of values, which a fleet does not read
+LEFT_OUT = ("drive", "profile", *VALUE_COLUMNS)
 
 
 class DamagedPartError(LocaterError):

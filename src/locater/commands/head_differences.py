@@ -1,0 +1,309 @@
+"""How much the heads of two models of one shape differ in what they do: logits at offset 0 and above, and what is
+written. And which heads of one are heads of the other in another place.
+
+A difference of W = W_Q^T W_K (docs/theory.md section 2) is that of two products of thin matrices, and is computed from
+their small products without cancellation: with Q' = Q + dQ and K' = K + dK,
+
+    W' - W = dQ^T K' + Q^T dK = [dQ; Q]^T [K'; dK],
+
+whose norm is that of (2h x 2h) Gram matrices. No d x d matrix is formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.layers import AttentionLayer
+from locater.layers.head_blocks import head_blocks
+from locater.layers.norm_folding import logit_maps
+from locater.layers.output_maps import OutputMaps, column_gram, output_maps
+from locater.layers.rotary import Rotary
+from locater.numerics import finite_or_none, one_thread
+
+OFFSETS = (1, 4, 16, 64)  # distances in tokens over which the logits of rotated heads are compared
+AT_ONCE = 2**21  # numbers of the query and key maps of one model that are folded at a time
+PROBES = 8  # random directions that a head is recognised by
+ALIKE = 1e-2  # relative difference of two heads' responses to these, under which they are one head
+NO_DIFFERENCE = 1e-7  # relative: below it a difference is the rounding of maps folded in float32
+
+
+class HeadDifference(NamedTuple):
+    """One head of a model beside the same head of its base, each number relative to the norm of the base's map (to that
+    of the other where the base's is zero). None is a number that does not exist: maps that are not known or not finite,
+    no rotation.
+    """
+
+    qk: float | None  # of the logits of two tokens at the same position
+    qk_rotated: float | None  # of those of tokens some positions apart, root mean square over OFFSETS
+    ov: float | None  # of what the head writes, O_h V_h
+
+    @property
+    def largest(self) -> float | None:
+        """The largest of the three; None where none is known."""
+        return max((x for x in self if x is not None), default=None)
+
+
+def same_shape(base: AttentionLayer, other: AttentionLayer) -> bool:
+    """Whether the heads of two layers can be subtracted."""
+    shapes = [(x.kind, x.heads, x.kv_heads, x.head_dim, x.query.shape, x.key.shape) for x in (base, other)]
+    return shapes[0] == shapes[1]
+
+
+@torch.no_grad()
+def head_differences(base: AttentionLayer, other: AttentionLayer, raw: bool = False) -> list[HeadDifference]:
+    """The difference of every head of two layers of the same shape. `raw` takes parameters as they are stored.
+
+    >>> from locater.layers import Projection
+    >>> def layer(factor):
+    ...     maps = (Projection(lambda: x, (4, 4)) for x in (factor * torch.eye(4), torch.eye(4)))
+    ...     return AttentionLayer("attention", 0, 1, 1, 4, *maps, scale=0.5)
+    >>> head_differences(layer(1), layer(3))
+    [HeadDifference(qk=2.0, qk_rotated=None, ov=None)]
+    """
+    assert same_shape(base, other), "heads of other shapes have no difference"
+    with one_thread():
+        logits = [row for pair in _blocks(base, other) for row in _logit_differences(*pair, raw)]
+        written = _written_differences(base, other, raw)
+    return [HeadDifference(*pair, ov) for pair, ov in zip(logits, written, strict=True)]
+
+
+def _blocks(base: AttentionLayer, other: AttentionLayer) -> Iterator[tuple[AttentionLayer, AttentionLayer]]:
+    """The same heads of both, a few at a time."""
+    group = base.head_dim * (base.group * base.query.shape[1] + base.key.shape[1])
+    most = max(AT_ONCE, min(group, 4 * AT_ONCE))  # a key head and its query heads, where they fit
+    return zip(head_blocks(base, most), head_blocks(other, most), strict=True)
+
+
+class _Maps(NamedTuple):
+    """Queries with their constant part as one more column and times the scale, and keys with theirs; float64."""
+
+    query: Float[Tensor, "H h e"]
+    key: Float[Tensor, "K h e"]
+
+
+def _maps(layer: AttentionLayer, raw: bool) -> _Maps:
+    maps = logit_maps(layer, raw)
+    query, query_shift, key, key_shift = (x.detach().cpu().double() for x in maps)
+    scale = 1.0 if layer.unknown_scale is not None else layer.scale
+    return _Maps(scale * torch.cat([query, query_shift[..., None]], -1), torch.cat([key, key_shift[..., None]], -1))
+
+
+def _logit_differences(
+    base: AttentionLayer, other: AttentionLayer, raw: bool
+) -> list[tuple[float | None, float | None]]:
+    """For each head, that at offset 0 and that above it."""
+    A, B = _maps(base, raw), _maps(other, raw)
+    turns = _turns(base) and _turns(other)
+    if all(map(torch.equal, A, B)) and _equal_rotation(base, other):
+        return [(0.0, 0.0 if turns else None)] * base.heads
+    query = _gram(B.query - A.query, A.query)
+    # a constant part of keys is the same for all keys at offset 0, and drops out of the softmax
+    varying = [x.key[..., :-1] for x in (A, B)]
+    squared = _inner(query, _gram(varying[1], varying[1] - varying[0]))
+    sizes = [_inner(x.query @ x.query.mT, key @ key.mT) for x, key in zip((A, B), varying, strict=True)]
+    still = _relative(squared, *sizes)
+    turned: list[float | None] = [None] * base.heads
+    if turns:
+        turned = _turned_differences(A, B, query, (base.rotary, other.rotary))  # type: ignore[arg-type]
+    return list(zip(still, turned, strict=True))
+
+
+def _turns(layer: AttentionLayer) -> bool:
+    """Whether logits at an offset are known from maps: gains that act after the rotation do not commute with it."""
+    norms = (layer.query_norm, layer.key_norm)
+    return layer.rotary is not None and not (
+        layer.norm_last and any(x is not None and x.gain is not None for x in norms)
+    )
+
+
+def _equal_rotation(base: AttentionLayer, other: AttentionLayer) -> bool:
+    one, two = base.rotary, other.rotary
+    if one is None or two is None:
+        return one is two
+    return len(one.frequencies) == len(two.frequencies) and torch.equal(one.frequencies.cpu(), two.frequencies.cpu())
+
+
+def _gram(first: Tensor, second: Tensor) -> Float[Tensor, "n 2h 2h"]:
+    stacked = torch.cat([first, second], 1)
+    return stacked @ stacked.mT
+
+
+def _inner(of_queries: Float[Tensor, "H n n"], of_keys: Float[Tensor, "K n n"]) -> Float[Tensor, " H"]:
+    """tr(X Y) of symmetric matrices, each key head for its group of query heads."""
+    return (of_queries.unflatten(0, (len(of_keys), -1)) * of_keys.unsqueeze(1)).sum((-2, -1)).flatten()
+
+
+def _turned_differences(
+    A: _Maps, B: _Maps, query: Float[Tensor, "H 2h 2h"], rotary: tuple[Rotary, Rotary]
+) -> list[float | None]:
+    """Root mean square over OFFSETS. Keys at an offset are R K, so [K'; dK] becomes M [K'; dK] with
+
+    M = [[R', 0], [R' - R, R]] for the rotations of both models, which may have other frequencies.
+    """
+    size, key = A.query.shape[1], _gram(B.key, B.key - A.key)
+    grams = [(x.query @ x.query.mT, x.key @ x.key.mT) for x in (A, B)]
+    squared, base, other = (torch.zeros(len(query), dtype=torch.float64) for _ in range(3))
+    for offset in OFFSETS:
+        R, R_other = (_rotation(x, size, offset) for x in rotary)
+        M = torch.cat([torch.cat([R_other, 0 * R], 1), torch.cat([R_other - R, R], 1)])
+        squared += _inner(query, M @ key @ M.mT)
+        base += _inner(grams[0][0], R @ grams[0][1] @ R.mT)
+        other += _inner(grams[1][0], R_other @ grams[1][1] @ R_other.mT)
+    return _relative(squared, base, other)
+
+
+def _rotation(rotary: Rotary, size: int, offset: int) -> Float[Tensor, "h h"]:
+    """What keys turn by as queries `offset` positions later meet them: `Rotary.rotate` backwards, without its
+    amplitude, which is folded into the maps.
+    """
+    plain = replace(rotary, amplitude=1.0, first=0)
+    return plain.rotate(torch.eye(size, dtype=torch.float64), torch.full((size,), offset))
+
+
+def _relative(squared: Tensor, base: Tensor, other: Tensor) -> list[float | None]:
+    """Root of `squared` over that of `base`, or of `other` where that is zero; 0 where both are."""
+    base = torch.where(base > 0, base, other)
+    ratio = (squared.clamp_min(0) / base).sqrt().where(base != 0, 0.0)
+    ratio = ratio.where(~(ratio < NO_DIFFERENCE), 0.0)
+    return [finite_or_none(x) for x in ratio.tolist()]
+
+
+def _written_differences(base: AttentionLayer, other: AttentionLayer, raw: bool) -> list[float | None]:
+    """Of O_h V_h: O'V' - OV = [dO, O] [V'; dV]."""
+    a, b = output_maps(base, raw), output_maps(other, raw)
+    if a is None or b is None or _shape(a) != _shape(b):
+        return [None] * base.heads
+    if all(map(torch.equal, a.values(), b.values())) and all(map(torch.equal, a.out_rows(), b.out_rows())):
+        return [0.0] * base.heads
+    out = column_gram(torch.cat([y - x, x], -1) for x, y in zip(a.out_rows(), b.out_rows(), strict=True))
+    grams = [(_gram(y, y - x), x @ x.mT, y @ y.mT) for x, y in zip(a.values(), b.values(), strict=True)]
+    values, of_a, of_b = (torch.cat(parts) for parts in zip(*grams, strict=True))
+    n = a.size
+    out_a = out[:, n:, n:]
+    out_b = out_a + out[:, :n, :n] + out[:, :n, n:] + out[:, n:, :n]
+    return _relative(_inner(out, values), _inner(out_a, of_a), _inner(out_b, of_b))
+
+
+def _shape(maps: OutputMaps) -> tuple[tuple[int, int], ...]:
+    value, out = maps.layer.value, maps.layer.out
+    assert value is not None
+    assert out is not None
+    return value.shape, out.shape
+
+
+# ---- heads in other places ----
+
+Place = tuple[int, int]  # layer and head
+
+
+class Responses(NamedTuple):
+    """What each head of a layer answers to PROBES random vectors: equal for heads that are equal, in whatever place,
+    and different for any others. A part that is not known is None.
+    """
+
+    acts: Float[Tensor, "H n"] | None  # effective logits, at an offset too, and what is written
+    stored: Float[Tensor, "H n"] | None  # parameters of queries, keys, values and outputs
+    queries: Float[Tensor, "H n"]  # parameters of queries alone
+
+
+class Move(NamedTuple):
+    """A head that is one of the base in another place, or has its queries; `part` is "head" or "queries"."""
+
+    part: str
+    layer: int
+    head: int
+
+
+@torch.no_grad()
+def responses(layer: AttentionLayer) -> Responses:
+    """The responses of one layer, float64."""
+    draw = torch.Generator().manual_seed(0)
+    with one_thread():
+        tokens, others = _random(layer.query.shape[1] + 1, draw), _random(layer.key.shape[1] + 1, draw)
+        channels, ends = _random(layer.head_dim, draw), _random(layer.query.shape[1], draw)
+        logits, stored = [], []
+        for block in head_blocks(layer, AT_ONCE):
+            maps = _maps(block, raw=False)
+            logits.append(_logit_responses(block, maps.query @ tokens, maps.key @ others))
+            query, key = (
+                (part.weight().detach().cpu().double() @ x[:-1]).unflatten(0, (-1, layer.head_dim))
+                for part, x in ((block.query, tokens), (block.key, others))
+            )
+            pair = (query * channels).sum(1), (key * channels).sum(1).repeat_interleave(block.group, 0)
+            stored.append(torch.stack(pair))
+        queries, keys = torch.cat(stored, 1)
+        parts = [_written_responses(maps, ends) for maps in map(partial(output_maps, layer), (False, True)) if maps]
+    if len(parts) < 2:
+        return Responses(None, None, queries)
+    (written, _), (_, apart) = parts
+    return Responses(torch.cat([torch.cat(logits), written], 1), torch.cat([queries, keys, apart], 1), queries)
+
+
+def _random(size: int, draw: torch.Generator) -> Float[Tensor, "size n"]:
+    return torch.randn(size, PROBES, dtype=torch.float64, generator=draw)
+
+
+def _logit_responses(layer: AttentionLayer, queries: Tensor, keys: Tensor) -> Float[Tensor, "H n"]:
+    """Logits of pairs of tokens, from their queries and keys (heads, h, n)."""
+    turned = keys
+    if _turns(layer):
+        turned = _rotation(layer.rotary, layer.head_dim, OFFSETS[1]) @ keys  # type: ignore[arg-type]
+    return torch.cat([(queries * k.repeat_interleave(layer.group, 0)).sum(1) for k in (keys, turned)], 1)
+
+
+def _written_responses(maps: OutputMaps, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """For each head, that of its product O V, and those of both."""
+    draw = torch.Generator().manual_seed(1)
+    values = list(maps.values())
+    tokens, channels = _random(values[0].shape[-1], draw), _random(maps.size, draw)
+    V = torch.cat([part @ tokens for part in values]).repeat_interleave(maps.layer.group, 0)  # (H, v, n)
+    start, columns = 0, torch.zeros((), dtype=torch.float64)
+    for rows in maps.out_rows():
+        columns = columns + torch.einsum("rhv,rn->hvn", rows, ends[start : start + len(rows)])
+        start += len(rows)
+    apart = torch.cat([(part * channels).sum(1) for part in (V, columns)], 1)
+    return (columns * V).sum(1), apart
+
+
+def moved_heads(
+    base: Mapping[int, Responses], other: Mapping[int, Responses], places: Collection[Place]
+) -> dict[Place, Move]:
+    """Which heads of `other`, among `places`, are heads of `base` from another place, by layer number."""
+    found: dict[Place, Move] = {}
+    for part, name in (("acts", "head"), ("stored", "head"), ("queries", "queries")):
+        table, at = _table(base, part, None)
+        wanted, heads = _table(other, part, {*places} - {*found})
+        for size in {x.shape[0] for x in wanted}:
+            mine = [i for i, x in enumerate(wanted) if len(x) == size]
+            theirs = [i for i, x in enumerate(table) if len(x) == size]
+            if not theirs:
+                continue
+            rows, columns = (torch.stack([x[i] for i in some]) for x, some in ((wanted, mine), (table, theirs)))
+            least, nearest = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist").min(1)
+            alike = (least <= ALIKE * rows.norm(dim=1)) & (rows.norm(dim=1) > 0)
+            for i, near in zip(alike.nonzero()[:, 0].tolist(), nearest[alike].tolist(), strict=True):
+                place, origin = heads[mine[i]], at[theirs[near]]
+                if origin != place:
+                    found[place] = Move(name, *origin)
+    return found
+
+
+def _table(
+    responses: Mapping[int, Responses], part: str, chosen: Collection[Place] | None
+) -> tuple[list[Tensor], list[Place]]:
+    """A part of the responses of the finite heads among `chosen` (None: of all), and their places."""
+    rows = [
+        (row, (layer, head))
+        for layer, of_layer in responses.items()
+        if getattr(of_layer, part) is not None
+        for head, row in enumerate(getattr(of_layer, part))
+        if (chosen is None or (layer, head) in chosen) and bool(row.isfinite().all())
+    ]
+    return [row for row, _ in rows], [place for _, place in rows]
