@@ -1,0 +1,56 @@
+"""`make verdicts`: plant every fault, ask every command, write the lines and the page."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from locater_lab.studies.verdicts import bench
+from locater_lab.studies.verdicts.counting import goal
+from locater_lab.studies.verdicts.models import Model, trained_models
+from locater_lab.studies.verdicts.page import page
+
+ROOT = Path()  # of the repository, where make runs
+LINES, PAGE = ROOT / "docs" / "results" / "verdicts.jsonl", ROOT / "docs" / "verdicts.md"
+WHY: dict[str, str] = {}  # of faults that are missed: why
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=Path, help="the folder of the real models; without it the demo alone")
+    parser.add_argument("--only", default="", help="models whose name has this in it")
+    parser.add_argument("--fault", default="", help="faults whose name has this in it")
+    parser.add_argument("--calls", default=",".join(bench.CALLS), help="commands that are asked, with commas between")
+    parser.add_argument("--no-tiny", action="store_true", help="leave the tiny models out")
+    parser.add_argument("--page", action="store_true", help="only make the page from the lines")
+    parser.add_argument(
+        "--lines", type=Path, default=LINES, help="the file of lines; the page is made from the usual one"
+    )
+    args = parser.parse_args()
+    if not args.page:
+        args.lines.parent.mkdir(parents=True, exist_ok=True)
+        for _ in bench.run(_models(args), args.lines, print, args.fault, tuple(args.calls.split(","))):
+            pass
+    lines = bench.compact(args.lines)
+    if args.lines == LINES:
+        PAGE.write_text(page(lines, WHY))
+    found = goal(lines)
+    print(f"{len(lines)} lines: {args.lines}")
+    print(f"doctor on models that judge: found {found['harmful'].found_text()}, named {found['harmful'].right_text()}, false alarms {found['alarms'].found} of {found['alarms'].of}")  # fmt: skip
+
+
+def _models(args: argparse.Namespace) -> Iterator[Model]:
+    for model in trained_models(args.models):
+        if args.only in model.name:
+            yield model
+    if args.models is not None and not args.no_tiny:
+        with tempfile.TemporaryDirectory() as folder:
+            only = args.only.removeprefix("tiny ") if args.only.startswith("tiny ") else ""
+            if not args.only or args.only.startswith("tiny"):
+                yield from bench.tiny_models(Path(folder), print, only)
+
+
+if __name__ == "__main__":
+    main()
