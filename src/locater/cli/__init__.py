@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from locater.cli import compare, demo, explain, fleet, probe, scan, watch
+from locater.cli import compare, demo, doctor, explain, fleet, probe, scan, watch
 from locater.cli.shell import Command, Group, command_name, error_line, examples_text, pipe_safe_output, split_debug
 from locater.escapes import escaped_output
 from locater.redaction import without_secrets
@@ -20,12 +20,14 @@ from locater.version import __version__
 app = typer.Typer(
     help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.",
     cls=Group,
-    epilog=examples_text("locater demo", "locater scan path/to/model", "locater COMMAND --help"),
+    epilog=examples_text(
+        "locater demo", "locater doctor path/to/model", "locater scan path/to/model", "locater COMMAND --help"
+    ),
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 BUILT_IN = {
-    module.__name__.rpartition(".")[2]: module for module in (demo, scan, fleet, probe, compare, explain, watch)
+    module.__name__.rpartition(".")[2]: module for module in (demo, doctor, scan, fleet, probe, compare, explain, watch)
 }
 
 

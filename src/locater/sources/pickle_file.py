@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, first_line
+from locater.errors import DamagedError, LocaterError, first_line
 from locater.files import regular_file
 from locater.sources.weights import DictWeights, has_dense_data, join_files
 from locater.torch_private import read_archive_record, storage_id
@@ -365,6 +365,10 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path}: holds more than weights, so opening it would run its code: refused. Save it again as safetensors"
         ) from None
     except Exception as error:  # on bytes that are no pickle the unpickler can raise anything
+        if "central directory" in str(error):  # the end of an archive, which lists what is in it
+            raise DamagedError(
+                "truncated", f"{path}: ends before its data does: the file is truncated, download it again"
+            ) from None
         raise LocaterError(f"{path}: not a readable weights file ({first_line(error)})") from None
     tensors = _tensors(path, content)
     if records is not None:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from locater.errors import LocaterError
+from locater.errors import DamagedError, LocaterError
 from locater.sources.live_tensors import LiveTensor, live_tensors
 
 
@@ -102,12 +102,14 @@ def join_files(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: 
     for path, tensors in parts:
         for name in tensors:
             if name in origin:
-                raise LocaterError(
-                    f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files"
+                raise DamagedError(
+                    "duplicate-names",
+                    f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files",
                 )
             if file_of and file_of.get(name, path) != path:
-                raise LocaterError(
-                    f"{where}: {name} is in {path.name}, the index says {file_of[name].name}: download it again"
+                raise DamagedError(
+                    "stale-index",
+                    f"{where}: {name} is in {path.name}, the index says {file_of[name].name}: download it again",
                 )
             origin[name] = path
         whole.update(tensors)
