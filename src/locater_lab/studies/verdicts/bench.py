@@ -82,19 +82,16 @@ class Bench:
             fault.plant(planted, place)
             digest = planted.digest(self.base) + (f"-{fault.name}" if fault.damage else "") + f"-{fault.container}"
             old = self.kept.get((self.model.name, fault.name, place.name))
-            if (
-                old is not None
-                and old["code"] == code
-                and old["digest"] == digest
-                and set(self.calls) <= {*old["said"], *old["absent"]}
-            ):
+            same = old is not None and old["code"] == code and old["digest"] == digest
+            answered = {**old["said"], **dict.fromkeys(old["absent"])} if old is not None and same else {}
+            if set(self.calls) <= set(answered):
                 return None
             path = self._write(planted, fault, place, spot)
         except NotHereError:
             shutil.rmtree(spot, ignore_errors=True)
             return None
         start = time.perf_counter()
-        said = self._asked(fault, path)
+        said = self._asked(fault, path, [name for name in self.calls if name not in answered])
         spent = {name: round(one.pop("seconds"), 2) for name, one in said.items()}
         reference = self.reference(fault)
         loss = reference if fault.container == "adapter" else self._loss(digest, planted, path)
@@ -114,9 +111,15 @@ class Bench:
             "loss": _plain(loss),
             "reference": _plain(reference),
             "runs": loss is not None,
-            "said": said,
-            "absent": [name for name in self.calls if name not in said],
-            "seconds": {**spent, "all": round(time.perf_counter() - start, 2)},
+            "said": {**_there(answered), **said},
+            "absent": [
+                name for name in CALLS if name in {*self.calls, *answered} and name not in {**said, **_there(answered)}
+            ],
+            "seconds": {
+                **(old["seconds"] if old is not None and same else {}),
+                **spent,
+                "all": round(time.perf_counter() - start, 2),
+            },
             "commit": _commit(),
             "code": code,
         }
@@ -152,7 +155,7 @@ class Bench:
             fault.damage(path, planted, place)
         return path
 
-    def _asked(self, fault: Fault, path: Path) -> dict[str, commands.Said]:
+    def _asked(self, fault: Fault, path: Path, calls: Iterable[str]) -> dict[str, commands.Said]:
         base, adapter = self.model.folder, self.folder / "adapter"
         with_adapter = self.adapter is not None and (fault.with_adapter or fault.name == "merged-once")
         asked: dict[str, Callable[[], commands.Said | None]] = {
@@ -167,7 +170,7 @@ class Bench:
         if self.model.kind and heads <= commands.PROBED and (path / "config.json").is_file():
             asked["probe"] = lambda: commands.probe(path, models.ids_of(self.model))
         found = {}
-        for name in self.calls:
+        for name in calls:
             said = asked[name]() if name in asked else None
             if said is not None:
                 said.pop("out", None)
@@ -231,12 +234,25 @@ def tiny_models(folder: Path, log: Log, only: str = "") -> Iterator[Model]:
 
 
 def compact(path: Path) -> list[dict[str, Any]]:
-    """Keep the newest line of each model, fault and place, in order; returns them."""
+    """Keep the newest line of each model, fault and place, in order; returns them. What counts as the right cause is that
+    of the table of today.
+    """
+    table = {fault.name: fault for fault in faults(LoraAdapter({}, False))}
     lines = sorted(newest(path).values(), key=lambda line: (line["model"], line["group"], line["fault"], line["at"]))
+    lines = [line for line in lines if line["fault"] in table]
+    for line in lines:
+        fault = table[line["fault"]]
+        line["causes"] = list(fault.causes)
+        for said in line["said"].values():
+            said["right"] = commands.is_right(said, fault.causes, fault.harmless)
     spare = path.with_suffix(".new")
     spare.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     spare.replace(path)
     return lines
+
+
+def _there(answered: dict[str, Any]) -> dict[str, Any]:
+    return {name: said for name, said in answered.items() if said is not None}
 
 
 def _plain(loss: float | None) -> float | str | None:
