@@ -465,7 +465,9 @@ def errors_named(weights: Weights, config: Config) -> Iterator[None]:
         yield
     except LocaterError as error:
         message = str(error)
-        raise LocaterError(message if message.startswith(weights.where) else f"{weights.where}: {message}") from None
+        if message.startswith(weights.where):
+            raise
+        raise LocaterError(f"{weights.where}: {message}") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         if isinstance(weights, ModuleWeights):
             raise

@@ -48,11 +48,16 @@ def findings_alone(seen: Examined) -> list[Finding]:
     """Everything that the file of a model says against it."""
     facts, kinds = [*seen.facts.values()], kinds_of(seen.facts.values())
     broken: set[str] = set()  # tensors whose numbers are no weights: nothing else is said of them
-    found = [*_values(facts, broken), *_zeros(facts, kinds, broken), *_constants(facts, kinds, broken)]
+    found = [
+        *_values(facts, broken),
+        *_zeros(facts, kinds, broken, bool(seen.heads)),
+        *_constants(facts, kinds, broken),
+    ]
     found += [*_missing(kinds), *_config(seen), *_tied(seen), *_biases(seen, kinds)]
-    found += [*_copies(kinds, broken), *_levels(kinds, broken), *_norms(kinds, broken, seen)]
-    lost = {place for item in found for place in item.evidence.get("layers", ())}
-    found += [*_heads(seen, broken, lost), *_gains(seen), *_order(seen)]
+    found += [*_copies(kinds, broken), *_levels(kinds, broken)]
+    of_heads = [*_heads(seen), *_copied_heads(seen)]
+    layers = {seen.heads_layer(layer) for item in of_heads for layer, _ in item.evidence.get("heads", ())}
+    found += [*_norms(kinds, broken, layers), *of_heads, *_logits(seen), *_gains(seen), *_order(seen)]
     return found
 
 
@@ -87,7 +92,7 @@ def _value_cause(fact: Facts) -> str:
     return "" if fact.finite else "nonfinite"
 
 
-def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str]) -> Iterator[Finding]:
+def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str], by_head: bool) -> Iterator[Finding]:
     """Maps that are zero. A layer whose values and outputs, or whose every map is zero does nothing."""
     zero = [fact for fact in facts if fact.zero and fact.is_map]
     idle = {name for name in (fact.name for fact in zero) if _zero_everywhere(name, zero, kinds)}
@@ -111,6 +116,8 @@ def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str]) -> Iterator[F
             yield finding("zero", tensors_words(some), tensors=names, layers=[] if layer is None else [layer])
     for fact in facts:
         start, stop = fact.longest_zeros
+        if by_head and _of_attention(fact.name):
+            continue  # said of the head
         same = kinds.get((fact.place.stack, fact.place.kind), {}).values()
         alone = all(other.zero_rows == 0 for other in same if other is not fact)
         if not fact.zero and fact.is_map and stop - start >= max(8, fact.shape[0] // 8) and alone and len(same) > 1:
@@ -161,11 +168,15 @@ def _levels(kinds: Kinds, broken: set[str]) -> Iterator[Finding]:
         yield finding("quantised", tensors_words(coarse), words, severity="note", levels=levels)
 
 
-def _norms(kinds: Kinds, broken: set[str], seen: Examined) -> Iterator[Finding]:
-    """Maps off their neighbours, rows off their map, and maps whose mean is no map's."""
+def _norms(kinds: Kinds, broken: set[str], by_head: set[int]) -> Iterator[Finding]:
+    """Maps off their neighbours, rows off their map, and maps whose mean is no map's. Of the layers `by_head` heads say
+    it.
+    """
     for layers in kinds.values():
         known = {at: x for at, x in layers.items() if x.is_map and x.name not in broken and x.rms > 0}
         for at, fact in known.items():
+            if at in by_head and _of_attention(fact.name):
+                continue
             near = [known[other].rms for other in known if other != at and abs(other - at) <= NEAR]
             if len(near) >= 3:
                 ratio = fact.rms / median(near)
@@ -176,11 +187,7 @@ def _norms(kinds: Kinds, broken: set[str], seen: Examined) -> Iterator[Finding]:
             others = [other for other in known.values() if other is not fact]
             if len(others) < 2:
                 continue
-            if (
-                fact.row_ratio > ROW_OFF
-                and max(x.row_ratio for x in others) < ROW_OFF / 2
-                and not _row_of_a_head(fact, seen)
-            ):
+            if fact.row_ratio > ROW_OFF and max(x.row_ratio for x in others) < ROW_OFF / 2:
                 words = f"has row {fact.row_at} at {fact.row_ratio:.3g} times its median row"
                 yield finding(
                     "lost-scales", fact.name, words, row=fact.row_at, ratio=round(fact.row_ratio, 1), layers=[at]
@@ -189,11 +196,6 @@ def _norms(kinds: Kinds, broken: set[str], seen: Examined) -> Iterator[Finding]:
             if shift > NO_ZERO_POINT and max(abs(x.mean) / x.rms for x in others) < NO_ZERO_POINT / 2:
                 words = f"has a mean of {fact.mean:.3g} at a root mean square of {fact.rms:.3g}"
                 yield finding("lost-zero-points", fact.name, words, mean_over_rms=round(shift, 3), layers=[at])
-
-
-def _row_of_a_head(fact: Facts, seen: Examined) -> bool:
-    """Whether a tensor is one that heads are read from: rows of a head off the others are said of the head."""
-    return bool(seen.heads) and _of_attention(fact.name)
 
 
 def _times(ratio: float) -> str:
@@ -331,12 +333,7 @@ def _biases(seen: Examined, kinds: Kinds) -> Iterator[Finding]:
     config, model = seen.model.config, seen.model
     announced = bool(config.get("attention_bias")) or config.get("model_type") in BIASED
     biases = {kind: layers for kind, layers in kinds.items() if kind[1].endswith("bias") and not _is_norm(kind[1])}
-    if (
-        announced
-        and seen.heads
-        and not model.live
-        and not any(_of_attention(kind) or "attn" in kind for _, kind in biases)
-    ):
+    if announced and seen.layers and not model.live and all(x.query.bias is None for x in seen.layers):
         why = (
             "attention_bias is true"
             if config.get("attention_bias")
@@ -365,8 +362,8 @@ def _is_norm(kind: str) -> bool:
 # ---- heads ----
 
 
-def _heads(seen: Examined, broken: set[str], lost: set[int]) -> Iterator[Finding]:
-    """Heads that are dead, off the heads around them, or copies of another."""
+def _heads(seen: Examined) -> Iterator[Finding]:
+    """Heads that are dead, or off the heads around them."""
     dead: list[tuple[int, int, str]] = []
     scaled: list[tuple[int, int, str, float]] = []
     for heads in seen.heads:
@@ -410,7 +407,10 @@ def _heads(seen: Examined, broken: set[str], lost: set[int]) -> Iterator[Finding
             ratio=round(worst, 4),
             map=part,
         )
-    yield from _copied_heads(seen)
+
+
+def _logits(seen: Examined) -> Iterator[Finding]:
+    """Logits of all heads that are too large by a common factor."""
     spreads = [float(x) for heads in seen.heads for x in heads.spread]
     known = [x for x in spreads if math.isfinite(x)]
     if len(known) >= 8 and median(known) > LOGITS_OFF:

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from locater.commands.doctor.alone import findings_alone
-from locater.commands.doctor.reading import Examined, Model, examine, find_attention, open_model, source_name
+from locater.commands.doctor.beside_base import findings_beside
+from locater.commands.doctor.merge import open_adapter_on
+from locater.commands.doctor.pairs import Paired, examine_pair
+from locater.commands.doctor.reading import Examined, examine, find_attention, open_model, source_name
 from locater.commands.doctor.tensors import Facts
 from locater.errors import DamagedError, LocaterError
 from locater.findings.causes import Finding, finding
@@ -42,30 +45,41 @@ def doctor(
     >>> doctor(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)).broken
     False
     """
-    start = time.perf_counter()
-    shown = source_name(source)
+    start, shown = time.perf_counter(), source_name(source)
+    if adapter is not None and base is None:
+        raise LocaterError("--adapter says what should have been added to BASE: give --base too")
     with session():
         try:
             model = open_model(source, shown, download)
-            find_attention(model, **names)
-            seen = examine(model, progress)
         except DamagedError as error:  # the files contradict themselves, so nothing more is known of them
             damaged = finding(error.cause, "files", str(error).removeprefix(f"{shown}: "))
-            return Diagnosis(shown, [damaged])
-    found = findings_alone(seen)
+            other = None if base is None else source_name(base)
+            return Diagnosis(shown, [damaged], base=other, adapter=adapter)
+        find_attention(model, **names)
+        if base is None:
+            seen, needs = examine(model, progress), [WITHOUT_BASE]
+            found, pairs = findings_alone(seen), None
+        else:
+            original = open_model(base, source_name(base), download)
+            find_attention(original, **names)
+            adapted = None if adapter is None else open_adapter_on(adapter, original)
+            pairs = examine_pair(model, original, adapted, progress)
+            seen, needs, found = pairs.own, [], findings_beside(pairs, adapted is not None)
     found += unread_notes(seen)
     return Diagnosis(
         shown,
         sorted(found, key=lambda item: ("fault", "change", "note").index(item.severity)),
-        [tensor_row(fact) for fact in seen.facts.values()],
-        head_rows(seen),
+        [tensor_row(fact, pairs) for fact in seen.facts.values()],
+        head_rows(seen, pairs),
         {
             "tensors": len(seen.facts),
             "of": len(model.names),
-            "bytes": seen.bytes,
+            "bytes": seen.bytes + (pairs.base.bytes if pairs is not None else 0),
             "seconds": round(time.perf_counter() - start, 3),
         },
-        needs=[WITHOUT_BASE],
+        base=None if base is None else source_name(base),
+        adapter=adapter,
+        needs=needs,
     )
 
 
@@ -82,9 +96,9 @@ def unread_notes(seen: Examined) -> list[Finding]:
     return found
 
 
-def tensor_row(fact: Facts) -> dict[str, Any]:
+def tensor_row(fact: Facts, pairs: Paired | None) -> dict[str, Any]:
     """A tensor as the document has it."""
-    place = fact.place
+    place, pair = fact.place, None if pairs is None else pairs.pairs.get(fact.name)
     return {
         "name": fact.name,
         "stack": place.stack,
@@ -96,18 +110,21 @@ def tensor_row(fact: Facts) -> dict[str, Any]:
         "rms": finite_or_none(fact.rms),
         "largest": finite_or_none(fact.largest),
         "mean": finite_or_none(fact.mean),
+        "difference": None if pair is None or pair.other_shape else finite_or_none(pair.difference),
+        "rank": None if pair is None else pair.rank,
     }
 
 
-def head_rows(seen: Examined) -> list[dict[str, Any]]:
-    """Heads as the document has them: the spread of their logits, and what they write."""
+def head_rows(seen: Examined, pairs: Paired | None) -> list[dict[str, Any]]:
+    """Heads as the document has them: the spread of their logits, what they write, and both beside the base's."""
+    beside = {} if pairs is None else {x.number: x for x in pairs.heads}
     rows = []
     for heads in seen.heads:
+        pair = beside.get(heads.number)
+        columns = {"spread": heads.spread, "written": heads.written}
+        if pair is not None:
+            columns |= {"logits_difference": pair.logits_difference, "output_difference": pair.output_difference}
         for head in range(heads.heads):
-            written = None if heads.written is None else finite_or_none(float(heads.written[head]))
-            spread = finite_or_none(float(heads.spread[head]))
-            rows.append({"layer": heads.number, "head": head, "spread": spread, "written": written})
+            numbers = {name: None if x is None else finite_or_none(float(x[head])) for name, x in columns.items()}
+            rows.append({"layer": heads.number, "head": head, **numbers})
     return rows
-
-
-__all__ = ["LocaterError", "Model", "doctor"]

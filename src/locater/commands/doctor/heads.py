@@ -55,6 +55,11 @@ class LayerHeads:
         """Frobenius norm of O_h V_h, (H,)."""
         return None if self.outputs is None else (self.outputs[..., :PROBES].square().sum((1, 2)) / PROBES).sqrt()
 
+    def forget(self) -> None:
+        """Drop what heads do to tokens, the largest part, and keep the numbers made of it."""
+        _ = self.spread, self.written
+        self.logits, self.outputs = self.logits[:0], None
+
     def maps(self) -> dict[str, Tensor]:
         """The sketches by the name of the map."""
         parts = {"query": self.query, "key": self.key, "value": self.value, "out": self.out}

@@ -50,6 +50,12 @@ class Examined:
     layers: list[AttentionLayer] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)  # tensors that could not be read, and why
 
+    def heads_layer(self, number: int) -> int:
+        """The layer, as tensors name it, of an attention layer."""
+        name = next((heads.name for heads in self.heads if heads.number == number), "")
+        layer = place_of(f"{name}.x").layer
+        return number if layer is None else layer
+
     @property
     def bytes(self) -> int:
         return sum(x.bytes for x in self.facts.values())
@@ -186,6 +192,7 @@ def _add_heads(result: Examined, held: HeldWeights, number: int) -> None:
     except LocaterError as error:
         model.unread = model.unread or str(error).removeprefix(f"{model.weights.where}: ")
     else:
+        heads.forget()
         result.layers.append(layer)
         result.heads.append(heads)
 
