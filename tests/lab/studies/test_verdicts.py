@@ -357,11 +357,16 @@ def test_the_loss_is_that_of_plain_python(tmp_path: Path) -> None:
 
 def test_lines_are_kept_and_the_page_is_theirs(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    calls = ("scan", "compare")
-    made = list(bench.run([DEMO], path, lambda text: None, only="nan-in-queries", calls=calls))
+
+    def run(only: str) -> list[dict[str, Any]]:
+        made = bench.open_bench(DEMO, tmp_path, bench.newest(path), ("scan", "compare"))
+        assert isinstance(made, bench.Bench)
+        return list(bench.run(made, path, only))
+
+    made = run("nan-in-queries")
     assert [line["at"] for line in made] == ["early", "middle", "late"]
-    assert list(bench.run([DEMO], path, lambda text: None, only="nan-in-queries", calls=calls)) == []
-    made += bench.run([DEMO], path, lambda text: None, only="copy", calls=calls)
+    assert run("nan-in-queries") == []
+    made += run("copy")
     assert all(line["said"]["scan"] == {**line["said"]["scan"], "status": 1, "right": True} for line in made[:3])
     assert all(line["loss"] == "nan" and counting.does_harm(line) for line in made[:3])
     copies = [line for line in made if line["group"] == "harmless"]

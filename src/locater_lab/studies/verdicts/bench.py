@@ -1,26 +1,28 @@
 """Plant every fault in every model, and write down what each command says: a line of JSON for each.
 
-A line is kept where the code that judges and what is planted are as they were, so that an interrupted run goes on. The
-loss of a planted model depends on neither command nor code, and is measured once for each digest of what is planted.
+An answer is kept where the code of its command and what is planted are as they were, so that an interrupted run goes on.
+The loss of a planted model depends on neither, and is measured once for each digest of what is planted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import locater
 from locater.errors import LocaterError, first_line
-from locater.version import code_version
 from locater_lab.studies.verdicts import commands, models, writing
 from locater_lab.studies.verdicts.adapters import LoraAdapter, adapter_for
 from locater_lab.studies.verdicts.checkpoint import Checkpoint, NotHereError, Place
@@ -28,10 +30,21 @@ from locater_lab.studies.verdicts.faults import Fault, faults
 from locater_lab.studies.verdicts.models import Model
 from locater_lab.train.sweep import append_line, read_lines
 
-ROOMS = ("commands", "results", "findings", "families", "layers", "sources", "cli")  # whose code judges
+ROOMS = ("commands", "results", "findings", "families", "layers", "sources", "cli")  # whose code answers
+DOCTOR = ("doctor", "diagnosis", "causes")  # in the names of files that doctor alone reads
 CALLS = ("scan", "compare", "doctor", "doctor --base", "doctor --adapter", "probe")
 PLACES = {"early": 1 / 6, "middle": 1 / 2, "late": 5 / 6}
-Log = Callable[[str], None]
+
+
+@cache
+def code_of(call: str) -> str:
+    """A hash of the code that answers a call: where it is the same, so are the answers."""
+    root, digest = Path(locater.__file__).parent, hashlib.sha256()
+    for path in sorted(path for room in ROOMS for path in (root / room).rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if call.startswith("doctor") or not any(part in name for part in DOCTOR):
+            digest.update(f"{name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def key_of(line: dict[str, Any]) -> tuple[str, str, str]:
@@ -75,24 +88,24 @@ class Bench:
                 yield Place(layer, head, strength, name)
 
     def measure(self, fault: Fault, place: Place) -> dict[str, Any] | None:
-        """The line of a planted model; None where the model has no such part, or the kept line is of this code."""
-        code = code_version(*ROOMS)[:12]
+        """The line of a planted model; None where the model has no such part, or the kept line has every answer."""
         planted, spot = self.base.copied(), self.folder / "planted"
+        old = self.kept.get((self.model.name, fault.name, place.name), {"digest": "", "said": {}, "seconds": {}})
         try:
             fault.plant(planted, place)
             digest = planted.digest(self.base) + (f"-{fault.name}" if fault.damage else "") + f"-{fault.container}"
-            old = self.kept.get((self.model.name, fault.name, place.name))
-            same = old is not None and old["code"] == code and old["digest"] == digest
-            answered = {**old["said"], **dict.fromkeys(old["absent"])} if old is not None and same else {}
-            if set(self.calls) <= set(answered):
+            same = old["digest"] == digest
+            said = {name: x for name, x in old["said"].items() if same and x.get("code") == code_of(name)}
+            calls = [name for name in self.calls if name not in said and self.can_answer(name, fault)]
+            if same and not calls:
                 return None
             path = self._write(planted, fault, place, spot)
         except NotHereError:
             shutil.rmtree(spot, ignore_errors=True)
             return None
         start = time.perf_counter()
-        said = self._asked(fault, path, [name for name in self.calls if name not in answered])
-        spent = {name: round(one.pop("seconds"), 2) for name, one in said.items()}
+        said |= {name: self._ask(name, fault, path) for name in calls}
+        spent = {name: round(said[name].pop("seconds"), 2) for name in calls}
         reference = self.reference(fault)
         loss = reference if fault.container == "adapter" else self._loss(digest, planted, path)
         shutil.rmtree(spot, ignore_errors=True)
@@ -111,17 +124,9 @@ class Bench:
             "loss": _plain(loss),
             "reference": _plain(reference),
             "runs": loss is not None,
-            "said": {**_there(answered), **said},
-            "absent": [
-                name for name in CALLS if name in {*self.calls, *answered} and name not in {**said, **_there(answered)}
-            ],
-            "seconds": {
-                **(old["seconds"] if old is not None and same else {}),
-                **spent,
-                "all": round(time.perf_counter() - start, 2),
-            },
+            "said": said,
+            "seconds": {**(old["seconds"] if same else {}), **spent, "all": round(time.perf_counter() - start, 2)},
             "commit": _commit(),
-            "code": code,
         }
 
     def reference(self, fault: Fault) -> float | None:
@@ -155,27 +160,30 @@ class Bench:
             fault.damage(path, planted, place)
         return path
 
-    def _asked(self, fault: Fault, path: Path, calls: Iterable[str]) -> dict[str, commands.Said]:
+    def can_answer(self, call: str, fault: Fault) -> bool:
+        """Whether a call can be made: adapters belong to merging, and a probe needs a folder that runs, and few heads."""
+        if call.startswith("doctor") and not hasattr(locater, "doctor"):
+            return False
+        if call == "doctor --adapter":
+            return self.adapter is not None and (fault.with_adapter or fault.name == "merged-once")
+        if call != "probe":
+            return True
+        few = sum(layer.heads for layer in self.base.stack) <= commands.PROBED
+        return bool(self.model.kind) and few and fault.container not in ("gguf", "adapter")
+
+    def _ask(self, call: str, fault: Fault, path: Path) -> commands.Said:
         base, adapter = self.model.folder, self.folder / "adapter"
-        with_adapter = self.adapter is not None and (fault.with_adapter or fault.name == "merged-once")
-        asked: dict[str, Callable[[], commands.Said | None]] = {
+        asked: dict[str, Callable[[], commands.Said]] = {
             "scan": lambda: commands.scan(path),
             "compare": lambda: commands.compare(base, path),
             "doctor": lambda: commands.doctor(path),
             "doctor --base": lambda: commands.doctor(path, base),
+            "doctor --adapter": lambda: commands.doctor(path, base, adapter),
+            "probe": lambda: commands.probe(path, models.ids_of(self.model)),
         }
-        if with_adapter:
-            asked["doctor --adapter"] = lambda: commands.doctor(path, base, adapter)
-        heads = sum(layer.heads for layer in self.base.stack)
-        if self.model.kind and heads <= commands.PROBED and (path / "config.json").is_file():
-            asked["probe"] = lambda: commands.probe(path, models.ids_of(self.model))
-        found = {}
-        for name in calls:
-            said = asked[name]() if name in asked else None
-            if said is not None:
-                said.pop("out", None)
-                found[name] = {**said, "right": commands.is_right(said, fault.causes, fault.harmless)}
-        return found
+        said = asked[call]()
+        right = commands.is_right(said, fault.causes, fault.harmless)
+        return {**{key: x for key, x in said.items() if key != "out"}, "right": right, "code": code_of(call)}
 
 
 def open_bench(
@@ -195,42 +203,32 @@ def open_bench(
     return bench
 
 
-def run(
-    found: Iterable[Model], path: Path, log: Log, only: str = "", calls: tuple[str, ...] = CALLS
-) -> Iterator[dict[str, Any]]:
-    """Measure what has no line yet, and append each line as it comes."""
-    torch.set_num_threads(1)
-    kept = newest(path)
-    for model in found:
-        with tempfile.TemporaryDirectory() as place:
-            start = time.perf_counter()
-            bench = open_bench(model, Path(place), kept, calls)
-            if isinstance(bench, str):
-                log(f"{model.name}: left out ({bench})")
-                continue
-            count = 0
-            for fault in faults(bench.adapter):
-                if only not in fault.name or (model.role == "tiny" and not fault.on_tiny):
-                    continue
-                for spot in bench.places(fault):
-                    line = bench.measure(fault, spot)
-                    if line is not None:
-                        append_line(path, line)
-                        count += 1
-                        yield line
-            log(f"{model.name}: {count} planted, {time.perf_counter() - start:.0f} s")
-
-
-def tiny_models(folder: Path, log: Log, only: str = "") -> Iterator[Model]:
-    """The tiny models, written one after the other."""
-    for kind in models.TINY:
-        if only and only != kind:
+def run(bench: Bench, path: Path, only: str = "") -> Iterator[dict[str, Any]]:
+    """Measure of a model what has no line yet, and append each line as it comes."""
+    for fault in faults(bench.adapter):
+        if only not in fault.name or (bench.model.role == "tiny" and not fault.on_tiny):
             continue
+        for spot in bench.places(fault):
+            line = bench.measure(fault, spot)
+            if line is not None:
+                append_line(path, line)
+                yield line
+
+
+def run_all(one: Model | str, path: Path, only: str = "", calls: tuple[str, ...] = CALLS) -> str:
+    """All of a model, or of the tiny model of a type; what was done, in a line."""
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
         try:
-            yield models.tiny_model(kind, folder / kind)
-        except (LocaterError, ValueError, AttributeError) as error:
-            log(f"tiny {kind}: cannot be built ({first_line(error)})")
-        shutil.rmtree(folder / kind, ignore_errors=True)
+            model = models.tiny_model(one, Path(place) / "tiny") if isinstance(one, str) else one
+        except (LocaterError, ValueError, AttributeError, ImportError) as error:
+            return f"tiny {one}: cannot be built ({first_line(error)})"
+        bench = open_bench(model, Path(place), newest(path), calls)
+        if isinstance(bench, str):
+            return f"{model.name}: left out ({bench})"
+        count = sum(1 for _ in run(bench, path, only))
+    return f"{model.name}: {count} planted, {time.perf_counter() - start:.0f} s"
 
 
 def compact(path: Path) -> list[dict[str, Any]]:
@@ -251,10 +249,6 @@ def compact(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _there(answered: dict[str, Any]) -> dict[str, Any]:
-    return {name: said for name, said in answered.items() if said is not None}
-
-
 def _plain(loss: float | None) -> float | str | None:
     """JSON has no NaN."""
     if loss is None:
@@ -267,4 +261,4 @@ def _commit() -> str:
     return told.stdout.strip() or "unknown"
 
 
-__all__ = ["CALLS", "Bench", "compact", "newest", "open_bench", "run", "tiny_models"]
+__all__ = ["CALLS", "Bench", "compact", "newest", "open_bench", "run", "run_all"]

@@ -112,11 +112,8 @@ def probe(path: Path, ids: Tensor) -> Said:
     return {"status": status, "says": says[:300], "seconds": time.perf_counter() - start}
 
 
-def doctor(path: Path, base: Path | None = None, adapter: Path | None = None) -> Said | None:
-    """None where this version has no doctor."""
-    call: Callable[..., Any] | None = getattr(locater, "doctor", None)
-    if call is None:
-        return None
+def doctor(path: Path, base: Path | None = None, adapter: Path | None = None) -> Said:
+    call: Callable[..., Any] = locater.doctor
     start = time.perf_counter()
     given: Mapping[str, Any] = {"base": base and str(base), "adapter": adapter and str(adapter)}
     try:
