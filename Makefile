@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PRECIOUS: .venv-%/.installed
-.PHONY: demo test test-core test-lowest test-newest test-slow test-gpu fuzz lint bench bench-rivals study reach papers browser golden notebooks docs docs-serve gallery dist clean
+.PHONY: demo test test-core test-lowest test-newest test-slow test-gpu fuzz lint bench bench-rivals study reach verdicts papers browser golden notebooks docs docs-serve gallery dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -80,6 +80,11 @@ study: $(VENV)/.dev
 # left out, so that an interrupted run goes on (REACH=--again measures all of them again). It ends by writing docs/families.md.
 reach: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/reach.py $(REACH)
+
+# Faults planted in the demo, and with MODELS=folder in the real models there and in tiny ones of every family: what each command says of them. Lines
+# of docs/results/verdicts.jsonl that are of this code are kept. It ends by making docs/verdicts.md. VERDICTS='--only SmolLM2' passes options on.
+verdicts: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m locater_lab.studies.verdicts $(if $(MODELS),--models $(MODELS)) $(VERDICTS)
 
 # Every claim of every paper, as far as minutes on two cores and the kept training runs decide it.
 papers: $(VENV)/.dev
