@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.commands.explain_input import ExplainInput, read_input
-from locater.commands.explain_target import choice_of, entries_of, find_target, predictions
+from locater.commands.explain_input_and_target import (
+    ExplainInput,
+    choice_of,
+    entries_of,
+    find_target,
+    predictions,
+    read_input,
+)
 from locater.commands.load_model import load_model
 from locater.defaults import Progress
 from locater.errors import LocaterError, first_line

@@ -30,8 +30,7 @@ from locater.observing.observation import observe
 from locater.observing.residual_stream import SeenLayer
 from locater.observing.run_model import run_model
 from locater.observing.seen_heads import SeenHead
-from locater.predict.largest_logit import logit_bound
-from locater.predict.prediction import predict
+from locater.predict.prediction_and_logit_bound import logit_bound, predict
 from locater.predict.statistics_file import Input, Statistics
 from locater.report.probe import stream_after
 from locater.report.verdict_sentences import head_list

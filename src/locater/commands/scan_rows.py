@@ -22,7 +22,7 @@ from locater.layers.bias import PairBias
 from locater.layers.output_maps import written_norms, written_shares
 from locater.layers.position_tables import PairTerms
 from locater.numerics import finite_or_none, lone_workers, one_thread
-from locater.predict.prediction import predict
+from locater.predict.prediction_and_logit_bound import predict
 from locater.predict.statistics_file import Input
 from locater.results.scan import HeadRow
 from locater.spectrum import Moments
@@ -35,7 +35,7 @@ from locater.theory import (
     residual_kept,
     unit_moments,
 )
-from locater.theory.propagation import SKEW_LIMIT
+from locater.theory.propagation_and_regimes import SKEW_LIMIT
 
 SOFTMAX_ONLY = ("expected_entropy", "residual_kept", "localization")  # columns without meaning for other mechanisms
 # columns in units of logits

@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_descriptors import descriptor, takes_descriptors
 from locater.kernels.triton_kept_kernels import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
-from locater.kernels.triton_parts import EMPTY, key_span, load_rows
+from locater.kernels.triton_parts import EMPTY, descriptor, key_span, load_rows, takes_descriptors
 from locater.kernels.triton_rows import LEAST, in_lanes, log2_unit, logit_terms, program_place, store_rows
 from locater.torch_private import launch_compiled
 

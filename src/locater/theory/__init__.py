@@ -10,16 +10,18 @@ from locater.theory.entropy import (
     second_order_entropy,
     variance_at,
 )
-from locater.theory.propagation import (
+from locater.theory.propagation_and_regimes import (
+    REGIMES,
     continuum,
     localization,
     mixture_continuum,
     mixture_localization,
     mixture_propagation,
+    phase_diagram,
+    regime,
     signal_propagation,
     unit_moments,
 )
-from locater.theory.regimes_and_phase_diagram import REGIMES, phase_diagram, regime
 
 __all__ = [
     "REGIMES",
