@@ -154,7 +154,7 @@ def least_written(line: Mapping[str, Any]) -> dict[str, Any]:
     least = min(range(len(shares)), key=shares.__getitem__)
     head = line["heads"][least]
     return {
-        "share": shares[least],
+        "share": round(shares[least], 4),
         "layer": head["layer"],
         "head": head["head"],
         "silent": sum(x < SILENT for x in shares),
