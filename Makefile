@@ -9,11 +9,11 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 
 # Tests run in parallel processes: threads inside each would only fight over the cores. Each process takes files in a row
 # (worksteal), so that what a file's tests share is made once. Bytecode is kept, whatever the shell says: tests start some
-# twenty interpreters, and each would compile the package anew.
+# twenty interpreters, and each would compile the package again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PRECIOUS: .venv-%/.installed
-.PHONY: demo test test-core test-lowest test-newest test-slow test-gpu fuzz lint bench bench-rivals study reach papers browser golden notebooks docs docs-serve gallery dist clean
+.PHONY: demo test test-core test-lowest test-newest test-slow test-gpu fuzz lint bench bench-rivals study reach verdicts papers browser golden notebooks docs docs-serve gallery dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -23,14 +23,14 @@ test: $(VENV)/.dev lint
 	$(if $(COVERAGE),COVERAGE_CORE=sysmon) $(PYTEST) -n 2 --dist worksteal $(if $(COVERAGE),--cov=locater --cov=locater_lab --cov-report=term:skip-covered)
 
 # What needs no optional package: macOS and Windows run this.
-CORE := test_spectrum.py theory measures lab/mechanisms/test_mechanism_facts.py lab/data lab/train/test_copy.py
+CORE := test_spectrum.py theory measures inputs lab/theory lab/mechanisms/test_mechanism_facts.py lab/train/test_copy.py
 test-core: $(VENV)/.core
 	$(INSTALL) -e '.[test]'
 	$(PYTEST) -n 2 $(CORE:%=tests/%)
 
 # The lowest versions that pyproject.toml allows, and the newest that there are, each in an environment of its own: the tests of what depends on them.
 # A CUDA build of torch, which PyPI has for the lowest, cannot fork after a backward pass: the test that does is left out.
-BOUNDS := $(CORE) families discovery observing cli explain integrations runs/test_monitor.py sources/test_gguf.py commands/test_fleet.py
+BOUNDS := $(CORE) calls layers families discovery observing cli explain integrations runs/test_monitor.py sources/test_gguf.py commands/test_fleet.py
 EXTRAS := hf,lightning,gguf,explain,plot,remote,fleet,test
 test-lowest test-newest: test-%: .venv-%/.installed
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 .venv-$*/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
@@ -77,9 +77,14 @@ study: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m locater_lab.studies.$(STUDY)
 
 # A tiny model of every model type of transformers, run, read, discovered and observed; types whose line in docs/results/reach.jsonl is of this code are
-# left out, so that an interrupted run goes on (REACH=--again measures all of them anew). It ends by making docs/families.md.
+# left out, so that an interrupted run goes on (REACH=--again measures all of them again). It ends by writing docs/families.md.
 reach: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/reach.py $(REACH)
+
+# Faults planted in the demo, and with MODELS=folder in the real models there and in tiny ones of every family: what each command says of them. Lines
+# of docs/results/verdicts.jsonl that are of this code are kept. It ends by making docs/verdicts.md. VERDICTS='--only SmolLM2' passes options on.
+verdicts: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m locater_lab.studies.verdicts $(if $(MODELS),--models $(MODELS)) $(VERDICTS)
 
 # Every claim of every paper, as far as minutes on two cores and the kept training runs decide it.
 papers: $(VENV)/.dev
@@ -102,7 +107,7 @@ docs: $(VENV)/.docs
 docs-serve: $(VENV)/.docs
 	$(MKDOCS) serve --watch src --watch scripts
 
-# Scan and probe pages of every model at hand, with an index: gallery/index.html. It trains four small models, two minutes in all.
+# Scan and probe pages of every available model, with an index: gallery/index.html. It trains four small models, two minutes in all.
 # GALLERY='--models FOLDER' adds checkpoints, GALLERY=--demo shows the package's models alone.
 gallery: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/gallery.py --out gallery $(GALLERY)

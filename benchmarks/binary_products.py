@@ -25,8 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from triton.language.extra.cuda import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from locater.kernels.triton_descriptors import descriptor
-from locater.kernels.triton_parts import EMPTY, LOG2E, key_span, load_rows
+from locater.kernels.triton_parts import EMPTY, LOG2E, descriptor, key_span, load_rows
 from locater.kernels.triton_rows import LEAST
 
 KINDS = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -27,7 +27,7 @@ This page has {count} of {total} model types.
 |---|---|
 """
 VERSIONS = """
-The lines were made with version {version} of the code, a hash of the sources in `families/`, `tape/` and `observing/`{others}.
+The lines were made with version {version} of the code, a hash of the sources that read, discover and observe attention (`ROOMS` in `scripts/reach.py`){others}.
 The sources may have changed since: `python scripts/reach.py --page` says how many lines are of another version than the tree.
 """
 MEANING = {

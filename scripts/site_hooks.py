@@ -116,11 +116,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def _gallery() -> Path:
     """A folder with the gallery of the package's models; made once, also where pages are built again and again."""
     from gallery import gallery
-    from gallery_models import packaged
+
+    from locater_lab.studies.kinds_of_heads.exhibits import packaged_models
 
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    gallery(packaged(), Path(folder), tokens=1024)
+    gallery(packaged_models(), Path(folder), tokens=1024)
     return Path(folder)
 
 

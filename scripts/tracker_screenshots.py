@@ -57,7 +57,7 @@ def trackio(place: Path) -> tuple[str, dict[str, tuple[str, Shot]]]:
 
     def pictures(page: Any) -> None:
         page.get_by_text("Media & Tables").first.click()
-        page.get_by_text("locater_lab/mechanisms/entropy_by_layer").first.wait_for()
+        page.get_by_text("locater/attention/entropy_by_layer").first.wait_for()
 
     return address, {"trackio": ("/?project=sample", pictures)}
 

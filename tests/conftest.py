@@ -20,7 +20,9 @@ from jaxtyping import install_import_hook
 # Shapes and types of the pure number modules are checked at run time here; the hook must come before they are imported.
 # `make test-gpu BIN=...` runs with the packages of a GPU machine, where beartype may be absent.
 if find_spec("beartype") is not None:
-    install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
+    install_import_hook(
+        ("locater.spectrum", "locater.measures", "locater.theory", "locater_lab.theory"), "beartype.beartype"
+    )
 
 from locater.amx import avoid_broken_amx
 from tests import costs, summary

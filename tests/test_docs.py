@@ -67,8 +67,16 @@ def test_links_lead_somewhere(page: str) -> None:
         assert ((ROOT / page).parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("CHANGELOG.md", "docs/log.md")])
+def test_what_a_page_imports_is_there(page: str) -> None:
+    for line in re.findall(
+        r"(?m)^ *(?:>>> )?(from locater[\w.]* import [\w, ]+|import locater[\w.]+)", (ROOT / page).read_text()
+    ):
+        exec(line, {})
+
+
 def test_the_architecture_names_every_folder_and_no_other() -> None:
-    """Names in backticks at the start of a row: `heads/` is a folder of the package, `scan.py` a module beside them."""
+    """Names in backticks at the start of a row: `findings/` is a folder of a package, `spectrum.py` a module."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     tables = dict(re.findall(r"\| room of `(\w+)` \|[^\n]*\n\|---\|---\|\n((?:\|.*\n)+)", text))
     packages = {name: ROOT / "src" / name for name in ("locater", "locater_lab")}
@@ -226,7 +234,9 @@ def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
     from locater_lab.papers import PAPERS
 
     lines = (ROOT / "docs" / "results" / "README.md").read_text().splitlines()
+    offered = (ROOT / "docs" / "reproduce.md").read_text()
     for name in PAPERS:
+        assert f"\n| `{name}` | " in offered
         claims = json.loads((ROOT / "docs" / PAPERS[name].document_file).read_text())["claims"]
         parts = [[entry for entry in claims if entry["by"] == by] for by in AUTHORS]
         cells = " | ".join(" / ".join(map(str, tally(part))) if part else "-" for part in parts)

@@ -17,7 +17,7 @@ from locater import moments, scan
 from locater.control import SigmaReparam
 from locater.discovery import attention_layers
 from locater.measures import ranks, token_residual, top_directions
-from locater.predict.prediction import predict
+from locater.predict.prediction_and_logit_bound import predict
 from locater.predict.statistics_file import Input
 from locater.spectrum import Moments
 from locater.theory import mixture_localization, mixture_propagation

@@ -102,6 +102,13 @@ def test_names_of_files_in_sentences_are_links() -> None:
         assert named(kept, "scan.md") == kept
 
 
+def test_the_gallery_of_the_site_is_made() -> None:
+    """By the hook that adds it; every page that docs/gallery.md links to is there."""
+    linked = set(re.findall(r"\]\(gallery/([\w-]+)\.html\)", HOOKS["_shown"]()))
+    assert linked
+    assert linked <= {path.stem for path in HOOKS["_gallery"]().glob("*.html")}
+
+
 def test_pictures_in_a_row_have_room() -> None:
     text = (ROOT / "docs" / "kinds-of-heads.md").read_text()
     assert len(HOOKS["PICTURES"].findall(text)) == 5
@@ -133,8 +140,10 @@ def test_the_commands_are_those_of_the_program() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     import locater
 
-    pages = "\n".join(HOOKS["_interface"](f"locater.{name}") for name in ("control", "theory", "explain", "families"))
+    names = ("locater.control", "locater.explain", "locater.families", "locater_lab.theory")
+    pages = "\n".join(HOOKS["_interface"](name) for name in names)
     assert "::: locater.control.QKClip" in pages
+    assert "::: locater_lab.theory.contraction_rate" in pages
     assert "::: locater_lab.theory.approximation" not in pages, "a module has no page of its own"
     shown = re.findall(r"::: locater\.(\w+)", HOOKS["_interface"]("locater"))
     modules = {name for name in locater.__all__ if (ROOT / "docs" / "reference" / f"{name}.md").exists()}

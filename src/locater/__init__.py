@@ -14,6 +14,7 @@ from locater.version import __version__
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
     from locater import control, explain, families, integrations, kernels, measures, testing, theory
     from locater.commands.comparing import compare
+    from locater.commands.doctor.diagnosing import doctor
     from locater.commands.explaining import explanations
     from locater.commands.fleet.result import Fleet
     from locater.commands.probing import probe
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
     from locater.results.comparison import Comparison
+    from locater.results.diagnosis import Diagnosis
     from locater.results.explanations import Explanations
     from locater.results.probe import Probe
     from locater.results.scan import HeadRow, Scan
@@ -47,6 +49,7 @@ __all__ = [
     "Block",
     "Comparison",
     "ComparisonSeries",
+    "Diagnosis",
     "Discovered",
     "EntropyPenalty",
     "Explanations",
@@ -74,6 +77,7 @@ __all__ = [
     "compare",
     "control",
     "discover",
+    "doctor",
     "explain",
     "explanations",
     "families",
@@ -121,6 +125,8 @@ _NAMES = {  # module: what it gives to the package
     "spectrum": ("Moments", "moments"),
     "results.comparison": ("Comparison",),
     "commands.comparing": ("compare",),
+    "results.diagnosis": ("Diagnosis",),
+    "commands.doctor.diagnosing": ("doctor",),
     "results.explanations": ("Explanations",),
     "commands.explaining": ("explanations",),
     "commands.fleet.result": ("Fleet",),

@@ -14,6 +14,14 @@ class LocaterError(Exception):
         super().__init__(without_secrets(message))
 
 
+class DamagedError(LocaterError):
+    """A source that contradicts itself or its configuration. `cause` is one of `locater.findings.causes`."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the message of an exception, cut if it is long, or the name of its class if it is empty.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 # C0 without tab and newline, DEL and C1; marks, embeddings, overrides and isolates of writing directions; the line and
 # paragraph separators; halves of surrogates
-ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+ACTED_ON = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 
 
 def escape_controls(text: str) -> str:
@@ -21,7 +21,8 @@ def escape_controls(text: str) -> str:
     >>> escape_controls("a\\x1b[31m"), escape_controls("two\\nlines")
     ('a\\\\u001b[31m', 'two\\nlines')
     """
-    return ACTED_ON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    # compiled at the first call: `locater --help` makes none
+    return re.sub(ACTED_ON, lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def one_line(text: object) -> str:

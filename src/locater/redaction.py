@@ -8,10 +8,8 @@ import re
 # which do not belong there) and after `?`. In names of buckets `?` may be a wildcard; on the hub a revision follows `@`
 USER = r"""([^\s/@:'"<>]*:(?!\d+/)[^\s@'"<>]*@|[^\s/@'"<>]*@)?"""
 PLACE = r"""([^\s?#'"<>]*)"""
-WEB = re.compile(
-    rf"""(?i)\b(https?:/{{0,3}}|ftps?://){USER}{PLACE}([?#][^\s'"<>]*?(?=[:,;.)]{{0,3}}(?:[\s'"<>]|$)))?"""
-)
-OTHER = re.compile(rf"""(?i)\b(?!hf:|https?:)([a-z][a-z0-9+.-]{{0,20}}://){USER}{PLACE}([?#][\w.%-]+=[^\s'"<>]*)?""")
+WEB = rf"""(?i)\b(https?:/{{0,3}}|ftps?://){USER}{PLACE}([?#][^\s'"<>]*?(?=[:,;.)]{{0,3}}(?:[\s'"<>]|$)))?"""
+OTHER = rf"""(?i)\b(?!hf:|https?:)([a-z][a-z0-9+.-]{{0,20}}://){USER}{PLACE}([?#][\w.%-]+=[^\s'"<>]*)?"""
 
 
 def without_secrets(text: str) -> str:
@@ -22,4 +20,5 @@ def without_secrets(text: str) -> str:
     >>> without_secrets("s3://bucket/step-?"), without_secrets("s3://bucket/x?X-Amz-Signature=secret")
     ('s3://bucket/step-?', 's3://bucket/x')
     """
-    return OTHER.sub(r"\1\3", WEB.sub(r"\1\3", text))
+    # compiled at the first call, which is not at every start
+    return re.sub(OTHER, r"\1\3", re.sub(WEB, r"\1\3", text))

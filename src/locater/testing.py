@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from locater.commands.scanning import scan
+from locater.defaults import LENGTH
 from locater.errors import LocaterError
 from locater.findings import FLAGS, Condition, explain, parse_conditions
 from locater.observing import observe
 from locater.observing.seen_heads import SHOWN, SeenHead
-from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, VALUE_COLUMNS, VALUE_FLAGS
+from locater.results.scan import NUMERIC_COLUMNS, SCAN_FLAGS, VALUE_COLUMNS, VALUE_FLAGS
 from locater.sources.open_source import Source
 
 SEEN_COLUMNS = tuple(f.name for f in fields(SeenHead) if str(f.type) == "float | None")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
-from pathlib import Path
 
 __version__ = "0.2.0"
 SCHEMA = 1  # of the JSON documents; increases when a key moves or changes its meaning
@@ -24,12 +22,22 @@ PROBE_SCHEMA = 2  # of the document of `locater probe`: 2 since M, F and localiz
 
 @cache
 def code_version(*rooms: str) -> str:
-    """A hash of the names and sources of rooms: what they compute may differ where it differs.
+    """A hash of the names and sources of rooms, folders or single files: what they compute may differ where it differs.
 
     >>> code_version("theory") == code_version("theory") != code_version("families", "theory")
     True
+    >>> code_version("theory", "verbs")
+    Traceback (most recent call last):
+    ...
+    ValueError: there is no room 'verbs'
     """
+    import hashlib  # not at the top: `import locater` reads only the version
+    from pathlib import Path
+
     root, digest = Path(__file__).parent, hashlib.sha256()
-    for path in sorted(path for room in rooms for path in (root / room).rglob("*.py")):
+    files = {room: [*(root / room).rglob("*.py"), *root.glob(f"{room}.py")] for room in rooms}
+    if missing := [room for room, found in files.items() if not found]:  # renamed: its code would count for nothing
+        raise ValueError(f"there is no room {missing[0]!r}")
+    for path in sorted(path for found in files.values() for path in found):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -277,10 +277,10 @@ def test_standard_input_that_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch
 
 
 def test_help_and_import_without_torch_or_any_extra() -> None:
-    """Nobody waits for torch to read the help; `import locater` pulls no extra and not the libraries of the command
-    line.
+    """Nobody waits for torch or for what only a running command needs to read the help; `import locater` pulls no extra
+    and not the libraries of the command line.
     """
-    heavy = "torch transformers lightning pandas scipy triton"
+    heavy = "torch transformers lightning pandas scipy triton locater.findings locater.report locater.results.scan"
     code = f"""
 import sys, locater
 print([m for m in '{heavy} rich typer'.split() if m in sys.modules])
@@ -294,6 +294,41 @@ finally:
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert (lines[0], lines[-1]) == ("[]", "[]")
     assert all(any(name in line.split() for line in lines) for name in ("scan", "probe", "train", "reproduce"))
+
+
+def test_a_run_is_watched_without_torch(tmp_path: Path) -> None:
+    log, page = tmp_path / "run.jsonl", tmp_path / "run.html"
+    layers = [{"layer": 0, "name": "attention", "heads": 1, "kind": "self"}]
+    lines = [
+        {"kind": "run", "schema": 1, "source": "Model", "every": 50, "layers": layers, "columns": ["entropy"]},
+        {"kind": "step", "step": 1, "loss": 2.0, "scalars": {}, "heads": {"entropy": [[1.5]]}},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code = """
+import sys
+sys.argv = ["locater", "watch", *sys.argv[1:]]
+try:
+    from locater.cli import main
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", code, log, "--report", page]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert (printed[-1], page.is_file()) == ("False", True)
+
+
+def test_the_version_and_a_command_of_its_own_without_a_search_for_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entry points of all installed packages take longer to read than the rest of `locater --version`."""
+    asked: list[str] = []
+    monkeypatch.setattr("locater.cli.offered_entries", lambda group: asked.append(group) or {})
+    for words in (("--version",), ("--version", "--debug"), ("scan", "--help")):
+        assert run(*words).status == 0
+    assert asked == []
+    run("--help")
+    assert asked == ["commands"]
 
 
 ORDERS = (

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from locater.commands import explaining as explain_parts
-from locater.commands.explain_input import token_texts
-from locater.commands.explain_target import Entries
+from locater.commands.explain_input_and_target import Entries, token_texts
 from locater.commands.explaining import explanations
 from locater.errors import LocaterError
 from locater.inputs.tokenizer import CONFIG, FILE, make_tokenizer

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import locater
 from locater.commands.fleet import parts, running
 from locater.commands.fleet import running as planning
-from locater.commands.fleet.cache_keys import PACKAGE, UNRELATED, Settings
+from locater.commands.fleet.cache_keys import PACKAGE, UNRELATED, Settings, reader_files
 from locater.commands.fleet.running import jobs_of, tasks_of
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import perform
@@ -417,7 +417,7 @@ def test_models_without_a_run_are_different_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("{steps}/step-*",), "add --out DIR"),
+        (("{steps}/step-*",), "add --out FOLDER"),
         (("{steps}/nothing-*", "--out", "{out}"), "matches nothing"),
         (("{steps}", "--out", "{out}"), "5 folders with weights: give"),
         (("{steps}/*", "--out", "{out}", "--shard", "3/2"), "--shard 3/2: the first number counts"),
@@ -502,13 +502,43 @@ def test_patterns_leave_out_what_is_no_checkpoint(steps: Path, tmp_path: Path) -
 
 
 def test_the_reader_version_covers_what_a_scan_imports() -> None:
-    code = "import sys, locater.commands.scanning; print(*(m for m in sys.modules if m.startswith('locater.')))"
+    """Those of the instrument, and those that the families of `locater train` models need, which are in another
+    package.
+    """
+    code = "import sys, locater.commands.scanning as s; print(*(m.__file__ for n, m in sys.modules.items() if {}))"
+    own = code.format("n.startswith('locater.')")
+    family = code.replace("; print", "; from locater.families.registry import BY_TYPE; BY_TYPE['locater']; print")
+    others = family.format("n.startswith('locater_lab.models') or n.startswith('locater_lab.mechanisms')")
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([python(), "-c", code], env=variables, capture_output=True, text=True, check=True)
-    modules = [Path(*name.split(".")[1:]) for name in done.stdout.split()]
-    left_out = {Path(place).with_suffix("") for place in UNRELATED}
-    assert not [module for module in modules if left_out & {module, *module.parents}]
+    read = {str(path) for path in reader_files().values()}
+    for script, some in ((own, "sources/weights.py"), (others, "locater_lab/models/family.py")):
+        done = subprocess.run([python(), "-c", script], env=variables, capture_output=True, text=True, check=True)
+        loaded = set(done.stdout.split())
+        assert any(path.endswith(some) for path in loaded)
+        assert not loaded - read
     assert all((PACKAGE / place).exists() for place in UNRELATED)
+    assert not [path for path in read if path.endswith("locater/cli/shell.py")]
+
+
+def test_a_changed_reader_of_another_package_makes_a_new_version(tmp_path: Path) -> None:
+    """A package that offers a family by an entry point: its files count, and it is not imported for that."""
+    package = tmp_path / "own_family"
+    (tmp_path / "own_family-1.dist-info").mkdir()
+    (tmp_path / "own_family-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: own_family\nVersion: 1\n"
+    )
+    points = "[locater.families]\nown = own_family.reading:FAMILY\n"
+    (tmp_path / "own_family-1.dist-info" / "entry_points.txt").write_text(points)
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    code = "from locater.commands.fleet.cache_keys import reader_version; print(reader_version())"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
+    versions = []
+    for text in ("FAMILY = 1\n", "FAMILY = 2\n", "FAMILY = 1\n"):
+        (package / "reading.py").write_text(text)
+        done = subprocess.run([python(), "-c", code], env=variables, capture_output=True, text=True, check=True)
+        versions.append(done.stdout)
+    assert versions[0] == versions[2] != versions[1]
 
 
 def test_the_queries_of_the_page_run(scanned: Path) -> None:

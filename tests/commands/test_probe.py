@@ -30,7 +30,7 @@ from locater.numerics import spearman
 from locater.observing.head_roles import circuit_scores
 from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.run_model import run_model
-from locater.predict.logit_bound import logit_bound
+from locater.predict.prediction_and_logit_bound import logit_bound
 from locater.results.probe import (
     BOUND,
     MEASURED,

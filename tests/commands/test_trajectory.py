@@ -104,7 +104,8 @@ def test_equal_weights_are_named_within_runs_and_across() -> None:
     assert [[(x["run"], x["step"]) for x in group] for group in document["duplicates"]] == [
         [("a", 0), ("a", 10), ("b", 0)]
     ]
-    assert "2 of 4 checkpoints have the weights of another: a 0 = a 10 = b 0." in irregularities(document)
+    repeats = "2 of 4 checkpoints have the queries, keys and norms of another: a 0 = a 10 = b 0."
+    assert repeats in irregularities(document)
     unknown = trajectory(rows("a", (0, 10), digest=None), {})
     assert unknown["duplicates"] == [], "without a digest nothing is known to be equal"
     # one layer that differs is another checkpoint

@@ -28,7 +28,7 @@ from locater.control import (
     Surgery,
     Temperature,
     carried_changes,
-    forward,
+    forward_controls,
 )
 from locater_lab.mechanisms.swap import SwapMechanism
 from locater_lab.train import Shape, Transformer
@@ -118,7 +118,7 @@ def test_a_copy_computes_what_the_model_computes(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "own"])
 def test_parameters_of_a_copy_are_its_own(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    forward._warn_about_parameters.cache_clear()
+    forward_controls._warn_about_parameters.cache_clear()
     model = model_of(kind)
     control = Temperature(init=2.0).attach(model)
     with caplog.at_level(logging.WARNING, "locater"):

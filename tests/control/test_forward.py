@@ -646,6 +646,7 @@ def test_parameters_are_saved_and_loaded() -> None:
         (lambda: EntropyPenalty(floor=1.2), "floor=1.2"),
         (lambda: EntropyPenalty(floor=0.2, weight=-1.0), "weight=-1.0"),
         (lambda: EntropyPenalty(floor=0.2, ceiling=0.3, margin=0.1), "margin=0.1"),
+        (lambda: EntropyPenalty(floor=0.2, margin=math.nan), "margin=nan"),
         (lambda: Temperature(layers=[2]).attach(llama()), r"layers=\[2\]: there are 2, numbered from 0"),
         (lambda: Temperature(layers=[]).attach(llama()), r"layers=\[\]: there are 2"),
         (lambda: Temperature().parameters(), "Temperature is not attached"),

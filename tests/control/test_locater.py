@@ -4,6 +4,7 @@ step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -315,6 +316,7 @@ def test_what_cannot_be_controlled_is_refused_in_one_line() -> None:
         (dict(part="upper"), "part='upper': choose symmetric or full"),
         (dict(target="none"), "target='none': must be a number, or free"),
         (dict(shrink=-1.0), "shrink=-1.0"),
+        (dict(hold=math.nan), "hold=nan"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], said: str) -> None:

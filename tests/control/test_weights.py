@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -268,7 +269,7 @@ def test_clip_refuses_models_whose_logits_do_not_follow_the_maps(label: str, why
         QKClip().attach(model_of(case_of(label)))
 
 
-@pytest.mark.parametrize("options", [dict(limit=0.0), dict(alpha=2.0), dict(every=0)])
+@pytest.mark.parametrize("options", [dict(limit=0.0), dict(limit=math.nan), dict(alpha=2.0), dict(every=0)])
 def test_bad_options_of_clip_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(LocaterError, match=f"{next(iter(options))}="):
         QKClip(**options)

@@ -128,7 +128,7 @@ def test_numbers_in_units_of_logits_are_refused_without_a_scale() -> None:
     with pytest.raises(LocaterError, match="scale"):
         LocAteR().attach(model)
     with pytest.raises(LocaterError, match="scale of its logits is not known"):
-        locater.layers.norm_folding(layer)
+        locater.layers.effective(layer)
 
 
 @pytest.mark.parametrize(("shrink", "window"), [(0, 64), (1, 63), (2, None)])

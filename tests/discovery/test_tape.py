@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from locater.discovery.tape import Tape, replay
 from locater.discovery.tape.linear_maps import linear_map, upstream, with_bias
+from locater.discovery.verified_search import discover
 
 
 class Writing(nn.Module):
@@ -118,3 +119,25 @@ def test_attention_of_torch_is_looked_into() -> None:
     assert any(node.name == "scaled_dot_product_attention" for node in tape.nodes)
     assert torch.nn.functional.has_torch_function is before
     assert not module._forward_hooks
+
+
+class ByAxis(nn.Module):
+    """Attention with the names that numpy has for `dim` and `keepdim`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (3, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        logits = (q[..., None, :] * k[..., None, :, :]).sum(axis=-1, keepdims=False)
+        weights = torch.softmax(logits, axis=-1)
+        mixed = torch.stack([weights[:, head] @ v[:, head] for head in range(3)], axis=1)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+def test_axes_by_the_names_of_numpy() -> None:
+    torch.manual_seed(0)
+    found = discover(ByAxis().eval(), {"x": torch.randn(2, 5, 12)})
+    assert not found.gaps
+    assert [(layout.heads, layout.out is not None) for layout in found.layouts] == [(3, True)]

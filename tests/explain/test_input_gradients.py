@@ -182,5 +182,5 @@ def test_autocast_is_named_where_it_spoils_the_sum() -> None:
     rounded = "rounds what it computes: leave its block"
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(LocaterError, match=rounded):
         explain.operator(gpt2().float(), IDS)
-    with pytest.raises(LocaterError, match=r"steps=1.5: at least 1 point"):
+    with pytest.raises(LocaterError, match=r"steps=1.5: give at least 1 point"):
         explain.integrated_gradients(gpt2(), IDS, steps=1.5)  # type: ignore[arg-type]

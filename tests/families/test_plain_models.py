@@ -175,3 +175,12 @@ def test_the_penalty_acts_on_queries_and_keys(name: str) -> None:
     charged = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
     assert charged
     assert all("q" in name.split(".")[-2] or "k" in name.split(".")[-2] or "norm" in name for name in charged), charged
+
+
+def test_layers_are_numbered_by_the_numbers_inside_their_names() -> None:
+    """torchvision calls its blocks encoder_layer_0, encoder_layer_1, ..."""
+    model = nn.Sequential()
+    for number in range(11):
+        model.add_module(f"encoder_layer_{number}", nn.TransformerEncoderLayer(16, 2, 16, batch_first=True))
+    names = [layer["name"] for layer in locater.scan(model).layers]
+    assert names == [f"encoder_layer_{number}.self_attn" for number in range(11)]

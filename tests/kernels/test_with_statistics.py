@@ -97,10 +97,10 @@ def test_gradients_in_two_passes(name: str) -> None:
 def test_what_one_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision on an H100, heads of up to 128, no masks but causal and window, no gradients."""
     pytest.importorskip("triton", reason="Triton is only made for Linux")
-    from locater.kernels import triton_descriptors
+    from locater.kernels import triton_parts
 
     cards = {"cuda:0": 9, "cuda:1": 8}
-    monkeypatch.setattr(triton_descriptors, "_capability", lambda device: cards[str(device)])
+    monkeypatch.setattr(triton_parts, "_capability", lambda device: cards[str(device)])
 
     def like(dtype: torch.dtype, T: int = 64, size: int = 64, grad: bool = False, card: int = 0) -> Any:
         device = torch.device("cuda", card)

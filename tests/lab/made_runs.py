@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from locater_lab.engine.claims import Measurement
 from locater_lab.engine.mechanism_runs import PROBE_SEED, RECIPES, TEXT_SEEDS, recipe_row, text_arms, text_rows
 from locater_lab.engine.runs import Arm, Runs
+
+
+def known_measurements(found: Mapping[str, Measurement | None]) -> dict[str, Measurement]:
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def made_line(loss: float, **more: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ import locater
 from locater.calls.recognise import NO_SOFTMAX
 from locater.errors import LocaterError
 from locater.observing import SeenHead, observe
-from tests.families.test_coverage import shrink
-from tests.families.test_coverage import tiny as small
+from tests.calls.test_attention_like import shrink
+from tests.calls.test_attention_like import tiny as small
 from tests.processes import ranks
 
 WIDTH, HEADS, TOKENS = 32, 4, 9

@@ -173,7 +173,7 @@ def test_a_saved_model_knows_nothing_of_the_observation() -> None:
         copied = copy.deepcopy(model)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert b"locater.probing" not in file.getvalue()
+    assert b"locater." not in file.getvalue()
     for other in (loaded, copied):
         assert torch.equal(other(ids).logits, expected)
         with locater.observe(other) as again:

@@ -24,7 +24,7 @@ from locater.numerics import spearman
 from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
 from locater.observing.run_model import run_model
-from locater.predict.prediction import predict
+from locater.predict.prediction_and_logit_bound import predict
 from locater.predict.statistics_file import Input
 from locater.theory import unit_moments
 from locater.theory.gaussian_surrogate import JITTER, gaussian_tokens, root

@@ -116,7 +116,7 @@ def test_the_terminal_tells_the_same(document: dict[str, Any]) -> None:
     assert "2 runs. first: 18 checkpoints of 12 heads in 3 layers, steps 0 to 1,000" in text
     assert "2 steps are missing: 300 to 350." in text
     assert "runs/first/step-700 (the file is <b>cut</b> short)" in text
-    assert "1 of 29 checkpoints has the weights of another: first 100 = first 150." in text
+    assert "1 of 29 checkpoints has the queries, keys and norms of another: first 100 = first 150." in text
     assert "first: medians over heads at 6 of 18 checkpoints" in text
 
 

@@ -179,7 +179,7 @@ def test_trackio_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     rows = SQLiteStorage.get_logs("locater-test", "run")
     losses = [(row["step"], row["locater/loss"]) for row in rows if "locater/loss" in row]
     assert losses == [(1, 2.0), (11, 2.0), (12, 1.0)]
-    assert sum("locater_lab/mechanisms/entropy_by_layer" in row for row in rows) == 2
+    assert sum("locater/attention/entropy_by_layer" in row for row in rows) == 2
     alerts = SQLiteStorage.get_alerts("locater-test", "run")
     assert [(alert["step"], alert["title"]) for alert in alerts] == [(11, "exploding: blocks.1.attn head 1")]
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from locater.sources.weights import ModuleWeights, Weights, natural_sort_key
+from locater.sources.weights import ModuleWeights, Weights, natural_key
 
 BEFORE = r"(?:to_|w_?|add_|lin_|linear_|proj_|attn_|in_proj_)?"
 AFTER = r"(?:_?(?:a|b|proj|projs|projection|lin|linear|layer|dense|conv|map|weight|heads?|fc))*"
@@ -32,7 +32,7 @@ def attention_like(weights: Weights) -> list[str]:
     paths = set(_by_tensors(weights))
     if isinstance(weights, ModuleWeights):
         paths |= set(_by_class(weights, paths))
-    return sorted(paths, key=lambda path: natural_sort_key(path.split(".")))
+    return sorted(paths, key=natural_key)
 
 
 def unread(weights: Weights, read: Iterable[str], deep: int | None = None) -> list[str]:
@@ -75,6 +75,11 @@ def folded_paths(paths: Sequence[str], most: int | None = SHOWN) -> str:
         kinds.setdefault(NUMBER.sub("*", path), []).append(path or "the model itself")
     shown = [some[0] if len(some) == 1 else f"{name} ({len(some)})" for name, some in kinds.items()][:most]
     return ", ".join(shown) + (f" and {len(kinds) - len(shown)} more kinds" if len(kinds) > len(shown) else "")
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Whether a module is another one or a part of it."""
+    return not outer or f"{path}.".startswith(f"{outer}.")
 
 
 def _part_ends(path: str) -> Iterator[int]:

@@ -19,14 +19,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.call import Call
-from locater.calls.function_table import FUSED, JOINS, MULTI_HEAD, MULTIPLIES, PRODUCTS, fused_arguments, name_of
+from locater.calls.function_table import (
+    FUSED,
+    JOINS,
+    MULTI_HEAD,
+    MULTIPLIES,
+    PRODUCTS,
+    axis_of,
+    fused_arguments,
+    name_of,
+)
 from locater.calls.head_axes import (
     HeadAxes,
     TensorStep,
     TensorTrace,
     axes_by_count,
     axes_by_labels,
-    flat_arguments,
     key_step,
     labels_of,
     step_signature,
@@ -37,6 +45,7 @@ from locater.calls.recognise import (
     Product,
     broadcast_contraction,
     contraction,
+    flat_arguments,
     in_order,
     is_of_queries_and_keys,
     part_name,
@@ -118,9 +127,9 @@ class FunctionListener(TorchFunctionMode):
         elif name == FUSED:
             self._on_fused(out, args, kwargs)
         elif name == "softmax":
-            self._on_softmax(out, *args, **kwargs)
+            self._on_softmax(out, args[0] if args else kwargs["input"], axis_of(args, kwargs))
         elif name == "softmin":
-            self._on_softmin(out, *args, **kwargs)
+            self._on_softmin(out, args[0] if args else kwargs["input"], axis_of(args, kwargs))
         elif not self._note_product(name, args, kwargs, out):
             self._trace.record(name, func, args, kwargs, out)
             self._follow_logits(name, out, args, kwargs)
@@ -128,7 +137,7 @@ class FunctionListener(TorchFunctionMode):
     def _note_product(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> bool:
         """Remember a product of queries and keys; False where it is another, or none."""
         if name == "sum":
-            return self._note_broadcast_sum(out, *args, **kwargs)
+            return self._note_broadcast_sum(out, args, kwargs)
         if name not in PRODUCTS:
             return False
         tensors = [x for x in flat_arguments((*args, *kwargs.values())) if isinstance(x, Tensor)][-2:]
@@ -158,10 +167,11 @@ class FunctionListener(TorchFunctionMode):
     def _is_traced(self, x: Tensor) -> bool:
         return self._trace.of(x) is not None
 
-    def _note_broadcast_sum(self, total: Tensor, input: Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
+    def _note_broadcast_sum(self, total: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Remember a product of queries and keys that is a sum of broadcast products; False where it is none."""
+        input, axis = args[0] if args else kwargs["input"], axis_of(args, kwargs)
         factors = self._outer.get(input)
-        axis = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
+        axis = axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
         if factors is None or not isinstance(axis, int):
             return False
         written = broadcast_contraction(factors[0], factors[1], axis)
@@ -189,7 +199,7 @@ class FunctionListener(TorchFunctionMode):
             if before is not None and name in JOINS and self._trace.of(x) is None:
                 self._trace.record_same_rows(before, x)
 
-    def _on_softmax(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+    def _on_softmax(self, weights: Tensor, input: Tensor, dim: int | None) -> None:
         known, axis = self._logits.of(input), softmax_axis((input, dim), {}, input.ndim)
         if known is None or axis is None:
             return
@@ -207,7 +217,7 @@ class FunctionListener(TorchFunctionMode):
 
         self.report(DirectCall(describe, step, None if step is None else key_step(step)))
 
-    def _on_softmin(self, weights: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+    def _on_softmin(self, weights: Tensor, input: Tensor, dim: int | None) -> None:
         logits = -input
         self._trace.record("neg", torch.neg, (input,), {}, logits)
         self._logits.follow("neg", [input], logits)

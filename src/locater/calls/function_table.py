@@ -66,7 +66,7 @@ KEEPING = MOVES | CASTS | COPIES  # all of these leave numbers as they are
 PARTING = frozenset("__getitem__ narrow select unbind chunk split split_with_sizes tensor_split".split())
 JOINS = frozenset({"cat", "hstack"})
 LARGEST = frozenset({"amax", "max"})
-ADDS, SUBTRACTS, MULTIPLIES, DIVIDES = (frozenset({name}) for name in ("add", "sub", "mul", "div"))
+ADDS, MULTIPLIES = frozenset({"add"}), frozenset({"mul"})
 # a row is still that row, with other keys hidden
 HIDING = CASTS | COPIES | {"masked_fill", "where", "add"}
 

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.function_table import CHANNELS_SECOND, MAPS, MOVES, PRODUCTS
+from locater.calls.recognise import flat_arguments
 from locater.errors import LocaterError
 from locater.torch_private import base_of_view, tree_leaves, tree_map, write_count
 
@@ -321,11 +322,6 @@ def labels_of(step: TensorStep, thin: bool = True) -> Tensor:
         args = (*args, thin)
     out = step.func(*args, **kwargs)
     return out if step.part is None else out[step.part]
-
-
-def flat_arguments(args: tuple[Any, ...]) -> list[Any]:
-    """Arguments, those in lists too: einsum and cat take either."""
-    return [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,))]
 
 
 def _is_map(args: tuple[Any, ...]) -> bool:

@@ -66,7 +66,7 @@ def contraction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
     >>> contraction("tensordot", (a, torch.zeros(4, 5), ([-1], [1])), {}).equation
     'abc,dc->abd'
     """
-    tensors = [x for x in _flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+    tensors = [x for x in flat_arguments((*args, *kwargs.values())) if isinstance(x, Tensor)]
     if len(tensors) != 2:
         return None
     one, two = tensors
@@ -178,7 +178,8 @@ def _spelled_out(equation: str, *ndims: int) -> str | None:
     return whole if all(x.isalpha() for word in (*words, out) for x in word) else None
 
 
-def _flat(args: Sequence[Any]) -> list[Any]:
+def flat_arguments(args: Sequence[Any]) -> list[Any]:
+    """Arguments, those in lists too: einsum and cat take either."""
     return [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,))]
 
 

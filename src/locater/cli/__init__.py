@@ -1,16 +1,19 @@
 """The command line: one file per command. Exit status 0: done; 1: a head met --fail-on; 2: bad usage or input.
 
-Modules that need torch are imported inside the commands, so that `locater --help` is instant.
+What only a running command needs, such as torch, is imported inside it, and the options of a command are built when it
+is called: `locater --help` is instant.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from locater.cli import compare, demo, explain, fleet, probe, scan, watch
+from locater.cli import compare, demo, doctor, explain, fleet, probe, scan, watch
 from locater.cli.shell import Command, Group, command_name, error_line, examples_text, pipe_safe_output, split_debug
 from locater.escapes import escaped_output
 from locater.redaction import without_secrets
@@ -20,33 +23,42 @@ from locater.version import __version__
 app = typer.Typer(
     help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.",
     cls=Group,
-    epilog=examples_text("locater demo", "locater scan path/to/model", "locater COMMAND --help"),
+    epilog=examples_text(
+        "locater demo", "locater doctor path/to/model", "locater scan path/to/model", "locater COMMAND --help"
+    ),
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 BUILT_IN = {
-    module.__name__.rpartition(".")[2]: module for module in (demo, scan, fleet, probe, compare, explain, watch)
+    module.__name__.rpartition(".")[2]: module for module in (demo, doctor, scan, fleet, probe, compare, explain, watch)
 }
 
 
-def _add(name: str, module: Any) -> None:
-    app.command(name, cls=Command, help=module.HELP, epilog=examples_text(*module.EXAMPLES))(module.command)
+def _list(name: str, module: Any) -> None:
+    """Add a command to the list of commands. Its options are built when it is called, by its `build` if it has one."""
+    _add(app, name, module, lambda: None)
+    Group.late[name] = getattr(module, "build", partial(_build, name, module))
+
+
+def _add(to: typer.Typer, name: str, module: Any, function: Callable[..., None]) -> None:
+    to.command(name, cls=Command, help=module.HELP, epilog=examples_text(*module.EXAMPLES))(function)
+
+
+def _build(name: str, module: Any) -> Any:
+    alone = typer.Typer(add_completion=False)
+    _add(alone, name, module, module.command)
+    return typer.main.get_command(alone)
 
 
 for name, module in BUILT_IN.items():
-    _add(name, module)
+    _list(name, module)
 
 
 def load_offered_commands() -> typer.Typer:
-    """All commands, including those of other packages: `locater_lab` has `train` and `reproduce`.
-
-    Their options may come from modules that import torch, so they are built when the command is called.
-    """
+    """All commands, including those of other packages: `locater_lab` has `train` and `reproduce`."""
     for name, point in offered_entries("commands").items():
         if name not in Group.late:
-            module = point.load()
-            _add(name, module)
-            Group.late[name] = module.build
+            _list(name, point.load())
     return app
 
 
@@ -71,7 +83,8 @@ def main() -> None:
     sys.stdout, sys.stderr = pipe_safe_output(sys.stdout), pipe_safe_output(sys.stderr)
     debug, args = split_debug(sys.argv[1:])
     try:
-        known = app if command_name(args) in BUILT_IN else load_offered_commands()
+        own = command_name(args) in BUILT_IN or args == ["--version"]  # others are searched for, which takes a while
+        known = app if own else load_offered_commands()
         status = typer.main.get_command(known).main(args, prog_name="locater", standalone_mode=False)
         sys.stdout.flush()  # a full disk is an error too
         if isinstance(status, int):  # of typer.Exit

@@ -9,10 +9,9 @@ import typer
 from locater.cli.options import Download, JsonPath, Length, Raw, ReportPath
 from locater.cli.output_and_exit_status import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
+from locater.defaults import LENGTH
 from locater.errors import LocaterError
-from locater.findings import parse_conditions
 from locater.redaction import without_secrets
-from locater.results.scan import LENGTH, SCAN_FLAGS, VALUE_FLAGS
 
 HELP = "Compare two models, or two or more checkpoints of one run, head by head."
 EXAMPLES = (
@@ -50,7 +49,9 @@ def command(
     download: Download = False,
 ) -> None:
     from locater.commands.comparing import compare
+    from locater.findings import parse_conditions
     from locater.results.comparison import CHANGE_COLUMNS, FAULT, WHOLE, Comparison
+    from locater.results.scan import SCAN_FLAGS, VALUE_FLAGS
 
     conditions, whole = [], []
     if fail_on is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +26,8 @@ def command(
         str | None, typer.Option(metavar="PATH", help="Write an HTML page that compares the model with its twin.")
     ] = None,
 ) -> None:
+    from importlib.resources import files
+
     from locater.commands.comparing import compare
     from locater.commands.scanning import scan
 

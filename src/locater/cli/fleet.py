@@ -11,12 +11,12 @@ import typer
 from locater.cli.options import FailOn, JsonPath, Length, Raw, ReportPath
 from locater.cli.output_and_exit_status import deliver
 from locater.cli.shell import check_writable, show_progress
+from locater.defaults import LENGTH
 from locater.escapes import one_line
-from locater.findings import Condition, parse_conditions
-from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
 
 if TYPE_CHECKING:
     from locater.commands.fleet.result import Fleet
+    from locater.findings import Condition
 
 HELP = "Scan many checkpoints, such as all steps of a run, into one folder of Parquet files."
 EXAMPLES = (
@@ -69,7 +69,9 @@ def command(
     report: ReportPath = None,
 ) -> None:
     from locater.commands.fleet.request import Request, answer
+    from locater.findings import parse_conditions
     from locater.report.fleet import print_fleet, state_sentence
+    from locater.results.scan import NUMERIC_COLUMNS, SCAN_FLAGS
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 
 from locater.cli.shell import stdout_console
 from locater.escapes import one_line
 from locater.files import write_whole
-from locater.findings import Condition, crossings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from locater.findings import Condition
 
 
 def deliver(
@@ -49,6 +52,8 @@ def exit_if_crossed(
     which is the worst: a CI log should not hide `nonfinite` behind `sharp`. `said` are conditions that hold of a model
     as a whole, with what there is to say of it.
     """
+    from locater.findings import crossings
+
     if line := "; ".join(filter(None, (*said, crossings(conditions, rows, length)))):
         print(one_line(f"locater: --fail-on: {line}"), file=sys.stderr)
         raise typer.Exit(1)

@@ -11,9 +11,8 @@ import typer
 from locater.cli.options import FailOn, JsonPath, ReportPath
 from locater.cli.output_and_exit_status import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress, standard_input
+from locater.defaults import LENGTH, TOKENS
 from locater.errors import LocaterError
-from locater.findings import parse_conditions
-from locater.results.scan import LENGTH, TOKENS
 
 HELP = "Run a model on text or images, measure every head, and compare with predictions."
 EXAMPLES = (
@@ -63,6 +62,7 @@ def command(
 ) -> None:
     from locater.amx import avoid_broken_amx
     from locater.commands.probing import probe
+    from locater.findings import parse_conditions
     from locater.results.probe import PROBE_COLUMNS, PROBE_FLAGS
 
     conditions = []

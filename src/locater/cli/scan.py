@@ -10,8 +10,7 @@ import typer
 from locater.cli.options import Download, FailOn, JsonPath, Length, Raw, ReportPath
 from locater.cli.output_and_exit_status import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
-from locater.findings import parse_conditions
-from locater.results.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, VALUE_COLUMNS, VALUE_FLAGS
+from locater.defaults import LENGTH
 
 HELP = "Read the query-key spectrum of every head from weights alone, and predict how the head attends."
 EXAMPLES = (
@@ -77,7 +76,9 @@ def command(
     ] = None,
 ) -> None:
     from locater.commands.scanning import parse_shard, scan
+    from locater.findings import parse_conditions
     from locater.predict import Statistics
+    from locater.results.scan import NUMERIC_COLUMNS, SCAN_FLAGS, VALUE_COLUMNS, VALUE_FLAGS
     from locater.sources.remote import Traffic
 
     conditions = []

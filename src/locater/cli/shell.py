@@ -59,7 +59,8 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands. Those in `late` are built when they are called, because their options need torch.
+    """The commands. Those in `late` are built when they are called: help lists all and needs the options of none, and
+    those of `train` need torch.
 
     Status 1 means that a head met --fail-on. Typer would also use it for a broken pipe and for a file that ends too
     soon, which are passed on here as errors.

@@ -1,1 +1,1 @@
-"""`scan`, `probe`, `compare`: from a source to a result."""
+"""`scan`, `probe`, `compare`, `explanations`, and fleets: from a source to a result."""

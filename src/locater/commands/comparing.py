@@ -20,8 +20,9 @@ from locater.commands.head_differences import (
     responses,
     same_shape,
 )
-from locater.commands.scanning import Progress, scan
+from locater.commands.scanning import scan
 from locater.commands.tensor_differences import TensorDifference, tensor_differences
+from locater.defaults import LENGTH, Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
@@ -33,7 +34,7 @@ from locater.results.comparison import (
     WeightChanges,
     compare_scans,
 )
-from locater.results.scan import LENGTH, Scan
+from locater.results.scan import Scan
 from locater.results.series import ComparisonSeries, compare_series
 from locater.sources.open_source import Source, open_source
 from locater.sources.weights import Weights

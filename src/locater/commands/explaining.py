@@ -12,15 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.commands.explain_input import ExplainInput, read_input
-from locater.commands.explain_target import choice_of, entries_of, find_target, predictions
+from locater.commands.explain_input_and_target import (
+    ExplainInput,
+    choice_of,
+    entries_of,
+    find_target,
+    predictions,
+    read_input,
+)
 from locater.commands.load_model import load_model
+from locater.defaults import Progress
 from locater.errors import LocaterError, first_line
 from locater.explain import METHODS, Run, deletion, paths
 from locater.explain.explanation import Explanation, Target, vectors
 from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
-from locater.observing.input_covariances import Progress
 from locater.observing.run_model import run_model
 from locater.report.verdict_sentences import amount
 from locater.results.explanations import (
@@ -220,6 +226,8 @@ def _curve(
     return DeletionCurve(fractions, probabilities[0], probabilities[1], "probability")
 
 
+# The command: which methods run, on which input, and what is said of those that do not apply.
+
 DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # those of them that apply
 OPERATOR_TOKENS = 256  # up to which the matrix of the operator is computed, which takes a pass for every token
 LARGEST_GAP = 0.05  # of the target: largest difference between it and scores that should sum to it
@@ -246,8 +254,7 @@ def explanations(
     models. An encoder-decoder reads `text` in its encoder; `decoder_text` is what the decoder has written so far.
     `target` is a token as text, a class by its name, or a number; by default the model's first choice. `position` is
     the output token, by default the first [MASK] or the last one. A model without logits is explained along its own
-    output.
-    `methods` are names in `locater.explain.METHODS`; by default a few that apply to the model. `heads` are the
+    output. `methods` are names in `locater.explain.METHODS`; by default a few that apply to the model. `heads` are the
     (layer, head) whose patterns the page shows, where there is no room for all. `deletion` also runs the model without
     the tokens of largest and smallest score, to see how far the scores can be trusted.
     """
@@ -367,8 +374,8 @@ def _skipped_notes(skipped: dict[str, str]) -> list[str]:
 
 
 def _options(name: str, read: ExplainInput, target: Target) -> dict[str, Any]:
-    """The operator's matrix is made for short inputs, where more than one of its rows is read. Integrated gradients of
-    a text start at a token that means nothing: from zero they do not converge in models with RMSNorm.
+    """The operator's matrix is computed for short inputs, where more than one of its rows is read. Integrated gradients
+    of a text start at a token that means nothing: from zero they do not converge in models with RMSNorm.
     """
     if name == "operator":
         several_rows = target.index is None or target.position is not None

@@ -16,6 +16,7 @@ from locater.commands.load_model import load_model
 from locater.commands.probe_data import count_sequences, data_label, probe_batches, split_batches
 from locater.commands.scan_rows import row_keys
 from locater.commands.scanning import column_of, root_mean_square, scan
+from locater.defaults import LENGTH, TOKENS, Progress
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.findings import flags_of
@@ -24,18 +25,17 @@ from locater.layers import AttentionLayer
 from locater.layers.output_maps import written_norms, written_shares
 from locater.numerics import finite_or_none, spearman
 from locater.observing.head_roles import Circuit, circuit_scores, period_of
-from locater.observing.input_covariances import Progress, statistics_of_batches
+from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
 from locater.observing.residual_stream import SeenLayer
 from locater.observing.run_model import run_model
 from locater.observing.seen_heads import SeenHead
-from locater.predict.logit_bound import logit_bound
-from locater.predict.prediction import predict
+from locater.predict.prediction_and_logit_bound import logit_bound, predict
 from locater.predict.statistics_file import Input, Statistics
 from locater.report.probe import stream_after
 from locater.report.verdict_sentences import head_list
 from locater.results.probe import BOUND, MEASURED, PREDICTED, PRIOR, Probe, ProbeRow
-from locater.results.scan import LENGTH, TOKENS, Scan
+from locater.results.scan import Scan
 from locater.theory import kept_at_entropy
 
 LONGEST = 1024  # tokens that heads are run on for predictions

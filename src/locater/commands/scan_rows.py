@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.commands.layer_moments import LayerMoments
+from locater.defaults import LENGTH
 from locater.findings import flags_of, key_variance
 from locater.findings.flags import FLAG_NAMES
 from locater.layers import AttentionLayer
@@ -21,9 +22,9 @@ from locater.layers.bias import PairBias
 from locater.layers.output_maps import written_norms, written_shares
 from locater.layers.position_tables import PairTerms
 from locater.numerics import finite_or_none, lone_workers, one_thread
-from locater.predict.prediction import predict
+from locater.predict.prediction_and_logit_bound import predict
 from locater.predict.statistics_file import Input
-from locater.results.scan import LENGTH, HeadRow
+from locater.results.scan import HeadRow
 from locater.spectrum import Moments
 from locater.theory import (
     expected_entropy,
@@ -34,7 +35,7 @@ from locater.theory import (
     residual_kept,
     unit_moments,
 )
-from locater.theory.propagation import SKEW_LIMIT
+from locater.theory.propagation_and_regimes import SKEW_LIMIT
 
 SOFTMAX_ONLY = ("expected_entropy", "residual_kept", "localization")  # columns without meaning for other mechanisms
 # columns in units of logits

@@ -20,11 +20,12 @@ from locater.calls.attention_like import unread
 from locater.commands.layer_moments import Work, layer_moments
 from locater.commands.scan_notes import assumptions, layer_entry, unread_notes
 from locater.commands.scan_rows import ScanOptions, rows_of, rows_with_written
+from locater.defaults import LENGTH, Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.predict.statistics_file import Input, Statistics
-from locater.results.scan import LENGTH, Scan
+from locater.results.scan import Scan
 from locater.sources.adapter_folder import base_name_of
 from locater.sources.open_source import Source, open_source
 from locater.sources.remote import Traffic, session
@@ -106,8 +107,9 @@ def _all_numbers(weights: Weights) -> int:
         return 0
 
 
+# The scan.
+
 LONGEST = 8192  # tokens that heads are run on if statistics are given
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # (items, their number) -> the same items, shown as a bar
 
 
 def scan(

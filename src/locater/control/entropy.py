@@ -67,7 +67,7 @@ class EntropyPenalty(ForwardControl["_PenaltySum"]):
             )
         if not (weight >= 0 and math.isfinite(weight)):
             raise LocaterError(f"weight={weight}: must be a number from 0 on")
-        if margin < 0 or (floor is not None and ceiling is not None and 2 * margin > high - low):
+        if not margin >= 0 or (floor is not None and ceiling is not None and 2 * margin > high - low):
             raise LocaterError(f"margin={margin}: must be from 0 to half of the band")
         self.floor, self.ceiling, self.weight, self.margin, self.layers = floor, ceiling, weight, margin, layers
 

@@ -175,6 +175,8 @@ def _missing_sample(model: str, empty: list[TokenSample], of: int) -> str:
     )
 
 
+# The control.
+
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 
 
@@ -234,9 +236,9 @@ class LocAteR(Control):
             raise LocaterError(
                 f"schedule={schedule!r}: must be a function of the step, so it can be given only in Python"
             )
-        if shrink < 0 or hold < 0:
+        if not (0 <= shrink < math.inf and 0 <= hold < math.inf):
             raise LocaterError(
-                f"shrink={shrink}, hold={hold}: both must be 0 or more, or the penalty would be a reward"
+                f"shrink={shrink}, hold={hold}: both must be numbers from 0 on; below 0 the penalty would be a reward"
             )
         if not (isinstance(limit, int | float) and 0 <= limit < math.inf):
             raise LocaterError(f"limit={limit!r}: must be a number from 0 on, the V that is not penalised")

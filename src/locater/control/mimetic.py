@@ -29,9 +29,9 @@ STEPS = 100  # of Newton's method at most; without a norm on the keys the first 
 class Mimetic(Control):
     """Give every head the mean self-logit M = target when attached.
 
-    This is an initialisation: `loss()` is zero, and `detach` leaves the weights as they are. M is
-    that of the effective map at offset 0, norms folded in. Heads that share a key share c, and their mean M is the
-    target. After Trockman and Kolter (2023), who copy a share of the spectrum; here c is what the target needs.
+    This is an initialisation: `loss()` is zero, and `detach` leaves the weights as they are. M is that of the effective
+    map at offset 0, norms folded in. Heads that share a key share c, and their mean M is the target. After Trockman and
+    Kolter (2023), who copy a share of the spectrum; here c is what the target needs.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)

@@ -51,7 +51,7 @@ class QKClip(Control):
     state_attributes = ("clipped", "step")
 
     def __init__(self, limit: float = 100.0, alpha: float = 0.5, every: int = 1) -> None:
-        if limit <= 0:
+        if not limit > 0:
             raise LocaterError(f"limit={limit}: must be above 0")
         if not 0 <= alpha <= 1:
             raise LocaterError(f"alpha={alpha}: the share of the queries in the scaling must be from 0 to 1")

@@ -107,9 +107,6 @@ class Surgery(Control):
             raise LocaterError(f"layers={layers}: must be a list of numbers, such as [{layers}]")
         self.no_skip, self.no_mlp, self.no_norm, self.layers = no_skip, no_mlp, no_norm, layers
 
-    def _check(self, model: nn.Module) -> list[Cut]:
-        return self._cuts(model)
-
     def _attach(self, model: nn.Module) -> None:
         cuts = self._check(model)
         self._switch, self._undo = Switch(), list[Callable[[], None]]()
@@ -126,7 +123,7 @@ class Surgery(Control):
         for undo in reversed(self._undo):
             undo()
 
-    def _cuts(self, model: nn.Module) -> list[Cut]:
+    def _check(self, model: nn.Module) -> list[Cut]:
         """Every replacement, each block once; raises if a part is missing or its forward is already replaced."""
         block = self._block_of(model)
         weights, cuts = ModuleWeights(model), list[Cut]()

@@ -24,7 +24,11 @@ from locater.sources.weights import Weights, quantised_names
 from locater.version import __version__, code_version
 
 VARIABLE = "LOCATER_CACHE"
-CODE = ("families", "layers", "discovery", "sources")  # rooms whose code decides what is discovered
+# rooms whose code decides what is discovered
+CODE = (
+    *("calls", "discovery", "families", "kernels", "layers", "numerics"),
+    *("sources", "spectrum", "theory", "torch_private"),
+)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from locater.sources.open_source import config_of
 # Placeholders in a text: tokens whose embeddings a model replaces by features of a picture or a sound.
 
 
-# names of the token, of the method that computes the features, of its inputs
 SOUND = (
     "input_features input_features_mask feature_attention_mask input_values input_features_attention_mask padding_mask"
 ).split()
@@ -30,6 +29,7 @@ PICTURE = (
     "pixel_values image_grid_thw image_sizes image_grid_hw grid_thw image_position_ids pixel_position_ids"
     " pixel_attention_mask target_sizes spatial_shapes image_merge_sizes high_res_pixel_values"
 ).split()
+# names of the token, of the method that computes the features, of its inputs
 KINDS = (
     (("image_token_id", "image_token_index", "im_patch_id", "image_patch_id"), "get_image_features", PICTURE),
     (("audio_token_id", "audio_token_index"), "get_audio_features", SOUND),

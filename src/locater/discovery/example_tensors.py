@@ -10,8 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from locater.discovery import example_pictures as pictures
-from locater.discovery import example_sounds as sounds
+from locater.discovery import example_pictures_and_sounds as made
 from locater.discovery.example_settings import BATCH, TEXT, TOKENS, VOCABULARY, WIDTH, Make, Request
 
 BOOKS = ("num_codebooks", "n_codebooks", "num_rvq", "num_vq", "n_vq")
@@ -92,7 +91,7 @@ def places_in_text(request: Request) -> Tensor:
 
 def pictures_of_tokens(request: Request) -> Tensor:
     """(B, T, pictures): which pictures a token looks at."""
-    return torch.ones(BATCH, TOKENS, pictures.pictures(request).shape[1], dtype=torch.long)
+    return torch.ones(BATCH, TOKENS, made.pictures(request).shape[1], dtype=torch.long)
 
 
 TEXT_MAKERS: dict[str, tuple[Make, ...]] = {
@@ -124,66 +123,64 @@ DECODER_MAKERS: dict[str, tuple[Make, ...]] = {
     "last_hidden_state": (states,),
 }
 PICTURE_MAKERS: dict[str, tuple[Make, ...]] = {
-    "hidden_states": (states, pictures.picture, sounds.spectrum_frames),
+    "hidden_states": (states, made.picture, made.spectrum_frames),
     "pixel_values": (
-        pictures.picture,
-        pictures.pictures,
-        pictures.patch_rows,
-        pictures.wide_picture,
-        pictures.film_last,
-        pictures.patch_squares,
+        made.picture,
+        made.pictures,
+        made.patch_rows,
+        made.wide_picture,
+        made.film_last,
+        made.patch_squares,
     ),
-    **dict.fromkeys("image images prompt_pixel_values prompt_masks".split(), (pictures.picture,)),
-    **dict.fromkeys("pixel_values_videos video".split(), (pictures.pictures,)),
-    "flattened_patches": (pictures.flattened_patches,),
-    **dict.fromkeys("grid_thw image_grid_thw".split(), (pictures.grid,)),
-    **dict.fromkeys("grid_hw image_grid_hw target_sizes spatial_shapes".split(), (pictures.spatial_shapes,)),
-    **dict.fromkeys("pixel_position_ids image_position_ids".split(), (pictures.patch_places,)),
+    **dict.fromkeys("image images prompt_pixel_values prompt_masks".split(), (made.picture,)),
+    **dict.fromkeys("pixel_values_videos video".split(), (made.pictures,)),
+    "flattened_patches": (made.flattened_patches,),
+    **dict.fromkeys("grid_thw image_grid_thw".split(), (made.grid,)),
+    **dict.fromkeys("grid_hw image_grid_hw target_sizes spatial_shapes".split(), (made.spatial_shapes,)),
+    **dict.fromkeys("pixel_position_ids image_position_ids".split(), (made.patch_places,)),
     **dict.fromkeys("merge_sizes image_merge_sizes".split(), (lambda request: torch.ones(BATCH, dtype=torch.long),)),
-    "high_res_pixel_values": (pictures.high_resolution,),
-    "input_boxes": (pictures.prompt_boxes,),
+    "high_res_pixel_values": (made.high_resolution,),
+    "input_boxes": (made.prompt_boxes,),
     "input_boxes_labels": (lambda request: torch.ones(BATCH, 2, dtype=torch.long),),
-    "image_sizes": (pictures.image_sizes,),
-    "aspect_ratio_ids": (pictures.tile_ids,),
-    "aspect_ratio_mask": (pictures.tile_mask,),
-    "pixel_attention_mask": (pictures.patch_mask, pictures.picture_mask),
+    "image_sizes": (made.image_sizes,),
+    "aspect_ratio_ids": (made.tile_ids,),
+    "aspect_ratio_mask": (made.tile_mask,),
+    "pixel_attention_mask": (made.patch_mask, made.picture_mask),
 }
 SOUND_MAKERS: dict[str, tuple[Make, ...]] = {
     **dict.fromkeys(
         "input_features audio_mel spectrogram mel_spectrogram".split(),
-        (sounds.spectrum, sounds.spectrum_frames, sounds.spectrum_picture),
+        (made.spectrum, made.spectrum_frames, made.spectrum_picture),
     ),
     **dict.fromkeys(
         "input_features_mask feature_attention_mask audio_mel_mask".split(),
-        (sounds.frame_mask, sounds.frame_mask_first),
+        (made.frame_mask, made.frame_mask_first),
     ),
-    "input_values": (sounds.wave, sounds.wave_channel, sounds.spectrum_frames),
-    "padding_mask": (sounds.sample_mask,),
-    **dict.fromkeys("feature_lens audio_feature_lengths".split(), (sounds.lengths,)),
-    "past_values": (sounds.series, sounds.series_channels),
-    "past_time_features": (sounds.series_features,),
-    "future_values": (sounds.future,),
-    "future_time_features": (sounds.future_features,),
-    "past_observed_mask": (sounds.series_mask,),
+    "input_values": (made.wave, made.wave_channel, made.spectrum_frames),
+    "padding_mask": (made.sample_mask,),
+    **dict.fromkeys("feature_lens audio_feature_lengths".split(), (made.lengths,)),
+    "past_values": (made.series, made.series_channels),
+    "past_time_features": (made.series_features,),
+    "future_values": (made.future,),
+    "future_time_features": (made.future_features,),
+    "past_observed_mask": (made.series_mask,),
 }
 # Architectures give one name to tensors of different axes: several makers, tried in turn, those of one group together.
 GROUPS = (TEXT_MAKERS, DECODER_MAKERS, PICTURE_MAKERS, SOUND_MAKERS)
 # The same where another argument tells which form pictures have.
-PACKED = (pictures.patches, pictures.square_patches, pictures.row_of_squares)
+PACKED = (made.patches, made.square_patches, made.row_of_squares)
 MARKED: dict[str, dict[str, tuple[Make, ...]]] = {
-    "grid_thw": {"hidden_states": PACKED, "pixel_values": (*PACKED, pictures.patch_squares)},
-    "image_grid_thw": {"pixel_values": (*PACKED, pictures.patch_squares)},
+    "grid_thw": {"hidden_states": PACKED, "pixel_values": (*PACKED, made.patch_squares)},
+    "image_grid_thw": {"pixel_values": (*PACKED, made.patch_squares)},
     **{key: {"pixel_values": PACKED} for key in ("grid_hw", "image_grid_hw")},
-    "aspect_ratio_ids": {"pixel_values": (pictures.tiles,)},
-    "image_sizes": {"pixel_values": (pictures.cut_pictures, pictures.picture, pictures.pictures)},
-    "spatial_shapes": {"pixel_values": (pictures.patch_rows,)},
-    "target_sizes": {"pixel_values": (pictures.patch_strip, pictures.patch_rows)},
-    **{key: {"pixel_values": (pictures.patch_rows,)} for key in ("pixel_position_ids", "image_position_ids")},
-    "image_attention_mask": {"pixel_values": (pictures.pictures,)},
-    "feature_lens": {"input_features": (sounds.packed_spectrum,)},
-    "prompt_pixel_values": dict.fromkeys(
-        ("pixel_values", "prompt_pixel_values", "prompt_masks"), (pictures.half_picture,)
-    ),
+    "aspect_ratio_ids": {"pixel_values": (made.tiles,)},
+    "image_sizes": {"pixel_values": (made.cut_pictures, made.picture, made.pictures)},
+    "spatial_shapes": {"pixel_values": (made.patch_rows,)},
+    "target_sizes": {"pixel_values": (made.patch_strip, made.patch_rows)},
+    **{key: {"pixel_values": (made.patch_rows,)} for key in ("pixel_position_ids", "image_position_ids")},
+    "image_attention_mask": {"pixel_values": (made.pictures,)},
+    "feature_lens": {"input_features": (made.packed_spectrum,)},
+    "prompt_pixel_values": dict.fromkeys(("pixel_values", "prompt_pixel_values", "prompt_masks"), (made.half_picture,)),
 }
 
 

@@ -28,7 +28,7 @@ from locater.discovery.rotary_fit import HeadRows, Rotation, frequencies, head_r
 from locater.discovery.tape import Node, Tape
 from locater.discovery.tape.linear_maps import LinearMap
 from locater.discovery.taped_calls import TapedCall, mixed_values
-from locater.layers.gate import FUNCTIONS
+from locater.layers.layer import FUNCTIONS
 from locater.layers.layout import AttentionLayout, LogitsLayout, PairTermsLayout, RotaryLayout
 from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout, VectorLayout, runs_of
 

@@ -15,7 +15,7 @@ from locater.discovery.errors import UnreadableError
 from locater.discovery.norm_fit import fit_norm, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
 from locater.discovery.tape.linear_maps import LinearMap, linear_map, with_bias
-from locater.layers.gate import FUNCTIONS
+from locater.layers.layer import FUNCTIONS
 from locater.layers.map_layouts import NormLayout
 
 

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-from locater.calls.attention_like import CROSS, attention_like, folded_paths, unread
+from locater.calls.attention_like import CROSS, attention_like, folded_paths, is_within, unread
 from locater.discovery.from_config_json import discovered_on_disk
 from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError, first_line
@@ -24,7 +24,7 @@ from locater.sources.config_rules import CheckedConfig, remedy
 from locater.sources.open_source import Config, Source, config_of, open_source
 from locater.sources.remote import session
 from locater.sources.remote.prefetch import Step, planned_reads
-from locater.sources.weights import ModuleWeights, Weights, natural_sort_key, quantised_modules
+from locater.sources.weights import ModuleWeights, Weights, natural_key, quantised_modules
 
 # Heads of an unknown architecture: the user names the query and key tensors. Gains are not folded.
 
@@ -37,7 +37,9 @@ def layers_by_name(
     Weights are taken as (heads x head_dim, width), the layout of nn.Linear. Key heads are counted from the rows.
     """
     queries, keys = _matches(weights, query, "--query"), _matches(weights, key, "--key")
-    for index, (where, q_name) in enumerate(sorted(queries.items(), key=lambda item: natural_sort_key(item[0]))):
+    for index, (where, q_name) in enumerate(
+        sorted(queries.items(), key=lambda item: [natural_key(part) for part in item[0]])
+    ):
         if where not in keys:
             raise LocaterError(f"{weights.where}: {q_name} has no partner that matches --key {key!r}")
         k_name = keys[where]
@@ -172,21 +174,16 @@ def _readable_parts(weights: ModuleWeights, read: list[str], left: list[str]) ->
         kind = getattr(getattr(module, "config", None), "model_type", None)
         whole = (
             path not in read
-            and all(_within(name, path) for name in read)
-            and not any(_within(name, path) for name in left)
+            and all(is_within(name, path) for name in read)
+            and not any(is_within(name, path) for name in left)
         )
-        if path and kind in BY_TYPE and (kind != tried or whole) and not any(_within(path, outer) for outer in parts):
+        if path and kind in BY_TYPE and (kind != tried or whole) and not any(is_within(path, outer) for outer in parts):
             parts.append(path)
     if parts or tried in BY_TYPE or not read:
         return parts
     steps = read[0].split(".")
     above = (".".join(steps[:count]) for count in range(1, len(steps) + 1))
-    return [next(path for path in above if path == read[0] or not any(_within(other, path) for other in left))]
-
-
-def _within(path: str, outer: str) -> bool:
-    """Whether a module is another one or a part of it."""
-    return not outer or f"{path}.".startswith(f"{outer}.")
+    return [next(path for path in above if path == read[0] or not any(is_within(other, path) for other in left))]
 
 
 NOT_MET = "its attention was not met when a copy of the model ran"
@@ -465,7 +462,9 @@ def errors_named(weights: Weights, config: Config) -> Iterator[None]:
         yield
     except LocaterError as error:
         message = str(error)
-        raise LocaterError(message if message.startswith(weights.where) else f"{weights.where}: {message}") from None
+        if message.startswith(weights.where):
+            raise
+        raise LocaterError(f"{weights.where}: {message}") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         if isinstance(weights, ModuleWeights):
             raise

@@ -1,7 +1,7 @@
 """Every softmax attention of a forward pass on tape, with the tensors that it was computed from.
 
 An attention is a fused call, or a softmax of logits (`calls.recognise`). This module only finds places on the tape;
-`wiring` finds what is between them.
+`linear_per_token` finds what is between them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def mixed_values(tape: Tape, call: TapedCall) -> MixedValues:
                 todo.append(after)
     if not found:
         raise UnreadableError("what its weights multiply is not a plain product with values")
-    # of heads one at a time there is the product of all of them, too (`tape.rewriting`)
+    # of heads one at a time there is the product of all of them, too (`tape.canonical_calls`)
     return max(found, key=lambda mixed: (mixed.result.value.numel(), -mixed.result.order))
 
 

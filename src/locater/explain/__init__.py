@@ -1,6 +1,6 @@
 """Which tokens and heads an output comes from: one recorded `Run` of a model, and methods of a `Run`.
 
-`METHODS` has every method by name, and `APPLIES_TO` what it applies to: the command and the page choose from them.
+`METHODS` has every method by name, from which the command chooses; `APPLIES_TO` says in words what each applies to.
 """
 
 from collections.abc import Callable

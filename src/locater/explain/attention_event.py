@@ -84,6 +84,8 @@ def _equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
     return bool((ours - theirs).abs().max() <= most)
 
 
+# The event.
+
 AT_ONCE = 1 << 26  # numbers of the maps that are built at a time
 
 

@@ -312,7 +312,7 @@ def _rows_read(
     # a pooling head may read the whole stream, and the target none of it: then every stream may be read
     for ends in (end_steps(steps), last_steps(steps)):
         for name, end in ends.items() if not rows else ():
-            tokens = read_rows(end, slopes[at[id(end)]], sequence_of(end, target))
+            tokens = read_rows(slopes[at[id(end)]], sequence_of(end, target))
             if end.event.output is None:  # attention that gives no gradient
                 size = end.event.call.query.shape[2]
                 tokens = torch.tensor([target.position]) if target.position is not None else torch.arange(size)

@@ -24,7 +24,6 @@ from locater.torch_private import unwrap_compiled
 
 # Inputs with some of their tokens or patches taken away.
 
-
 SPECIAL = ("bos", "eos", "cls", "sep", "pad")
 OWN_OUTPUT = ("input", "text")  # streams whose tokens have an output of their own, at which the target may be read
 
@@ -143,6 +142,8 @@ def _patches(model: nn.Module, image: Tensor) -> int:
             return (H // size) * (W // size)
     raise LocaterError(f"{type(model).__name__}: the size of its patches is not known: its config has no patch_size")
 
+
+# The curves.
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 

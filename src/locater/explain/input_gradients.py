@@ -21,7 +21,6 @@ from locater.torch_private import unwrap_compiled
 
 # What the first embedding of a model returns: the input that gradients are taken with respect to.
 
-
 NOT_TOKENS = ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids", "labels", "targets")
 
 
@@ -57,11 +56,6 @@ class EmbeddedInputs:
         same = {name: torch.full_like(x, token) for name, x in ids.items()}
         there = EmbeddedInputs(self.model, {**self.keywords, **same}).features
         return {stream: there[stream] if self.names[stream] in ids else x for stream, x in zeros.items()}
-
-    def by_token(self, stream: str, x: Tensor, row: int = 0) -> Tensor:
-        """Sums over the channels of each token or patch of a tensor that is shaped like the features."""
-        # a convolution returns (B, d, rows, columns), every other embedding (B, T, d)
-        return x[row].sum(0).flatten() if x.ndim == 4 else x[row].sum(-1)
 
     @contextmanager
     def _replace_embeddings(self, features: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -122,6 +116,9 @@ def _embeds(path: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and path.endswith("embed_tokens"))
 
 
+# The methods.
+
+
 @torch.inference_mode(False)
 def gradient_input(model: nn.Module | Run, inputs: Inputs | None = None, target: TargetChoice = None) -> Explanation:
     """Gradient of the target times the input, summed over channels: exact where the model is linear.
@@ -146,9 +143,7 @@ def gradient_input(model: nn.Module | Run, inputs: Inputs | None = None, target:
         for (name, x), slope in zip(features.items(), slopes, strict=True)
     }
     exact = "first order around the input: scores add up to the target only where the model is linear in its embeddings"
-    return _explanation_from(
-        "gradient_input", embedded, chosen, products, exact, "two forward passes and one backward pass"
-    )
+    return _explanation_from("gradient_input", chosen, products, exact, "two forward passes and one backward pass")
 
 
 @torch.inference_mode(False)
@@ -169,7 +164,7 @@ def integrated_gradients(
     except ImportError:
         raise LocaterError("integrated_gradients needs captum: pip install 'locater[explain]'") from None
     if not isinstance(steps, int) or steps < 1:
-        raise LocaterError(f"steps={steps}: at least 1 point of the line from zero to the input")
+        raise LocaterError(f"steps={steps}: give at least 1 point of the line from the baseline to the input")
     run = as_run(model, inputs)
     embedded = EmbeddedInputs(run.model, run.keywords)
     chosen, names = choose_target(embedded.output, target), list(embedded.features)
@@ -189,12 +184,11 @@ def integrated_gradients(
     gap = chosen.value - offset - float(sum(x.sum() for x in products.values()))
     exact = f"scores add up to the target less its value at the baseline, {offset:.4g}, but for a gap of {gap:.1e}"
     how = f"captum, {steps} forward and backward passes"
-    return _explanation_from("integrated_gradients", embedded, chosen, products, exact, how, offset)
+    return _explanation_from("integrated_gradients", chosen, products, exact, how, offset)
 
 
 def _explanation_from(
     method: str,
-    embedded: EmbeddedInputs,
     target: Target,
     products: Mapping[str, Tensor],
     exact: str,
@@ -204,8 +198,14 @@ def _explanation_from(
     scores: dict[str, Any] = {}
     for name, x in products.items():
         row = target.index if len(x) > 1 and name == "text" and target.index is not None else 0
-        scores[name] = embedded.by_token(name, x, row).cpu()
+        scores[name] = _sum_by_token(x, row).cpu()
     main = main_stream(list(scores), list(scores))
     return Explanation(
         method, target, scores.pop(main), stream=main, other_streams=scores, offset=offset, exact=exact, how=how
     )
+
+
+def _sum_by_token(x: Tensor, row: int) -> Tensor:
+    """Sums over the channels of each token or patch of a tensor that is shaped like an embedding."""
+    # a convolution returns (B, d, rows, columns), every other embedding (B, T, d)
+    return x[row].sum(0).flatten() if x.ndim == 4 else x[row].sum(-1)

@@ -47,7 +47,6 @@ CONFIDENCE = 0.95
 
 # The readout
 
-
 LINEAR = "the readout is linear"
 CAPPED = "the readout is linear up to a soft cap, which is frozen at its ratio"
 TANGENT = "the readout is not linear and is replaced by its tangent at this input, whose constant is in the offset"
@@ -372,6 +371,9 @@ def _hidden_units(branch: Branch) -> int:
 
 def _chunks(count: int, size: int) -> Iterator[range]:
     return (range(start, min(start + size, count)) for start in range(0, count, size))
+
+
+# The paths
 
 
 def paths(

@@ -77,7 +77,7 @@ def end_steps(steps: Sequence[StreamStep]) -> dict[str, StreamStep]:
     return {name: end for name, end in last.items() if not any(read == name and at > end.at for read, at in reads)}
 
 
-def read_rows(end: StreamStep, gradient: Tensor | None, row: int) -> Tensor:
+def read_rows(gradient: Tensor | None, row: int) -> Tensor:
     """The tokens at which the target reads a stream: where its gradient is not zero after the last attention."""
     if gradient is None:
         return torch.zeros(0, dtype=torch.long)

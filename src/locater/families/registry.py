@@ -84,11 +84,6 @@ def block_of(model: nn.Module) -> Block | None:
     return None if family is None else family.block_for(config_of(model))
 
 
-def types_with_blocks() -> list[str]:
-    """Model types whose family says where the parts of a block are."""
-    return sorted(model_type for model_type, family in BY_TYPE.items() if family.block is not None)
-
-
 def recognised(module: nn.Module) -> Family | None:
     """The family of an attention module that is known by its class."""
     recognising = _recognising(BY_TYPE.changes)

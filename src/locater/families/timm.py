@@ -3,8 +3,7 @@ the model has them.
 
 A live module is recognised by its attributes: Linear `qkv` and `proj`, `num_heads` and `scale`. A checkpoint does not
 say how many heads there are: put `{"model_type": "timm", "num_heads": n}` into config.json beside it, or add --heads.
-timm's own config.json names an architecture instead; architectures with other attention are
-refused.
+timm's own config.json names an architecture instead; architectures with other attention are refused.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from locater.layers.layout import AttentionLayout, LogitsLayout
 from locater.layers.map_layouts import MapLayout, NormLayout, VectorLayout, count
 from locater.layers.norm import NormKind
 from locater.sources.open_source import Config
-from locater.sources.weights import ModuleWeights, Weights, natural_sort_key
+from locater.sources.weights import ModuleWeights, Weights, natural_key
 from locater.torch_private import ENCODER_STEPS, has_joint_projection, replace_fused_encoder_layer
 
 # The tap of `nn.MultiheadAttention`, alone or inside PyTorch's own encoders and decoders.
@@ -167,7 +167,7 @@ class _Facts:
 def stems(weights: Weights) -> list[str]:
     """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
     paths = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
-    return sorted(paths, key=lambda stem: natural_sort_key(stem.split(".")))
+    return sorted(paths, key=natural_key)
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:

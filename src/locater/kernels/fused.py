@@ -82,7 +82,7 @@ def is_fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
     """
     if default_backend(q, terms) != "triton" or _needs_gradient(q, k, v):
         return False
-    from locater.kernels.triton_descriptors import is_hopper
+    from locater.kernels.triton_parts import is_hopper
 
     return (
         is_hopper(q)

@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_descriptors import descriptor, takes_descriptors
 from locater.kernels.triton_kept_kernels import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
-from locater.kernels.triton_parts import EMPTY, key_span, load_rows
-from locater.kernels.triton_rows import LEAST, _lanes, _program, _terms, _unit, store_rows
+from locater.kernels.triton_parts import EMPTY, descriptor, key_span, load_rows, takes_descriptors
+from locater.kernels.triton_rows import LEAST, in_lanes, log2_unit, logit_terms, program_place, store_rows
 from locater.torch_private import launch_compiled
 
 
@@ -42,8 +41,8 @@ def _logits(q, k, i, j, h, T, S, scale, cap, window, Alibi, CAUSAL: tl.constexpr
             CAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
     """Products and terms; x * unit is in units of log 2, EMPTY where a key is not seen."""
     x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    x, seen = _terms(x, i[:, None], j[None, :], 0, h, T, S, scale, cap, window, None, None, None, None, Alibi, 0, 0, 0,
-                     0, 0, 0, CAUSAL, WINDOW, CAP, False, False, False, False, ALIBI, EDGE)  # fmt: skip
+    x, seen = logit_terms(x, i[:, None], j[None, :], 0, h, T, S, scale, cap, window, None, None, None, None, Alibi, 0,
+                          0, 0, 0, 0, 0, CAUSAL, WINDOW, CAP, False, False, False, False, ALIBI, EDGE)  # fmt: skip
     if EDGE:
         x = tl.where(seen, x, EMPTY)
     return x
@@ -53,8 +52,8 @@ def _logits(q, k, i, j, h, T, S, scale, cap, window, Alibi, CAUSAL: tl.constexpr
 def _add_sums(y, e, behind, ahead, start, s, a, s2, far, first_s, self_s, first, CAUSAL: tl.constexpr,
               EXTENDED: tl.constexpr, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """The sums of a tile of weights e = 2^y, in four lanes."""
-    a += tl.sum(_lanes(y * e, 4), 2)
-    e = _lanes(e, 4)
+    a += tl.sum(in_lanes(y * e, 4), 2)
+    e = in_lanes(e, 4)
     here = tl.sum(e, 2)
     s += here
     if EXTENDED:
@@ -84,7 +83,7 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
                    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                    BLOCK_E: tl.constexpr):  # fmt: skip
     """From `Doc` on the arguments are those of `rows_kernel`."""
-    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
+    b, h, head, block = program_place(H, heads, tl.cdiv(T, BLOCK_M), together)
     block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
     hk = h // GROUP
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -103,7 +102,7 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
     first_s = tl.zeros([BLOCK_M, 4], tl.float32)
     self_s = tl.zeros([BLOCK_M, 4], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    unit = _unit(scale, CAP, BIAS, ALIBI)
+    unit = log2_unit(scale, CAP, BIAS, ALIBI)
     row = block * BLOCK_M + (S - T)
     behind = (i + (S - T))[:, None] - 2 * tl.arange(0, 4)[None, :]
     low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, False, BLOCK_M, BLOCK_N)
@@ -120,7 +119,7 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
                             PRECISION, EDGE)  # fmt: skip
                 y = x * unit - m[:, None]
                 e = tl.exp2(y)
-                top = tl.maximum(top, tl.max(_lanes(x, 4), 2))
+                top = tl.maximum(top, tl.max(in_lanes(x, 4), 2))
                 s, a, s2, far, first_s, self_s = _add_sums(
                     y, e, behind - start, start - row, start, s, a, s2, far, first_s, self_s, first, CAUSAL,
                     EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from locater.kernels.triton_parts import EMPTY, key_span, load_rows
-from locater.kernels.triton_rows import LN2, _lanes, _program, _terms, _unit
+from locater.kernels.triton_rows import LN2, in_lanes, log2_unit, logit_terms, program_place
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alibi
                            PAD: tl.constexpr, DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
                            ALIBI: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
+    b, h, head, block = program_place(H, heads, tl.cdiv(T, BLOCK_M), together)
     block = tl.cdiv(T, BLOCK_M) - 1 - block
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -47,15 +47,15 @@ def query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alibi
     pull = tl.load(Pull + at, mask=i < T, other=0.0)[:, None]
     grad = tl.load(Grad + at, mask=i < T, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    unit = _unit(scale, CAP, BIAS, ALIBI)
+    unit = log2_unit(scale, CAP, BIAS, ALIBI)
     low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
             k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
-                             Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
-                             EDGE)  # fmt: skip
+            x, seen = logit_terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
+                                  Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                                  EDGE)  # fmt: skip
             dq = tl.dot(
                 _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE).to(k.dtype), k, dq, input_precision=PRECISION
             )
@@ -74,7 +74,7 @@ def columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi, qb, 
     part). Tiles lie with keys in rows: sums along a row stay in a thread, and the second product takes the tile as it
     is. Lse and Pull in units of log 2; for the weight received they are the two parts of the log-sum-exp, infinity in
     the first where a row sees nothing."""
-    b, h, head, block = _program(H, heads, tl.cdiv(S, BLOCK_N), together)
+    b, h, head, block = program_place(H, heads, tl.cdiv(S, BLOCK_N), together)
     j = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_M)
@@ -86,7 +86,7 @@ def columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi, qb, 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     LANES: tl.constexpr = 1 if PAD or DOC or MASK or BIAS else 4
     got = tl.zeros([BLOCK_N, LANES], tl.float32)
-    unit = _unit(scale, CAP, BIAS, ALIBI)
+    unit = log2_unit(scale, CAP, BIAS, ALIBI)
     first_row = 0
     last_row = T
     if CAUSAL:
@@ -108,16 +108,16 @@ def columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi, qb, 
             i = start + r
             q = load_rows(queries + tl.cast(start, tl.int64) * qt, d, i < T, D, BLOCK_D, True)
             x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            x, seen = _terms(x, i[None, :], j[:, None], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias,
-                             Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
-                             EDGE)  # fmt: skip
+            x, seen = logit_terms(x, i[None, :], j[:, None], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias,
+                                  Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                                  EDGE)  # fmt: skip
             lse = tl.load(Lse + at + start, mask=i < T, other=-EMPTY)[None, :]
             pull = tl.load(Pull + at + start, mask=i < T, other=0.0)[None, :]
             if RECEIVED:
                 p = tl.exp2((x * unit - lse) - pull)
                 if EDGE:
                     p = tl.where(seen, p, 0.0)
-                got += tl.sum(_lanes(p, LANES), 2)
+                got += tl.sum(in_lanes(p, LANES), 2)
             else:
                 slope = _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE)
                 slope *= tl.load(Grad + at + start, mask=i < T, other=0.0)[None, :]

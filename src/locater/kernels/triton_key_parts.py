@@ -16,7 +16,7 @@ from torch import Tensor
 from locater.kernels.terms import Terms
 from locater.kernels.triton_kept_kernels import launch, launch_arguments
 from locater.kernels.triton_parts import EMPTY, load_rows
-from locater.kernels.triton_rows import LEAST, _terms, _unit, store_rows
+from locater.kernels.triton_rows import LEAST, log2_unit, logit_terms, store_rows
 
 
 @triton.jit(do_not_specialize=["S", "parts", "rows"])
@@ -49,7 +49,7 @@ def parts_kernel(Q, K, Part, Count, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb,
     first_s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     self_s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     count = tl.zeros([BLOCK_M], tl.int32)
-    unit = _unit(scale, CAP, BIAS, ALIBI)
+    unit = log2_unit(scale, CAP, BIAS, ALIBI)
     behind = (i + (S - T))[:, None]
     low = part * part_keys
     high = tl.minimum(S, low + part_keys)
@@ -65,9 +65,9 @@ def parts_kernel(Q, K, Part, Count, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb,
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
             k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h[:, None], T, S, scale, cap, window, Doc, Pad,
-                             Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS,
-                             ALIBI, EDGE)  # fmt: skip
+            x, seen = logit_terms(x, i[:, None], (start + n)[None, :], b, h[:, None], T, S, scale, cap, window, Doc,
+                                  Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK,
+                                  BIAS, ALIBI, EDGE)  # fmt: skip
             if EDGE:
                 x = tl.where(seen, x, EMPTY)
             if BIAS:

@@ -1,9 +1,16 @@
-"""Parts of several Triton kernels: rows of a tensor, the keys that a block of queries sees, the soft-cap."""
+"""Parts of several Triton kernels: rows of a tensor, the keys that a block of queries sees, the soft-cap; and blocks of
+keys and values that the hardware fetches by a description of the tensor (TMA, from compute capability 9.0 on).
+"""
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(-1.0e30)  # a masked logit; finite, so that 0 x EMPTY is 0 and the difference of two of them is
@@ -64,3 +71,29 @@ def compared_kernel(x, y, nothing, one, count, factor, SIZE: tl.constexpr, TWICE
     if TWICE:
         value = value + value
     tl.store(y + at, value)
+
+
+# ---- blocks that the hardware fetches ----
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether kernels that were written for the H100 and its kind are for this tensor's device. Later cards have them
+    too, but Triton 3.7 fails to compile the kernels for these (compute capability 10.0).
+    """
+    return x.device.type != "cuda" or _capability(x.device) == 9
+
+
+def takes_descriptors(x: Tensor) -> bool:
+    """Whether the tensor (B, H, S, D) lies so that it can be fetched by descriptors."""
+    size, steps = x.element_size(), x.stride()
+    return steps[3] == 1 and all(step > 0 and step * size % 16 == 0 for step in steps[:3]) and x.data_ptr() % 16 == 0
+
+
+def descriptor(x: Tensor, rows: int, wide: int) -> TensorDescriptor:
+    """Of x (B, H, S, D), in blocks of (rows, wide)."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, wide])

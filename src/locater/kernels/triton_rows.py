@@ -28,7 +28,7 @@ LEAST = tl.constexpr(-1.0e15)
 
 
 @triton.jit
-def _program(H, heads, blocks, together):
+def program_place(H, heads, blocks, together):
     """Batch, head, both, and number of this program's block. Blocks of `together` heads run side by side, so that their
     keys stay in the cache; heads follow one another only where all of them would not fit."""
     n = tl.program_id(0)
@@ -40,11 +40,11 @@ def _program(H, heads, blocks, together):
 
 
 @triton.jit
-def _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-           CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
-           MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+def logit_terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
+                CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
+                MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
     """Logits of products x in natural units after scale, bias and cap (just x where the scale alone acts on it: see
-    _unit), and which of them count. i and j are rows and keys along either axis. Rows past the end are not masked:
+    log2_unit), and which of them count. i and j are rows and keys along either axis. Rows past the end are not masked:
     nobody keeps them."""
     at = i + (S - T)
     if BIAS or CAP or ALIBI:
@@ -75,9 +75,9 @@ def _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
 
 
 @triton.jit
-def _unit(scale, CAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
-    """From what _terms returns to units of log 2: one multiplication for the scale and the change of base where it can
-    be.
+def log2_unit(scale, CAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+    """From what logit_terms returns to units of log 2: one multiplication for the scale and the change of base where it
+    can be.
     """
     unit = scale * LOG2E
     if BIAS or CAP or ALIBI:
@@ -86,7 +86,7 @@ def _unit(scale, CAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def _lanes(x, LANES: tl.constexpr):
+def in_lanes(x, LANES: tl.constexpr):
     """(M, N) as (M, LANES, N / LANES): with four lanes, the last axis has the columns that one thread of a tensor
     core's tile holds.
 
@@ -106,7 +106,7 @@ def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, 
     position less that of the lane's first key; `ahead`: the tile's first key less its first row. EDGE: with masks; a
     causal row's own key is in one."""
     LANES: tl.constexpr = m.shape[1]
-    x = _lanes(x, LANES)
+    x = in_lanes(x, LANES)
     n = tl.arange(0, BLOCK_N // LANES)
     new = tl.maximum(m, tl.max(x, 2) * unit)
     shift = m - new
@@ -183,7 +183,7 @@ def rows_kernel(Q, K, Out, Count, Sinks, Rows, Spans, Whole, Doc, Pad, Mask, Bia
     if SPAN > 0:
         if (tl.load(Whole) != 0) == (SPAN == 2):
             return
-    b, h, head, block = _program(H, heads, tl.cdiv(number, BLOCK_M), together)
+    b, h, head, block = program_place(H, heads, tl.cdiv(number, BLOCK_M), together)
     block = tl.cdiv(number, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
     r = block * BLOCK_M + tl.arange(0, BLOCK_M)
     i = r
@@ -202,7 +202,7 @@ def rows_kernel(Q, K, Out, Count, Sinks, Rows, Spans, Whole, Doc, Pad, Mask, Bia
     first_s = tl.zeros([BLOCK_M, LANES], tl.float32)
     self_s = tl.zeros([BLOCK_M, LANES], tl.float32)
     count = tl.zeros([BLOCK_M], tl.int32)
-    unit = _unit(scale, CAP, BIAS, ALIBI)
+    unit = log2_unit(scale, CAP, BIAS, ALIBI)
     row = block * BLOCK_M + (S - T)
     behind = (i + (S - T))[:, None] - 2 * tl.arange(0, LANES)[None, :]
     if SOME:
@@ -228,9 +228,9 @@ def rows_kernel(Q, K, Out, Count, Sinks, Rows, Spans, Whole, Doc, Pad, Mask, Bia
         ):
             k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, PHASE > 0)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
-                             Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
-                             PHASE > 0)  # fmt: skip
+            x, seen = logit_terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
+                                  Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                                  PHASE > 0)  # fmt: skip
             if PHASE > 0 and SPAN == 1:
                 seen = ((start + n)[None, :] >= begin[:, None]) & ((start + n)[None, :] < end[:, None])
             if PHASE > 0:

@@ -20,7 +20,7 @@ from locater.kernels.terms import Terms
 from locater.kernels.triton_kept_kernels import LAUNCHES, keep_kernel, launch_arguments, tensor_layout
 from locater.kernels.triton_launches import prepare_call, rows_of_prepared, visible_counts
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
-from locater.kernels.triton_rows import _terms, _unit
+from locater.kernels.triton_rows import log2_unit, logit_terms
 from locater.torch_private import launch_compiled
 
 BLOCK, WARPS = 2048, 16  # rows at a time of the one program that adds up a head: what it costs is waiting for memory
@@ -260,11 +260,11 @@ def sink_kernel(Q, K, Stats, At, Rows, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, 
         K + b * kb + (h // GROUP) * kh + j.to(tl.int64)[:, None] * kt + d[None, :], d, there, D, BLOCK_D, True
     )
     x = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-    x, seen = _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                     CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True)  # fmt: skip
+    x, seen = logit_terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
+                          CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True)  # fmt: skip
     if BIAS:
         seen = seen & (x > EMPTY)
     lse = tl.load(Stats + head * number + r, mask=inside, other=0.0)
-    weight = tl.exp2(x * _unit(scale, CAP, BIAS, ALIBI) - lse * LOG2E)
+    weight = tl.exp2(x * log2_unit(scale, CAP, BIAS, ALIBI) - lse * LOG2E)
     weight = tl.where(lse == float("-inf"), 0.0, weight)
     tl.store(Stats + skipped.to(tl.int64) + head * number + r, tl.where(there & seen, weight, -1.0), mask=inside)

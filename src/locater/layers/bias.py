@@ -53,11 +53,6 @@ def published_slopes(heads: int) -> tuple[float, ...]:
     return tuple(slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)])
 
 
-def alibi_slopes(heads: int) -> Float[Tensor, " H"]:
-    """The same as a tensor."""
-    return torch.tensor(published_slopes(heads), dtype=torch.float64)
-
-
 @dataclass(frozen=True)
 class RelativeBias:
     """A learned table over buckets of key minus query position (T5, MPNet): near distances exactly, far ones by

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError
+from locater.errors import DamagedError, LocaterError
 from locater.layers.layer import AttentionLayer, Projection
 from locater.layers.map_layouts import AnyMap, MapLayout, NormLayout, VectorLayout, count
 from locater.layers.norm import Norm, NormKind
@@ -68,9 +68,10 @@ def norm_layout(
     """`stem.weight` and `stem.bias` (or gamma and beta, the old names); `offset` is 1 where gain - 1 is stored."""
     gain = present(weights, f"{stem}.weight", f"{stem}.gamma")
     if gain is None and affine:
-        raise LocaterError(
+        raise DamagedError(
+            "missing-layer",
             f"{weights.where}: the gain {stem}.weight is missing; "
-            "the checkpoint is incomplete or of another architecture"
+            "the checkpoint is incomplete or of another architecture",
         )
     bias = present(weights, f"{stem}.bias", f"{stem}.beta")
     return NormLayout(kind, gain, offset if gain else 0.0, bias, eps)
@@ -121,7 +122,9 @@ def shape_of(weights: Weights, name: str) -> tuple[int, ...]:
     try:
         return weights.shape(name)
     except KeyError:
-        raise LocaterError(f"{weights.where}: the tensor {name} is missing; the checkpoint is incomplete") from None
+        raise DamagedError(
+            "missing-layer", f"{weights.where}: the tensor {name} is missing; the checkpoint is incomplete"
+        ) from None
 
 
 def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
@@ -144,8 +147,9 @@ def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
 def expect(weights: Weights, name: str, got: tuple[int, ...], want: tuple[int, ...], why: str) -> None:
     """Refuse a tensor whose shape contradicts the configuration."""
     if got != want:
-        raise LocaterError(
-            f"{weights.where}: {name} has shape {list(got)} but the configuration says {list(want)} ({why})"
+        raise DamagedError(
+            "config",
+            f"{weights.where}: {name} has shape {list(got)} but the configuration says {list(want)} ({why})",
         )
 
 
@@ -164,9 +168,10 @@ def check_layer(weights: Weights, layer: AttentionLayer) -> None:
     vectors += [(part.bias, part.shape[0]) for part in maps]
     for tensor, size in vectors:
         if tensor is not None and (not tensor.ndim or tensor.shape[-1] != size or not tensor.is_floating_point()):
-            raise LocaterError(
+            raise DamagedError(
+                "config",
                 f"{weights.where}: {layer.name} has a gain or a bias of shape {list(tensor.shape)} ({tensor.dtype}) "
-                f"where {size} numbers belong: the checkpoint is damaged or of another architecture"
+                f"where {size} numbers belong: the checkpoint is damaged or of another architecture",
             )
     settings: list[tuple[str, Any]] = [("epsilon", norm.eps) for norm, _ in norms if norm is not None]
     settings += [("scale", layer.scale), ("softcap", layer.softcap or 0.0), ("window", layer.window or 0)]
@@ -179,8 +184,9 @@ def check_layer(weights: Weights, layer: AttentionLayer) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise LocaterError(f"{weights.where}: {layer.name} has the {name} {value!r:.40}: {remedy(weights)}")
     if layer.heads % layer.kv_heads:
-        raise LocaterError(
-            f"{weights.where}: {layer.name} has {layer.heads} heads for {layer.kv_heads} key heads: {remedy(weights)}"
+        raise DamagedError(
+            "config",
+            f"{weights.where}: {layer.name} has {layer.heads} heads for {layer.kv_heads} key heads: {remedy(weights)}",
         )
 
 
@@ -188,6 +194,7 @@ def expect_layers(weights: Weights, count: int, config: Mapping[str, Any], *keys
     """Refuse a checkpoint with another number of layers than its configuration."""
     want = integer(config, weights, *keys)
     if count != want:
-        raise LocaterError(
-            f"{weights.where}: holds {count} attention layers but the configuration says {want} ({keys[0]})"
+        raise DamagedError(
+            "missing-layer" if count < want else "config",
+            f"{weights.where}: holds {count} attention layers but the configuration says {want} ({keys[0]})",
         )

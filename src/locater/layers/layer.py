@@ -250,3 +250,24 @@ class AttentionLayer:
         if rotation is not None:
             x = rotation.rotate(x, torch.arange(x.shape[-2]) if positions is None else positions)
         return norm(x) if norm is not None and self.norm_last else x
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    "tanh": torch.tanh,
+    "softplus": torch.nn.functional.softplus,
+    "relu": torch.relu,
+    "identity": lambda x: x,
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """function(map(x)), one factor for each channel of each head."""
+
+    map: Projection
+    function: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return FUNCTIONS[self.function](self.map(x))

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from locater.layers.bias import Alibi, PairBias, RelativeBias, RoundedAlibi
-from locater.layers.gate import Gate
-from locater.layers.layer import AttentionLayer, Kind, Provenance
+from locater.layers.layer import AttentionLayer, Gate, Kind, Provenance
 from locater.layers.map_layouts import AnyMap, MapLayout, NormLayout, Reads
 from locater.layers.norm import Norm
 from locater.layers.position_tables import PairTable, PairTerms

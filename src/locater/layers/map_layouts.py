@@ -13,9 +13,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from locater.layers.gate import FUNCTIONS
 from locater.layers.joined_projection import joined_maps
-from locater.layers.layer import Projection
+from locater.layers.layer import FUNCTIONS, Projection
 from locater.layers.norm import Norm, NormKind
 from locater.layers.projection_with_norm import normed
 from locater.layers.row_readers import PickedRows, StoredRows, read_floats

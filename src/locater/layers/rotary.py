@@ -134,7 +134,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     low, high = _needed("low_freq_factor", rope), _needed("high_freq_factor", rope)
     if high <= low:
         raise LocaterError(
-            f"the configuration says high_freq_factor = {high:g}, not above low_freq_factor = {low:g}: mend it"
+            f"the configuration says high_freq_factor = {high:g}, not above low_freq_factor = {low:g}: correct it"
         )
     turns = length * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -147,7 +147,9 @@ def _yarn(
     factor = _needed("factor", rope)
     length = float(rope.get("original_max_position_embeddings") or _needed("max_position_embeddings", config))
     if base <= 1:
-        raise LocaterError(f"the configuration says rope_theta = {base:g} with yarn, which needs one above 1: mend it")
+        raise LocaterError(
+            f"the configuration says rope_theta = {base:g} with yarn, which needs one above 1: correct it"
+        )
 
     def channel(turns: float) -> float:  # the channel that makes this many turns over the trained length
         return channels * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))

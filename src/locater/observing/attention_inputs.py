@@ -1,4 +1,4 @@
-"""The streams that attention layers read, heard while batches pass through a model."""
+"""The streams that attention layers read, taken by hooks while batches pass through a model."""
 
 from __future__ import annotations
 

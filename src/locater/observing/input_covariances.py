@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
+from locater.defaults import Progress
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.inputs.text import Batch, Text, TextWindow, batches
@@ -22,7 +22,6 @@ from locater.sources.weights import ModuleWeights
 PRECISE = 1024  # up to this width covariances are summed in float64
 SAMPLE = 4096  # tokens for the test of normality
 TOP = 4  # principal directions reported
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 def statistics(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from locater.calls import attention_interface
-from locater.calls.attention_like import attention_like, folded_paths
+from locater.calls.attention_like import attention_like, folded_paths, is_within
 from locater.calls.call import Call
 from locater.calls.flex_attention import listen_to_flex
 from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, SavedTensors
@@ -116,7 +116,7 @@ TORCH_MODULES = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLay
 
 @dataclass
 class _Listener:
-    """Hears the calls of one module. Its site is made at the first."""
+    """Listens to the calls of one module. Its site is made at the first."""
 
     counts_split_heads: ClassVar[bool] = True
     name: str
@@ -449,7 +449,7 @@ class CalledLayers:
         return [
             name
             for name in self.attention
-            if not any(_within(other, name) or _within(name, other) for other in self.measured)
+            if not any(is_within(other, name) or is_within(name, other) for other in self.measured)
         ]
 
     def _was_in_running(self, name: str) -> bool:
@@ -472,8 +472,3 @@ def _deferred_call(call: Call) -> DirectCall:
         return call
 
     return DirectCall(describe, query, key)
-
-
-def _within(path: str, outer: str) -> bool:
-    """Whether a module is another one or a part of it."""
-    return not outer or f"{path}.".startswith(f"{outer}.")

@@ -1,4 +1,4 @@
-"""Inputs of attention layers, read while batches pass through a model; and one pass of a model over a batch."""
+"""One forward pass of a model over a batch, in evaluation mode, and the checks of its inputs."""
 
 from __future__ import annotations
 

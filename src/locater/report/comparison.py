@@ -26,9 +26,7 @@ from locater.version import OLD_NOTES
 
 Document = Mapping[str, Any]
 NAMED_COLUMNS, NAMED_CHANGES = 3, 6  # columns and heads that sentences name
-MOST_MEDIANS = (
-    8  # scans of a series whose medians a table shows; of more, evenly chosen ones with the first and the last
-)
+MOST_MEDIANS = 8  # scans of a series in the table of medians; of more, evenly chosen ones with the first and the last
 UNREAD = "Compared are queries, keys and norms; values, output maps, MLPs and embeddings were not read."
 SHOWN = 0.005  # relative difference of a head's maps, which two decimals show
 NOTABLE = 0.01  # of the range of a number: smaller changes are not named

@@ -157,10 +157,7 @@ def heads_note(result: Document) -> str:
     return f"{shares} {which}".strip()
 
 
-# ---- the page ----
-
-
-# Tables of numbers for pages: one byte per number, compressed, as text that a script reads when it is needed.
+# ---- tables of numbers on the page: one byte per number, compressed, as text that a script reads when needed ----
 
 
 def pack_table(table: ArrayLike) -> str:
@@ -199,6 +196,9 @@ class Tables:
 
     def markup(self) -> str:
         return "\n".join(_data_element(f"table-{i}", text) for i, text in enumerate(self.packed))
+
+
+# ---- the page ----
 
 
 def explanations_page(result: Document) -> str:

@@ -39,7 +39,7 @@ def fleet_in_notebook(document: Mapping[str, Any]) -> str:
 
 
 def state_sentence(document: Mapping[str, Any]) -> str:
-    """`12 of 14 checkpoints are done, 1 failed, 1 is to do.`"""
+    """`12 of 14 checkpoints done, 1 failed, 1 to do.`"""
     counts = document["checkpoints"]
     total = sum(counts.values())
     parts = [f"{counts['done']:,} of {amount(total, 'checkpoint')} done"]
@@ -84,9 +84,7 @@ def short_names(names: Sequence[str | None]) -> list[str]:
 
 
 def sentences(document: Mapping[str, Any]) -> list[str]:
-    """When flags first appear, what failed and why, which checkpoints have equal queries, keys and
-    norms: no other tensor was read.
-    """
+    """When flags first appear, what failed and why, and which checkpoints have equal queries, keys and norms."""
     found = []
     names = short_names([run["run"] for run in document["runs"]])
     several = len(names) > 1

@@ -27,7 +27,7 @@ from locater.report.verdict_sentences import (
     verdicts_of,
 )
 from locater.theory import variance_at
-from locater.theory.phase_diagram import COLLAPSED
+from locater.theory.propagation_and_regimes import COLLAPSED
 from locater.version import OF_SCHEMA, __version__
 
 Document = Mapping[str, Any]

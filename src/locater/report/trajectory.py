@@ -115,7 +115,7 @@ def step_words(run: Mapping[str, Any], step: int) -> str:
 
 
 def irregularities(document: Document) -> list[str]:
-    """Gaps, failed sources, repeated weights, changes of shape, and sources without a place: one sentence each."""
+    """Gaps, failed sources, repeats, changes of shape, and sources without a place: one sentence each."""
     runs, sentences = document["runs"], []
     labels = run_labels([run["name"] for run in runs])
     gaps = [(run, gap) for run in runs for gap in run["gaps"]]
@@ -133,7 +133,7 @@ def irregularities(document: Document) -> list[str]:
         have = "has" if repeats == 1 else "have"
         groups = [_group_words(group, labels) for group in document["duplicates"]]
         sentences.append(
-            f"{repeats:,} of {amount(total, 'checkpoint')} {have} the weights of another: "
+            f"{repeats:,} of {amount(total, 'checkpoint')} {have} the queries, keys and norms of another: "
             f"{'; '.join(groups[:NAMED])}{_more(groups)}."
         )
     for change in document["shapes"]:
@@ -371,11 +371,7 @@ def _faults(run: Mapping[str, Any], step: int) -> int:
     return len(heads)
 
 
-# ---- numbers on pages ----
-
-
-# Long tables of numbers for pages, to six digits, as compressed text that a script reads when it needs them.
-
+# ---- long tables of numbers on the page, to six digits, as compressed text that a script reads when needed ----
 
 NONE = 0x7FF80000  # upper half of a NaN: no number
 

@@ -1,1 +1,1 @@
-"""What the commands return: scans, probes, comparisons, explanations, fleets."""
+"""What the commands return: scans, probes, comparisons and series of them, explanations, trajectories."""

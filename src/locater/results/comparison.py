@@ -27,7 +27,6 @@ MEDIANS = (
 MOST_LISTED = 20  # heads that the document lists as those that changed most
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
 
-
 FAULT = "fault"  # a condition of --fail-on: any fault that is new, or grew by GROWN
 IDENTICAL, CHANGED_AT_ALL = "identical", "changed"  # conditions on two models as a whole
 WHOLE = (IDENTICAL, CHANGED_AT_ALL)

@@ -164,8 +164,8 @@ def _head(numeric: Collection[str]) -> dict[str, Check]:
     return {**HEAD, **columns, "scale": _maybe(_number)}
 
 
-LENGTH = 256  # default number of tokens in view
-TOKENS = 8192  # default number of tokens that a probe measures
+# The rows of a scan, and the scan itself.
+
 READ = (1, SCAN_SCHEMA)  # schemas of documents that are read
 
 

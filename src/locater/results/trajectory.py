@@ -22,7 +22,7 @@ from locater.errors import LocaterError
 from locater.report.verdict_sentences import amount
 from locater.version import SCHEMA, __version__
 
-# Steps of a run: which are missing from a regular sequence, and where sources that failed would have been.
+# ---- steps: which are missing from a regular sequence, and where sources that failed would have been ----
 
 
 class Place(NamedTuple):
@@ -95,6 +95,8 @@ def _read_name(source: str, forms: Sequence[tuple[str, re.Pattern[str]]]) -> tup
     return answers.pop() if len(answers) == 1 else (None, None)
 
 
+# ---- the document ----
+
 Row = Mapping[str, Any]
 DIGITS = 6  # significant digits of every number in the document
 # columns that say which head a row is, and of what; every other column with a number is followed over steps
@@ -110,9 +112,8 @@ class Checkpoint:
     source: str
     run: str
     step: int | None
-    digest: (
-        str | None
-    )  # equal where queries, keys and norms are equal: no other tensor was read; None where no row has one
+    # equal where queries, keys and norms are equal: no other tensor was read; None where no row has one
+    digest: str | None
     rows: list[Row]
 
     @property

@@ -1,5 +1,1 @@
-"""A training run: its records, sinks and logs, and the monitor that writes and warns."""
-
-from locater.runs.run_monitor import RunMonitor
-
-__all__ = ["RunMonitor"]
+"""A training run: its records and sinks, its log and the page of it, and the monitor that writes and warns."""

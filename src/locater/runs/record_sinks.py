@@ -1,4 +1,7 @@
-"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio. `read_run` reads a log back."""
+"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio.
+
+`read_run` and `Run` (runs/run_log.py), which read a log back, are also imported from here.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,17 @@ from locater.runs.run_log import LOG, Run, read_first_record, read_run
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+__all__ = [
+    "JsonlSink",
+    "Run",
+    "Sink",
+    "TensorBoardSink",
+    "TrackioSink",
+    "WandbSink",
+    "flat_scalars",
+    "open_sink",
+    "read_run",
+]
 
 # The numbers of a record as flat scalars: few, and named so that a tracker groups them by meaning.
 
@@ -162,7 +176,6 @@ class EntropyPictures:
 
 def _draw_map(rows: list[list[float]], size: tuple[int, int]) -> Image:
     """Rows of ratios as coloured cells. With more columns than pixels, a pixel shows the mean of several."""
-    import numpy as np
     from PIL import Image
 
     cells = Image.fromarray(np.asarray(rows, dtype=np.float32))
@@ -173,8 +186,6 @@ def _draw_map(rows: list[list[float]], size: tuple[int, int]) -> Image:
 
 def _colours(ratios: Any) -> Any:
     """Red, green and blue along a last axis."""
-    import numpy as np
-
     return np.stack([np.interp(ratios, STOPS, channel) for channel in zip(*COLOURS, strict=True)], -1)
 
 
@@ -182,6 +193,8 @@ def _mean(row: list[float]) -> float:
     known = [x for x in row if math.isfinite(x)]
     return sum(known) / len(known) if known else math.nan
 
+
+# The trackers.
 
 CHARTS = {  # TensorBoard's tab "Custom Scalars": a line per layer
     "entropy ratio, mean of each layer": "layer_entropy_ratio/mean/.*",
@@ -308,19 +321,7 @@ def import_tracker(module: str, package: str) -> Any:
         raise LocaterError(f"{package} is not installed: pip install {package}") from None
 
 
-__all__ = [
-    "JsonlSink",
-    "Run",
-    "Sink",
-    "TensorBoardSink",
-    "TrackioSink",
-    "WandbSink",
-    "flat_scalars",
-    "open_sink",
-    "read_run",
-]
-
-# Sinks by name, and the log.
+# Sinks by name, the log, and all sinks of a run.
 
 CHOICES = "a path that ends in .jsonl, tensorboard:FOLDER, wandb, trackio"
 

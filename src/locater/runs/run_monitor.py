@@ -121,6 +121,8 @@ def warning_line(step: int, condition: Condition, records: Sequence[Record]) -> 
     return f"step {step}: {crossed} at {', '.join(heads[:NAMED])}{more}: {meaning}"
 
 
+# The monitor.
+
 logger = logging.getLogger("locater")
 
 

@@ -32,7 +32,7 @@ from locater.runs.records import Record
 from locater.runs.run_log import Run, RunReader, find_log, lines_of
 from locater.version import __version__
 
-# The log of a run while it grows, and what is new in it since the last request of a live page.
+# ---- the log of a run while it grows, and what is new in it since the last request of a live page ----
 
 FINGERPRINT = 4_096  # bytes at both ends of the part that was read; they identify the file
 
@@ -170,13 +170,7 @@ def _check_beginning(file: BinaryIO, log: Path) -> None:
         raise LocaterError(f"{log}: not a run log: its first line does not begin with a JSON object")
 
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
-POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # each page has a stricter one of its own
-FILES = ("/run.json", "/other.json")  # news of the first run, and of the second
-THREADS = 128  # clients that are answered at the same time; others wait in the backlog
-# While others wait, a client is disconnected if it has not sent its whole request, or not read its answer, by then.
-REQUEST_SECONDS, ANSWER_SECONDS = 0.4, 1.0
-LOOKS = 5  # at a slow client before it is disconnected: a busy machine may be late to read what a fast one sent
+# ---- the page ----
 
 
 def watch_page(
@@ -218,6 +212,14 @@ def run_page(name: str, data: dict[str, Any], live: bool) -> str:
 
 
 # ---- live ----
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # each page has a stricter one of its own
+FILES = ("/run.json", "/other.json")  # news of the first run, and of the second
+THREADS = 128  # clients that are answered at the same time; others wait in the backlog
+# While others wait, a client is disconnected if it has not sent its whole request, or not read its answer, by then.
+REQUEST_SECONDS, ANSWER_SECONDS = 0.4, 1.0
+LOOKS = 5  # at a slow client before it is disconnected: a busy machine may be late to read what a fast one sent
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Read tensors by name and by rows from a live module or from safetensors, GGUF and pickle files."""
+"""Tensors by name and rows, here and remote: live modules, safetensors, GGUF, pickles, adapters, folders of DCP."""

@@ -117,6 +117,16 @@ class AdaptedWeights:
         return self._base.names()
 
     @property
+    def changed_names(self) -> set[str]:
+        """Tensors of the base that the adapter changes or replaces."""
+        biases = {
+            f"{weight.removesuffix('.weight')}.bias"
+            for weight, adapter in self._adapters.items()
+            if "lora_B.bias" in adapter.tensors
+        }
+        return {*self._adapters, *self._replaced, *biases}
+
+    @property
     def quantised(self) -> Mapping[str, str]:
         """The formats of the base model's quantised maps. What the adapter adds to them is not quantised."""
         return {name: kind for name, kind in quantised_names(self._base).items() if name not in self._replaced}

@@ -19,14 +19,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, first_line
+from locater.errors import DamagedError, LocaterError, first_line
 from locater.files import is_there, regular_file
 from locater.sources.pickle_file import check_archive, records_in
 from locater.sources.weights import DictWeights, Rows
 
-# The file `.metadata` of a checkpoint of `torch.distributed.checkpoint`: which tensors there are, and where pieces
-# of them are stored.
-
+# The file `.metadata` of a checkpoint: which tensors there are, and where pieces of them are stored.
 
 NAME = ".metadata"
 DAMAGED = "the checkpoint is damaged or was cut off while it was written: save it again"
@@ -295,6 +293,8 @@ def _file_name(path: Path, name: Any) -> str:
     return name
 
 
+# The tensors of the model.
+
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")  # under which trainers save the model
 
 
@@ -324,7 +324,9 @@ class DcpWeights:
         for file, end in ends.items():
             size = regular_file(folder / file)
             if size < end:
-                raise LocaterError(f"{folder / file}: has fewer than the {end:,} bytes that {NAME} names: {DAMAGED}")
+                raise DamagedError(
+                    "truncated", f"{folder / file}: has fewer than the {end:,} bytes that {NAME} names: {DAMAGED}"
+                )
             if size < taken[file]:  # the same bytes for many tensors: a small file would become a large model
                 raise LocaterError(f"{folder / file}: pieces overlap, {taken[file]:,} of {size:,} bytes: {DAMAGED}")
 

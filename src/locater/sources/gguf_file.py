@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, printable
+from locater.errors import DamagedError, LocaterError, printable
 from locater.files import regular_file
 from locater.sources.config_rules import ROPE, RULES, Rule, fault
 from locater.sources.weights import Rows, take_rows
 
-# Read the header of a GGUF file: the metadata, and the position of each tensor. As strict as llama.cpp.
-
+# The header: the metadata, and the position of each tensor. As strict as llama.cpp.
 
 HEADER_LIMIT = 100_000_000  # bytes; the longest known vocabularies take a tenth of it
 MOST = 500_000  # keys, and tensors: each takes more memory than bytes
@@ -87,7 +86,9 @@ def read_header(path: Path) -> Header:
                 cursor.refuse(f"{ALIGNMENT} has a value of type {kind}")
         tensors = _tensors(cursor, tensor_count, fields)
     except struct.error:
-        raise LocaterError(f"{path}: not a readable GGUF file (truncated in its header): download it again") from None
+        raise DamagedError(
+            "truncated", f"{path}: not a readable GGUF file (truncated in its header): download it again"
+        ) from None
     except UnicodeDecodeError:
         raise LocaterError(
             f"{path}: not a readable GGUF file (a name or a text is not UTF-8): download it again"
@@ -204,8 +205,10 @@ def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, G
             where = f"begins at byte {offset:,} of the data and not at {expected:,}, where the last one ends"
             cursor.refuse(f"the tensor {printable(name)} {where}")
         if begin + offset + size > cursor.size:
-            cursor.refuse(
-                f"truncated: the tensor {printable(name)} ends at byte {begin + offset + size:,} of {cursor.size:,}"
+            raise DamagedError(
+                "truncated",
+                f"{cursor.path}: not a readable GGUF file (truncated: the tensor {printable(name)} ends at byte "
+                f"{begin + offset + size:,} of {cursor.size:,}): download it again",
             )
         tensors[name] = GgufTensorEntry(shape, kind, begin + offset, size)
         expected += padded(size)
@@ -234,6 +237,8 @@ def _entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Any, int, int]:
     return shape, kind, offset, math.prod(shape) // block * size
 
 
+# The tensors and the configuration.
+
 MODEL_TYPES = {  # of the GGUF architectures whose layout is known
     "llama": "llama",
     "qwen2": "qwen2",
@@ -250,6 +255,23 @@ MODULES = {  # part of a block in the file, and its module in the Hugging Face m
     "attn_norm": "input_layernorm",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+}
+OTHERS = {  # modules of a block that a reader of attention does not need
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+OTHERS_OF_GEMMA = {
+    **OTHERS,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OUTSIDE = {  # tensors that are in no block
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
 }
 KEYS = {  # key of the metadata, and its name in a Hugging Face configuration
     "block_count": "num_hidden_layers",
@@ -316,7 +338,9 @@ def _floats(path: Path, header: Header, name: str, rows: Tensor | None = None) -
 class GGUFWeights:
     """The tensors of a GGUF file, dequantised when they are read."""
 
-    def __init__(self, path: Path, header: Header, architecture: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, header: Header, architecture: str, config: dict[str, Any], whole: bool = False
+    ) -> None:
         self.where = str(path)
         self._header = header
         self._architecture = architecture
@@ -326,6 +350,21 @@ class GGUFWeights:
             match = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", name, re.ASCII)
             if match and match[2] in MODULES:
                 self._stored[f"model.layers.{match[1]}.{MODULES[match[2]]}.{match[3]}"] = name
+            elif whole:
+                self._stored[self._other_name(name, match)] = name
+
+    def whole(self) -> GGUFWeights:
+        """The same with all tensors of the file: `names` of a reader of attention are those of attention alone."""
+        return GGUFWeights(Path(self.where), self._header, self._architecture, self._config, whole=True)
+
+    def _other_name(self, name: str, block: re.Match[str] | None) -> str:
+        """Our name of a tensor that is none of attention; one without a known counterpart keeps its own."""
+        if block is None:
+            return OUTSIDE.get(name, name)
+        modules = OTHERS_OF_GEMMA if self._architecture.startswith("gemma") else OTHERS
+        if block[2] not in modules:
+            return name
+        return f"model.layers.{block[1]}.{modules[block[2]]}.{block[3]}"
 
     @property
     def quantised(self) -> dict[str, str]:

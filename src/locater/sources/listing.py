@@ -16,12 +16,13 @@ from locater.errors import LocaterError
 from locater.files import read_json, regular_file
 from locater.sources.adapter_folder import ADAPTERS, BASE, base_on_the_hub, base_on_this_machine, checked_settings
 from locater.sources.adapter_folder import SETTINGS as ADAPTER
-from locater.sources.remote.address import BUCKETS, WILD, Address, hub_address, natural_key, remote_address
+from locater.sources.remote.address import BUCKETS, WILD, Address, hub_address, remote_address
 from locater.sources.remote.address import WEIGHTS as REMOTE_WEIGHTS
 from locater.sources.remote.buckets import listing
 from locater.sources.remote.folders import RemoteFolder, folder_of, remote_json
 from locater.sources.remote.hub import hub_revisions
 from locater.sources.safetensors_file import shards_of
+from locater.sources.weights import natural_key
 
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".distcp")
 # where these are in a folder, nothing but safetensors is read from it: optimizers and other states do not count
@@ -30,6 +31,9 @@ SETTINGS = ("config.json", ADAPTER)
 SAMPLE = 1 << 16  # bytes at the beginning and at the end of a file that count among its identity
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 GLOB = frozenset("*?[")
+
+
+# Files of this machine.
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,9 @@ def _shards_below(index: Path) -> list[Path]:
     return [index.parent / shard for shard in sorted(shards) if "/" in shard and os.path.lexists(index.parent / shard)]
 
 
+# Both: of this machine, or remote.
+
+
 def expand(pattern: str) -> MatchedSources:
     """The checkpoints that a pattern matches, each under the one name that it always has."""
     if remote_address(pattern) is None:
@@ -183,6 +190,8 @@ def size_of(source: str) -> int | None:
     sizes = [fact.rpartition(" ")[2] for fact in folder_of(address).digests().values()]
     return sum(map(int, sizes)) if sizes and all(size.isdecimal() for size in sizes) else None
 
+
+# Remote checkpoints.
 
 SHOWN = 5  # names that a message lists
 

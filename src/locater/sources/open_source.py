@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from locater.errors import LocaterError
+from locater.errors import DamagedError, LocaterError
 from locater.files import CONFIG_LIMIT, is_there, read_json
 from locater.sources.adapter_folder import (
     ADAPTERS,
@@ -219,8 +219,9 @@ def _open_index(index: Path, open_files: Opener) -> Weights:
     shards = sorted(set(shard_of.values()))
     missing = [shard for shard in shards if not is_there(index.parent / shard)]
     if missing:
-        raise LocaterError(
-            f"{index}: names the shard {missing[0]:.80}, which is not there ({len(missing)} of {len(shards)} missing)"
+        raise DamagedError(
+            "stale-index",
+            f"{index}: names the shard {missing[0]:.80}, which is not there ({len(missing)} of {len(shards)} missing)",
         )
     paths = {shard: index.parent / shard for shard in shards}
     file_of = {name: paths[shard] for name, shard in shard_of.items()}

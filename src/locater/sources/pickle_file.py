@@ -22,13 +22,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, first_line
+from locater.errors import DamagedError, LocaterError, first_line
 from locater.files import regular_file
 from locater.sources.weights import DictWeights, has_dense_data, join_files
 from locater.torch_private import read_archive_record, storage_id
 
-# Walk a pickle before it is loaded: what would cost more than its bytes is refused.
-
+# A walk over a pickle before it is loaded: what would cost more than its bytes is refused.
 
 KEY_PARTS = 64  # of a tuple that is hashed, with the tuples inside it
 AXES = 64  # PyTorch has no more
@@ -335,6 +334,8 @@ CHECKED: dict[str, Callable[[_Walk, Sequence[Any]], bool]] = {
 }
 
 
+# The tensors of a file.
+
 MAGIC = b"PK\x03\x04"
 FOLDER = 0x10  # attribute of a zip record
 # of a zip record: magic bytes, length of its name, length of the field between name and data
@@ -365,6 +366,10 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path}: holds more than weights, so opening it would run its code: refused. Save it again as safetensors"
         ) from None
     except Exception as error:  # on bytes that are no pickle the unpickler can raise anything
+        if "central directory" in str(error):  # the end of an archive, which lists what is in it
+            raise DamagedError(
+                "truncated", f"{path}: ends before its data does: the file is truncated, download it again"
+            ) from None
         raise LocaterError(f"{path}: not a readable weights file ({first_line(error)})") from None
     tensors = _tensors(path, content)
     if records is not None:

@@ -17,7 +17,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, printable
+from locater.errors import DamagedError, LocaterError, printable
 from locater.files import VALUES, refuse_duplicates, regular_file
 from locater.sources.weights import Rows, join_files
 
@@ -111,8 +111,8 @@ class SafetensorsWeights(StoredTensors[Path]):
                 while rest:  # a read can return less than the buffer takes; beyond 2 GB it always does
                     count = file.readinto(rest)
                     if not count:
-                        raise LocaterError(
-                            f"{path}: ends before its data does: the file is truncated, download it again"
+                        raise DamagedError(
+                            "truncated", f"{path}: ends before its data does: the file is truncated, download it again"
                         )
                     rest = rest[count:]
         except OSError as error:
@@ -135,7 +135,9 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
             if not 0 < length <= min(HEADER_LIMIT, size - 8):
-                raise LocaterError(f"{path}: not a safetensors file, or truncated in its header ({size:,} bytes)")
+                raise DamagedError(
+                    "truncated", f"{path}: not a safetensors file, or truncated in its header ({size:,} bytes)"
+                )
             text = file.read(length)
     except OSError as error:
         raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
@@ -210,7 +212,7 @@ def _check_entries(path: object, header: Mapping[str, Any], room: int) -> None:
             )
         end = stop
     if end > room:
-        raise LocaterError(f"{path}: truncated, {room:,} bytes of data and not {end:,}: download it again")
+        raise DamagedError("truncated", f"{path}: truncated, {room:,} bytes of data and not {end:,}: download it again")
     if end < room:
         more = room - end
         raise LocaterError(
@@ -260,8 +262,9 @@ def refuse_lost(shard_of: dict[str, str], names: Iterable[str], where: str) -> N
     there = set(names)
     lost = [name for name in shard_of if name not in there]
     if lost:
-        raise LocaterError(
-            f"{where}: names the tensor {lost[0]}, which is not in {shard_of[lost[0]]} ({len(lost)} missing)"
+        raise DamagedError(
+            "stale-index",
+            f"{where}: names the tensor {lost[0]}, which is not in {shard_of[lost[0]]} ({len(lost)} missing)",
         )
 
 
@@ -281,8 +284,9 @@ def refuse_missing_shards(files: Iterable[str], where: str) -> None:
             sets.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
     for (stem, count), numbers in sets.items():
         if len(numbers) < count:
-            raise LocaterError(
-                f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder with all"
+            raise DamagedError(
+                "missing-layer",
+                f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder with all",
             )
 
 

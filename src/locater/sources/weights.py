@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from locater.errors import LocaterError
+from locater.errors import DamagedError, LocaterError
 from locater.sources.live_tensors import LiveTensor, live_tensors
 
 
@@ -102,12 +102,14 @@ def join_files(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: 
     for path, tensors in parts:
         for name in tensors:
             if name in origin:
-                raise LocaterError(
-                    f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files"
+                raise DamagedError(
+                    "duplicate-names",
+                    f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files",
                 )
             if file_of and file_of.get(name, path) != path:
-                raise LocaterError(
-                    f"{where}: {name} is in {path.name}, the index says {file_of[name].name}: download it again"
+                raise DamagedError(
+                    "stale-index",
+                    f"{where}: {name} is in {path.name}, the index says {file_of[name].name}: download it again",
                 )
             origin[name] = path
         whole.update(tensors)
@@ -203,6 +205,15 @@ def numbered(weights: Weights, pattern: str) -> Iterator[tuple[re.Match[str], st
     yield from sorted(matches, key=lambda pair: (pair[0].groupdict().get("prefix", ""), int(pair[0]["layer"])))
 
 
-def natural_sort_key(parts: Iterable[str]) -> list[tuple[int, str]]:
-    """Sort key for the parts of a name: numbers by their value, so that layer 10 comes after layer 9."""
-    return [(int(part), "") if re.fullmatch("[0-9]{1,9}", part) else (-1, part) for part in parts]
+def natural_key(name: str) -> list[list[tuple[int, str]]]:
+    """Sort key of a name, part by part: numbers by their value, so that layer 10 comes after layer 9.
+
+    >>> sorted(["blocks.10.attn", "blocks.9.attn", "blocks.9.attn2"], key=natural_key)
+    ['blocks.9.attn', 'blocks.9.attn2', 'blocks.10.attn']
+    >>> sorted(["step10", "step9", "main"], key=natural_key)
+    ['main', 'step9', 'step10']
+    """
+    return [
+        [(int(run), "") if re.fullmatch("[0-9]{1,18}", run) else (-1, run) for run in re.split("([0-9]+)", part) if run]
+        for part in name.split(".")
+    ]

@@ -10,13 +10,15 @@ from locater.theory.entropy import (
     second_order_entropy,
     variance_at,
 )
-from locater.theory.phase_diagram import REGIMES, phase_diagram, regime
-from locater.theory.propagation import (
+from locater.theory.propagation_and_regimes import (
+    REGIMES,
     continuum,
     localization,
     mixture_continuum,
     mixture_localization,
     mixture_propagation,
+    phase_diagram,
+    regime,
     signal_propagation,
     unit_moments,
 )

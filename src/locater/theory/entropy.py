@@ -145,9 +145,9 @@ def kept_at_entropy(
 def expected_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
     """The mean entropy in nats of a row of T normal logits of variance v.
 
-    The integral of `kept_at_entropy`, within 0.002 nats for every v and every T up to 10^9: log T at v = 0, about log T
-    - v/2 where v is well below 2 log T, and 0 in the limit of large v, where it falls as 1 / sqrt v. It is not 0 at v =
-    2 log T: of 256 keys there are 2.26 nats left.
+    The integral of `kept_at_entropy`, within 0.002 nats for every v and every T up to 10^9: log T at v = 0, about
+    log T - v/2 where v is well below 2 log T, and 0 in the limit of large v, where it falls as 1 / sqrt v. It is not 0
+    at v = 2 log T: of 256 keys there are 2.26 nats left.
 
     >>> [round(expected_entropy(v, 256).item(), 2) for v in (0.0, 1.0, 11.09, 25.0, 100.0, 1e6)]
     [5.55, 5.05, 2.26, 1.35, 0.56, 0.0]

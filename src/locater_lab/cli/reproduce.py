@@ -33,10 +33,6 @@ EXAMPLES = (
 )
 
 
-def command() -> None:
-    """Only for the list of commands; `build` makes the command with its options."""
-
-
 def build() -> Any:
     app = typer.Typer(add_completion=False)
     app.command("reproduce", cls=Command, help=HELP, epilog=examples_text(*EXAMPLES))(run)

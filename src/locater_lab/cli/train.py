@@ -36,10 +36,6 @@ EXAMPLES = (
 )
 
 
-def command() -> None:
-    """Only for the list of commands; `build` makes the command with its options."""
-
-
 def build() -> Any:
     app = typer.Typer(add_completion=False)
     app.command("train", cls=Command, help=HELP, epilog=examples_text(*EXAMPLES))(with_plan_options(train))
@@ -276,7 +272,7 @@ def _flag(name: str) -> str:
 
 
 class ProgressLine:
-    """Shows the progress that `run` reports. On a pipe at most one progress_text in `pause` seconds, and the last."""
+    """Shows the progress that `run` reports. On a pipe at most one line in `pause` seconds, and the last."""
 
     def __init__(self, stream: TextIO | None = None, label: str = "", pause: float = 5.0) -> None:
         self.stream = terminal_behind(sys.stderr if stream is None else stream)
@@ -294,14 +290,14 @@ class ProgressLine:
         self.stream.flush()
 
     def clear(self) -> None:
-        """Erase the progress_text, so that the next output starts on an empty one."""
+        """Erase the line, so that the next output starts on an empty one."""
         if self.terminal:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
 
 
 def progress_text(event: dict[str, Any]) -> str:
-    """One progress_text of a run.
+    """One line on the progress of a run.
 
     >>> event = {"step": 50, "steps": 1000, "loss": 2.0, "perplexity": 7.389, "select_loss": None, "entropy": 3.25}
     >>> progress_text({**event, "tokens_per_second": 81234.0, "seconds_left": 754.0})

@@ -46,10 +46,6 @@ def study_of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], 
     return Study(title, claims, measure, NEEDS, on_runs=True, rows=rows)
 
 
-def known_measurements(found: Mapping[str, Measurement | None]) -> dict[str, Measurement]:
-    return {key: value for key, value in found.items() if value is not None}
-
-
 def difference(
     runs: Runs, arm: Arm, against: Arm, what: Quantity, more: Mapping[str, Any] | None = None
 ) -> Measurement | None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from locater.defaults import Progress
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.inputs.corpus import embedded_text, fingerprint
@@ -38,7 +39,6 @@ def round_numbers(x: Any, digits: int) -> Any:
 
 
 DIGITS = 5  # more than any of these numbers has
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 Part = TypeVar("Part")
 
 

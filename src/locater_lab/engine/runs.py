@@ -38,6 +38,7 @@ from locater_lab.train.sweep import append_line, read_lines
 
 
 STORED = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
+PACKAGES, SOURCES = ("locater", "locater_lab"), Path(locater.__file__).parents[1]  # a run rests on both packages
 TEXT_FIELDS = ("corpus", "select", "report")  # fields of a plan that name files of text
 SAMPLES = 10  # images that are drawn from a model that denoises
 
@@ -79,7 +80,7 @@ def image_samples(model: str, device: str) -> str:
     """A few images drawn from a model of --task diffusion, as a strip."""
     from locater_lab.engine.figures import png_strip
     from locater_lab.models.loading import load
-    from locater_lab.models.sampling import sample_images
+    from locater_lab.models.noise_and_patches import sample_images
     from locater_lab.train.optimizer_and_learning_rate import device_of
 
     return png_strip(sample_images(load(model).to(device_of(device)), SAMPLES))
@@ -131,7 +132,7 @@ def machine(plan: Plan) -> dict[str, str]:
 
 
 def versions(kind: str) -> dict[str, str]:
-    """The device of this kind (`cuda`, `cpu`), versions, and the code (a hash of the package's files)."""
+    """The device of this kind (`cuda`, `cpu`), versions, and the code (a hash of the sources)."""
     import torch
 
     device = torch.cuda.get_device_name() if kind == "cuda" else kind
@@ -139,24 +140,28 @@ def versions(kind: str) -> dict[str, str]:
         "device": device,
         "torch": torch.__version__,
         "locater": __version__,
-        "code": code_of(Path(locater.__file__)),
+        "code": code_of_tree(SOURCES),
     }
-    commit = commit_of(Path(locater.__file__).parent)
+    commit = commit_of(SOURCES)
     return {**known, "commit": commit} if commit else known
 
 
 @cache
-def code_of(package: Path) -> str:
-    """The first 12 digits of a SHA-256 over the sources of a package, given its __init__.py."""
+def code_of_tree(folder: Path) -> str:
+    """A hash over the sources of both packages, which are in this folder: 12 digits of a SHA-256 for each."""
+    return "-".join(_code_of(folder / name) for name in PACKAGES)
+
+
+def _code_of(package: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(package.parent.rglob("*.py")):
-        digest.update(path.relative_to(package.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 @cache
 def commit_of(folder: Path) -> str | None:
-    """The commit of the tree that a package runs from, and whether its files differ from it; None outside of one."""
+    """The commit of the tree that a folder is in, and whether files of the folder differ from it; None outside of one."""
     try:
         done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -309,7 +314,7 @@ def _check_files(rows: Sequence[Row], data: Path) -> None:
         for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
-                    f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data TOKENS_FOLDER"
+                    f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
                 )
 
 

@@ -260,7 +260,7 @@ class GatedAttention(AttentionModule):
         places = {"output": "gate", "value": "value_gate", "key": "key_gate", "query": "query_gate"}
         if position not in places:
             raise LocaterError(
-                f"position={position!r}: choose {', '.join(places)}; after the output projection, a Gate of its own"
+                f"position={position!r}: choose {', '.join(places)}; after the output projection, a GateModule of its own"
             )
         if additive and (position != "output" or not from_input or shared):
             raise LocaterError("additive is o + silu(x W): position='output', made of the input, and not shared")

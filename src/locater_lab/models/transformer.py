@@ -24,8 +24,7 @@ from locater_lab.mechanisms.fusion import Fusion, layer_fusion
 from locater_lab.mechanisms.registry import mechanism, other_attention
 from locater_lab.mechanisms.softmax_variants import DEFAULT_CAP
 from locater_lab.models.family import EPS
-from locater_lab.models.noise import NoiseLevel
-from locater_lab.models.patches import to_patches
+from locater_lab.models.noise_and_patches import NoiseLevel, to_patches
 from locater_lab.models.shape import THETA, Shape
 
 # The product of the stream with the output embedding, at a width that matrix units like.
@@ -221,7 +220,7 @@ def _apply_dropout(module: TransformerBlock | TransformerStack, x: Tensor) -> Te
 class TransformerStack(nn.Module):
     """From token ids (B, T) or images (B, height, width, channels) to a normalized stream (B, T, d).
 
-    Images with noise have a plane more, their noise level (`models.noise`).
+    Images with noise have a plane more, their noise level (`models.noise_and_patches`).
     """
 
     cos: Tensor

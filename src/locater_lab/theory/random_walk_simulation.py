@@ -1,4 +1,4 @@
-"""A simulation of the random walk: the reference against which the formulas of `propagation.py` are tested."""
+"""A simulation of the random walk: the reference against which the formulas of `propagation_and_regimes.py` are tested."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError, first_line
 from locater_lab.data.synthetic import CopySource, NgramSource, copy_source
-from locater_lab.models.noise import noisy_images
-from locater_lab.models.patches import to_patches
+from locater_lab.models.noise_and_patches import noisy_images, to_patches
 from locater_lab.train.batches import Batch, Data, draw, next_token_pair
 from locater_lab.train.plan import Plan
 from locater_lab.train.streams import is_stream, open_stream

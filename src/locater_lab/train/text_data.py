@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.inputs.corpus import JOINT, embedded_documents, fingerprint, read_documents
-from locater.inputs.start_token import StartTokenizer
-from locater.inputs.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.inputs.tokenizer import (
+    BYTES,
+    FILE,
+    PairTokenizer,
+    StartTokenizer,
+    Tokenizer,
+    make_tokenizer,
+    tokenizer_of_run,
+)
 from locater_lab.data.tokens import WordTokenizer, load_or_make
 from locater_lab.train.batches import IGNORED, Batch, draw, next_token_pair
 from locater_lab.train.plan import Plan

@@ -15,7 +15,6 @@ import pytest
 
 from locater.errors import LocaterError
 from locater_lab.engine import runs
-from locater_lab.engine.arms import known_measurements
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
 from locater_lab.papers import PAPERS, Setting, reproduce
@@ -23,6 +22,7 @@ from locater_lab.papers.bao2024 import arms, training
 from locater_lab.train.controls import parse_control
 from locater_lab.train.plan import Plan
 from tests import ROOT
+from tests.lab.made_runs import known_measurements
 from tests.processes import python
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
@@ -53,6 +53,19 @@ def line(loss: float, **more: Any) -> dict[str, Any]:
         "device": "cpu",
     }
     return {**end, **more}
+
+
+def test_the_code_of_a_line_is_that_of_both_packages(tmp_path: Path) -> None:
+    """What a run computes is in the laboratory as much as in the instrument."""
+    said = set()
+    for number, changed in enumerate(("", *runs.PACKAGES)):
+        for package in runs.PACKAGES:
+            (tmp_path / str(number) / package / "train").mkdir(parents=True)
+            (tmp_path / str(number) / package / "train" / "loop.py").write_text(f"x = {package == changed}\n")
+        said.add(runs.code_of_tree(tmp_path / str(number)))
+    assert len(said) == 3
+    assert all((runs.SOURCES / package / "__init__.py").is_file() for package in runs.PACKAGES)
+    assert runs.versions("cpu")["code"] == runs.code_of_tree(runs.SOURCES)
 
 
 def test_rows_are_told_apart_by_what_they_train_alone() -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from locater.control import LocAteR
-from locater_lab.engine.arms import known_measurements
 from locater_lab.engine.pages import page
 from locater_lab.engine.reproduction import Setting, join_documents, reproduce
 from locater_lab.engine.runs import Row, Runs
@@ -26,7 +25,7 @@ from locater_lab.papers import PAPERS
 from locater_lab.papers.bao2024 import arms, entropy_or_mean, measured_logits, paper_experiment, run_plans
 from locater_lab.train.controls import parse_control
 from tests import ROOT
-from tests.lab.made_runs import made_line
+from tests.lab.made_runs import known_measurements, made_line
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
 Line = dict[str, Any]

@@ -1,5 +1,5 @@
 """Hu and others 2025: layers of the construction against their targets, batched training against plain modules, and the
-page. The construction itself: tests/theory/test_approximation.py.
+page. The construction itself: tests/lab/theory/test_approximation.py.
 """
 
 from __future__ import annotations

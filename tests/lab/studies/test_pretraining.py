@@ -284,7 +284,7 @@ def test_a_dirty_tree_is_refused(tmp_path: Path) -> None:
 
 def test_a_stamp_is_of_these_sources_alone(tmp_path: Path) -> None:
     stamp = tmp_path / "stamp.json"
-    stamp.write_text(json.dumps({"commit": "abc", "code": queue.code_of_tree()}))
+    stamp.write_text(json.dumps({"commit": "abc", "code": queue.code_of_tree(queue.SOURCES)}))
     assert queue.commit_of_tree(stamp) == "abc"
     stamp.write_text(json.dumps({"commit": "abc", "code": "other"}))
     with pytest.raises(LocaterError, match="not those of commit abc"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from locater.discovery import attention_layers
 from locater_lab.engine.claims import judge_together, verdict_of
 from locater_lab.studies import surrogate
 from locater_lab.studies.surrogate import antibody_and_reaction_inputs as inputs
-from locater_lab.studies.surrogate import errors_and_claims, head_predictions, page_tables
+from locater_lab.studies.surrogate import errors_and_claims, head_predictions, tables_of_page
 from locater_lab.studies.surrogate import training_runs as runs
 from locater_lab.train import Shape, Transformer
 from tests import ROOT
@@ -168,7 +169,8 @@ def test_a_trained_arm_leaves_one_line_without_weights_and_is_not_trained_again(
         **{f"{split}_images": np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8) for split in ("train", "test")},
         **{f"{split}_labels": np.arange(40) % 4 for split in ("train", "test")},
     )  # fmt: skip
-    arms = {"image 6x192": runs.replace(runs.shrink_plan(runs.ARMS["image 6x192"]), steps=2, device="cpu")}
+    small: dict[str, Any] = dict(layers=2, width=32, heads=2, batch=16, steps=2, compile=False, device="cpu")
+    arms = {"image 6x192": replace(runs.ARMS["image 6x192"], **small)}
     out, told = tmp_path / "runs.jsonl", []
     for _ in range(2):
         runs.train_all(out, tmp_path, 1, arms=arms, log=told.append)
@@ -215,7 +217,7 @@ def test_the_kept_document_and_the_table_are_those_of_the_heads() -> None:
         assert claim["measured"] == pytest.approx(found.measured[claim["id"]].value, rel=1e-4)
     at_hand = [entry for entry in entries if "arm" not in entry]
     theory = (ROOT / "docs/theory.md").read_text()
-    assert page_tables.cells_table(page_tables.kinds_table(at_hand)) in theory, "copy its table"
+    assert tables_of_page.cells_table(tables_of_page.kinds_table(at_hand)) in theory, "copy its table"
     for entry in at_hand:
         assert errors_and_claims.mean_error(entry).value < errors_and_claims.mean_error(entry, "weights").value, entry[
             "model"

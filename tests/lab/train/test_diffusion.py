@@ -14,9 +14,7 @@ import torch
 
 from locater.commands.scanning import scan
 from locater.errors import LocaterError
-from locater_lab.models.noise import noisy_images
-from locater_lab.models.patches import from_patches, to_patches
-from locater_lab.models.sampling import sample_images
+from locater_lab.models.noise_and_patches import from_patches, noisy_images, sample_images, to_patches
 from locater_lab.train import Plan, Result, Shape, Transformer, load
 from locater_lab.train import run as train
 from locater_lab.train.data import open_data

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from locater import LocaterError
-from locater.inputs.start_token import StartTokenizer, without_start
 from locater.inputs.text import batches
-from locater.inputs.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
+from locater.inputs.tokenizer import ByteTokenizer, StartTokenizer, Tokenizer, make_tokenizer, without_start
 from locater_lab.data.tokens import WordTokenizer
 from locater_lab.train import Plan, load, run
 from locater_lab.train.data import open_data

@@ -12,7 +12,7 @@ import torch
 
 import locater
 from locater import LocaterError
-from locater.commands.explain_target import Entries
+from locater.commands.explain_input_and_target import Entries
 from locater_lab.data.tokens import WordTokenizer
 from locater_lab.train import Plan, load, run
 from locater_lab.train.data import open_data

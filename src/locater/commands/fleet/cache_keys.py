@@ -1,4 +1,7 @@
-"""Jobs of a fleet: one checkpoint, or some layers of a very large one, and the name of its part."""
+"""Jobs of a fleet, and the key that names the part of each: a digest of source, identity, settings and code.
+
+A job is one checkpoint, or some layers of a very large one.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
-from locater.results.scan import LENGTH
+from locater.defaults import LENGTH
+from locater.registry import offered_entries
 from locater.version import __version__
 
 PACKAGE = Path(__file__).parents[2]
@@ -68,14 +73,36 @@ def key_of(source: str, identity: str, settings: Settings, reader: str) -> str:
 
 @cache
 def reader_version() -> str:
-    """Version of the package and a digest of its files that decide the numbers of a scan.
+    """Version of the package and a digest of the files that decide the numbers of a scan.
 
     >>> reader_version().startswith(__version__ + "+")
     True
     """
     digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(PACKAGE.rglob("*.py")):
-        inside = path.relative_to(PACKAGE)
-        if not any(inside.is_relative_to(place) for place in UNRELATED):
-            digest.update(f"{inside.as_posix()}\0".encode() + path.read_bytes())
+    for name, path in reader_files().items():
+        digest.update(f"{name}\0".encode() + path.read_bytes())
     return f"{__version__}+{digest.hexdigest()}"
+
+
+def reader_files() -> dict[str, Path]:
+    """Files that decide the numbers of a scan, by name: those of the package, and all of the packages that offer
+    families by entry points. None of these is imported.
+    """
+    own = _sources(PACKAGE, PACKAGE.name)
+    files = {
+        name: path
+        for name, path in own.items()
+        if not any(path.relative_to(PACKAGE).is_relative_to(place) for place in UNRELATED)
+    }
+    for package in sorted({point.module.partition(".")[0] for point in offered_entries("families").values()}):
+        spec = None if package == PACKAGE.name else find_spec(package)
+        if spec is not None and spec.submodule_search_locations is not None:
+            for folder in spec.submodule_search_locations:
+                files |= _sources(Path(folder), package)
+        elif spec is not None and spec.origin is not None:
+            files[package] = Path(spec.origin)
+    return files
+
+
+def _sources(folder: Path, package: str) -> dict[str, Path]:
+    return {f"{package}/{path.relative_to(folder).as_posix()}": path for path in sorted(folder.rglob("*.py"))}

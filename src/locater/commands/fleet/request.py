@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from locater.commands.fleet.cache_keys import Settings
 from locater.commands.fleet.result import Fleet
 from locater.commands.fleet.running import Engine, retry, run
-from locater.commands.scanning import Progress, parse_shard
+from locater.commands.scanning import parse_shard
+from locater.defaults import LENGTH, Progress
 from locater.errors import LocaterError
 from locater.results.run_names import list_checkpoints
-from locater.results.scan import LENGTH
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ def _open_fleet(request: Request) -> Fleet:
     """The fleet in a folder that was given in place of sources. Options that would be ignored are refused."""
     first = request.sources[0]
     if len(request.sources) > 1 or not os.path.isfile(os.path.join(first, "fleet.json")):
-        raise LocaterError(f"add --out DIR, the folder for the results ({first} is not itself the folder of a fleet)")
+        raise LocaterError(
+            f"add --out FOLDER, the folder for the results ({first} is not itself the folder of a fleet)"
+        )
     plain = Request(request.sources)
     for name in ("run", "step_pattern", "length", "raw", "eigenvalues", "shard"):
         if getattr(request, name) != getattr(plain, name):

@@ -21,20 +21,18 @@ from locater.commands.fleet.parts import (
     to_scan,
 )
 from locater.commands.fleet.store import Store
+from locater.defaults import LENGTH, Progress
 from locater.errors import LocaterError, first_line
 from locater.escapes import one_line
 from locater.findings import FLAGS, Condition, crossings
 from locater.results.document import Document
-from locater.results.scan import LENGTH, Scan
+from locater.results.scan import Scan
 
 if TYPE_CHECKING:
     import duckdb
     import pandas
     import polars
     from rich.console import Console
-
-    from locater.commands.scanning import Progress
-    from locater.results.run_names import ListedCheckpoint
 
 
 # An overview of a fleet: the steps of each run, heads with faults, when flags first appear, duplicates.
@@ -126,6 +124,8 @@ def _duplicates(done: Sequence[FleetSource]) -> list[list[dict[str, Any]]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+# The fleet.
+
 SMALL = ("source", "run", "step", "layer", "head", "flags", "faults")  # columns that a summary reads
 
 
@@ -177,7 +177,7 @@ class Fleet(Document):
         retry_failed: bool = False,
         progress: Progress | None = None,
     ) -> Fleet:
-        """Scan checkpoints into a folder, as `locater fleet SOURCES --out DIR` does. What is already there is kept.
+        """Scan checkpoints into a folder, as `locater fleet SOURCES --out FOLDER` does. What is already there is kept.
 
         Checkpoints that fail do not stop the others: `errors` has them.
         """
@@ -247,9 +247,8 @@ class Fleet(Document):
 
     def sources(self) -> list[FleetSource]:
         """Every checkpoint that was asked for or is there, with its status, by run and step."""
-        found = {
-            entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in self._listed_sources()
-        }
+        listed = self._store.lists()
+        found = {entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in listed}
         for error in self._store.errors().values():
             labels = (error["source"], error.get("run"), error.get("step"))
             found[error["source"]] = FleetSource(
@@ -259,9 +258,6 @@ class Fleet(Document):
             labels = (known["source"], known["run"], known["step"])
             found[known["source"]] = FleetSource(*labels, "done", known["heads"], known["digest"], known["identity"])
         return sorted(found.values(), key=lambda entry: _order(vars(entry)))
-
-    def _listed_sources(self) -> list[ListedCheckpoint]:
-        return self._store.lists()
 
     def counts(self) -> dict[str, int]:
         """How many checkpoints are done, failed and to do."""

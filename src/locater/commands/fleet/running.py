@@ -23,7 +23,7 @@ from locater.commands.fleet.parts import DamagedPartError, pyarrow, read_header,
 from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import NAME, Store, StoreError
 from locater.commands.fleet.tasks import Outcome, perform, reason_of
-from locater.commands.scanning import Progress
+from locater.defaults import Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
 from locater.report.verdict_sentences import amount
@@ -293,6 +293,9 @@ def tasks_of(jobs: Sequence[Job]) -> list[Task]:
 def is_small(jobs: Sequence[Job]) -> bool:
     """Whether starting workers would take longer than the work."""
     return sum(job.seconds for job in jobs) <= SERIAL
+
+
+# The run.
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.calls.function_table import JOINS, MOVES, PARTING, SOFTMAXES, writes_in_place
+from locater.calls.function_table import JOINS, MOVES, PARTING, SOFTMAXES, axis_of, writes_in_place
 from locater.calls.recognise import (
     Operation,
     Product,
@@ -121,9 +121,9 @@ def _over_last_axis(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 def _sum_of_products(args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: OriginOf) -> Any:
     """`(q[..., None, :] * k[..., None, :, :]).sum(-1)` as a matrix product."""
-    axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    axis = axis_of(args, kwargs)
     axis = axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
-    keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    keeps = kwargs.get("keepdim", kwargs.get("keepdims", args[2] if len(args) > 2 else False))
     if not args or not isinstance(args[0], Tensor) or not isinstance(axis, int) or keeps or kwargs.get("dtype"):
         return None
     whole = origin(args[0])
@@ -161,7 +161,7 @@ def _joined_products(
         return None
     factors = list(zip(*(how.inputs for how in made), strict=True))
     sources = [_parts_of(side, origin) for side in factors]
-    axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    axis = axis_of(args, kwargs) or 0
     ndim = parts[0].ndim + (func is torch.stack)
     if None in sources or not isinstance(axis, int) or axis % ndim >= ndim - 2:
         return None

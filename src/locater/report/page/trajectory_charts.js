@@ -138,7 +138,7 @@ function lines() {
   runs.forEach((run, i) => {
     const base = box.bottom - 3 - 6 * i;
     run.failed.forEach(([step, words]) => { const x = sx(place(step)); make("title", {}, make("path", { class: "cross-mark", d: `M${x - 4} ${base - 10}l8 8m0 -8l-8 8` }, svg), words); });
-    run.same.forEach((first, s) => { if (first !== null) make("title", {}, make("path", { class: "repeat", d: `M${sx(place(run.steps[s])) - 3} ${base}h6` }, svg), `${stepName(run, run.steps[s])} has the weights of ${stepName(run, run.steps[first])}`); });
+    run.same.forEach((first, s) => { if (first !== null) make("title", {}, make("path", { class: "repeat", d: `M${sx(place(run.steps[s])) - 3} ${base}h6` }, svg), `${stepName(run, run.steps[s])} has the queries, keys and norms of ${stepName(run, run.steps[first])}`); });
   });
   const here = sx(place(state.step));
   make("line", { class: "here", x1: here, x2: here, y1: box.top, y2: box.bottom }, svg);

@@ -1,4 +1,4 @@
-"""`Dequantised`: a checkpoint with quantised maps, as if all were floats."""
+"""`Dequantised`: a checkpoint with quantised maps, as if all were floats; and `live_map`, the same for a live layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from locater.sources.weights import DictWeights, Rows, Weights, take_rows
 from locater.torch_private import own_buffers, own_parameters
 
 # Formats that are known by their tensors and not read: each is refused by its name when one of its maps is needed.
-
 
 # what stands behind the module's path, and the format
 MARKS = {
@@ -60,6 +59,9 @@ class RefusedMap:
             f"is quantised ({self.kind}; {self.parts[0]} is there), which is not read: "
             "dequantise the checkpoint first (to bfloat16)",
         )
+
+
+# Checkpoints.
 
 
 def dequantised_view(weights: Weights, config: Mapping[str, Any]) -> Weights:
@@ -181,6 +183,8 @@ def _map_of(weights: Weights, settings: Settings, held: set[str], stem: str, las
             return FourBit(weights, weight, kind)
     return None
 
+
+# Layers of live models.
 
 REPACKED = 32  # rows in a block of codes that are repacked
 PACKED = (torch.uint8, *KINDS)

@@ -119,12 +119,3 @@ def _on_the_hub(source: str, rest: str) -> Address:
 def _quoted(revision: str) -> str:
     """A revision without slashes, but for those of refs/pr/1, which the hub's own names have too."""
     return revision if re.fullmatch("refs/(pr|convert)/[^/]+", revision) else revision.replace("/", "%2F")
-
-
-def natural_key(name: str) -> list[tuple[int, str]]:
-    """Sort key by the numbers inside a name, so that step-10 comes after step-9.
-
-    >>> sorted(["step10", "step9", "main"], key=natural_key)
-    ['main', 'step9', 'step10']
-    """
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

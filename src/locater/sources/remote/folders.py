@@ -89,7 +89,6 @@ def remote_json(folder: RemoteFolder, name: str, unique: bool = False, most: int
 
 # One object of a bucket, read by byte ranges and pinned to the ETag that was seen first.
 
-
 CHUNK = 1 << 20  # bytes between two looks at whether the reader has been closed
 
 
@@ -198,6 +197,9 @@ class ObjectFile:
                 self.size, self._version = size, version
             if (self.size, self._version) != (size, version):
                 raise LocaterError(f"{self.where}: changed while it was read: start again")
+
+
+# The folders.
 
 
 class HubFolder:

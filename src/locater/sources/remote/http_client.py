@@ -255,6 +255,8 @@ def reason(error: BaseException, host: str) -> str:
     return f"{host} cannot be reached ({words})"
 
 
+# When to ask again, and what it costs.
+
 T = TypeVar("T")
 TRIES = 5
 TEMPORARY = (408, 429, 500, 502, 503, 504)  # answers after which the same request may succeed

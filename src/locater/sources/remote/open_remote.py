@@ -45,9 +45,8 @@ from locater.sources.weights import Weights, join_files
 
 # Whole files, for what cannot be read by ranges: pickles, GGUF, and servers without ranges.
 
-
 logger = logging.getLogger("locater")
-SETTINGS = ("config.json", "adapter_config.json")
+SETTINGS = ("config.json", ADAPTER)
 STEMS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 
 
@@ -114,7 +113,6 @@ def _first_form(names: Iterable[str]) -> list[str]:
 
 
 # Safetensors files that are elsewhere: the header first, then only the bytes that are asked for.
-
 
 FIRST = 1 << 16  # bytes of the first request: most headers are shorter
 
@@ -203,7 +201,7 @@ def _snapshot(folder: HubFolder, commit: str | None) -> Path | None:
 
 def _has_all_weights(place: Path) -> bool:
     """Whether a folder holds all weights that its index names, or a single file of them."""
-    for stem in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"):
+    for stem in STEMS:
         index = place / f"{stem}.index.json"
         if index.is_file():
             shards = set(shards_of(read_json(index), str(index)).values())
@@ -212,6 +210,8 @@ def _has_all_weights(place: Path) -> bool:
             return True
     return any(place.glob("*.safetensors"))
 
+
+# What is at an address.
 
 Config = dict[str, Any]
 Opened = tuple[Weights, Config]
@@ -279,7 +279,7 @@ def _open_file(folder: RemoteFolder, address: Address, open_local: Opener, downl
                 raise LocaterError(f"{address}: no such file there")
             return _open_index(folder, name, document), _config(folder)
         return _open_download(folder, checkpoint_files(folder), open_local)
-    for index in _indices(folder, names):
+    for index in _indices(names):
         refuse_one_of_many(remote_json(folder, index), name, index, str(address), str(folder.address))
     refuse_missing_shards([name], str(address))
     if name.endswith(".safetensors") and not download:
@@ -290,7 +290,7 @@ def _open_file(folder: RemoteFolder, address: Address, open_local: Opener, downl
     return _open_download(folder, wanted, open_local, name)
 
 
-def _indices(folder: RemoteFolder, names: Sequence[str] | None) -> list[str]:
+def _indices(names: Sequence[str] | None) -> list[str]:
     return [INDEX] if names is None else [name for name in names if name.endswith(".index.json")]
 
 

@@ -210,7 +210,6 @@ def plan_table(step: float = 0.003, run: float = 2.0) -> list[str]:
 
 
 FEWEST_SEEDS = 3  # seeds that a claim is judged by
-Repeats = Mapping[int, Row]  # the same arm by seed
 
 
 def finished_lines(runs: Runs, rows: Iterable[Row]) -> dict[int, Line]:

@@ -31,7 +31,7 @@ from locater.inputs.corpus import embedded_text, fingerprint
 from locater.inputs.text import read_text
 from locater.version import __version__
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import commit_of
+from locater_lab.engine.runs import SOURCES, commit_of
 from locater_lab.studies.early_warning.plan import (
     BATCH,
     BY_NAME,
@@ -194,7 +194,7 @@ def train_missing(out: Path, text: Path, jobs: int, log: Callable[[str], None]) 
     facts: dict[str, Any] = {
         "machine": _machine(device),
         "locater": __version__,
-        "commit": commit_of(Path(__file__).parent),
+        "commit": commit_of(SOURCES),
     }
     broken: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

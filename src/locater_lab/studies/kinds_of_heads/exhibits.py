@@ -28,7 +28,7 @@ from locater_lab.train.data import open_data
 
 DEMO = Path(str(files("locater") / "demo"))
 DOCUMENTATION = "the documentation inside Python"
-SEQUENCES = 96  # of a trained_models model's own held-out data: a third for statistics, the rest is measured
+SEQUENCES = 96  # of a trained model's own held-out data: a third for statistics, the rest is measured
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class ExhibitRecipe:
-    """A small model that is trained_models for the gallery. `settings` are those of `locater train`."""
+    """A small model that is trained for the gallery. `settings` are those of `locater train`."""
 
     title: str
     origin: str
@@ -97,7 +97,7 @@ RECIPES = {
 
 def packaged_models() -> list[Exhibit]:
     """The demo and its twin."""
-    words = "A decoder of 6 layers x 4 heads with rotary positions, trained_models on the documentation inside Python in nine minutes"
+    words = "A decoder of 6 layers x 4 heads with rotary positions, trained on the documentation inside Python in nine minutes"
     return [
         Exhibit(
             "demo",
@@ -118,7 +118,7 @@ def packaged_models() -> list[Exhibit]:
 
 
 def installed_models() -> list[Exhibit]:
-    """The sentence encoder that the tests use, where it is installed_models."""
+    """The sentence encoder that the tests use, where it is installed."""
     folder = sentence_model()
     if folder is None:
         return []
@@ -134,7 +134,7 @@ def installed_models() -> list[Exhibit]:
 
 
 def trained_models(runs: Path, names: Sequence[str] = tuple(RECIPES)) -> Iterator[Exhibit]:
-    """Models of `RECIPES`, each trained_models in a folder of its own below `runs`; one that is there already is not trained_models
+    """Models of `RECIPES`, each trained in a folder of its own below `runs`; one that is there already is not trained
     again.
     """
     for name in names:
@@ -152,7 +152,7 @@ def trained_models(runs: Path, names: Sequence[str] = tuple(RECIPES)) -> Iterato
 
 
 def held_out(name: str, runs: Path) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets that a trained_models model has not seen."""
+    """Inputs and targets that a trained model has not seen."""
     plan = RECIPES[name].plan(runs / name)
     return list(open_data(plan, runs / name, torch.device("cpu")).windows("report", SEQUENCES))
 

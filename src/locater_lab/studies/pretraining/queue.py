@@ -37,7 +37,7 @@ import locater
 from locater.errors import LocaterError, first_line
 from locater.files import write_whole
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import Row, Runs, code_of, with_data_folder
+from locater_lab.engine.runs import SOURCES, Row, Runs, code_of_tree, with_data_folder
 from locater_lab.studies.pretraining import plan as plans
 from locater_lab.studies.pretraining.plan import BASES, STAGES, STREAM, Bases
 from locater_lab.train.measures import SINK
@@ -55,24 +55,17 @@ from locater_lab.train.streams import (
 Log = Callable[[str], None]
 DIGITS = 6
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "parameters", "tokens")  # of a result
-PACKAGES = ("locater", "locater_lab")
-STAMP, SOURCES = "stamp.json", "src.tar.xz"
+STAMP, ARCHIVE = "stamp.json", "src.tar.xz"
 TINY_VOCABULARY = 256
 
 # ---- the tree that a line comes from ----
-
-
-def code_of_tree() -> str:
-    """A hash over the sources of both packages."""
-    folder = Path(locater.__file__).parents[1]
-    return "-".join(code_of(folder / name / "__init__.py") for name in PACKAGES)
 
 
 def commit_of_tree(stamp: Path | None = None, tree: Path | None = None) -> str:
     """The commit of the sources that run here, from a stamp or from git; refused where they are not as it has them."""
     if stamp is not None:
         held = json.loads(stamp.read_text(encoding="utf-8"))
-        if held["code"] != code_of_tree():
+        if held["code"] != code_of_tree(SOURCES):
             raise LocaterError(f"{stamp}: the sources here are not those of commit {held['commit']}: pack them again")
         return str(held["commit"])
     folder = tree or Path(locater.__file__).parents[2]
@@ -100,13 +93,13 @@ def pack(tag: str, texts: Path, folder: Path, log: Log = print) -> None:
     if not archive:
         raise LocaterError(f"{tree}: has no commit {tag}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SOURCES).write_bytes(lzma.compress(archive))
+    (folder / ARCHIVE).write_bytes(lzma.compress(archive))
     with tempfile.TemporaryDirectory() as name:
         import tarfile
 
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(name, filter="data")
-        code = "-".join(code_of(Path(name) / "src" / package / "__init__.py") for package in PACKAGES)
+        code = code_of_tree(Path(name) / "src")
     write_whole(folder / STAMP, json.dumps({"commit": commit, "code": code}) + "\n")
     log(f"{tag} is {commit}, code {code}")
     if not (folder / STREAM).is_file():
@@ -304,14 +297,14 @@ def facts_of(commit: str, data: Path) -> dict[str, Any]:
         "device": device,
         "torch": torch.__version__,
         "commit": commit,
-        "code": code_of_tree(),
+        "code": code_of_tree(SOURCES),
         "text": read_description(data / STREAM)["sha256"][:12],
     }
 
 
 def check_code(runs: Runs, stages: Sequence[str]) -> None:
     """All runs of a stage come from one state of the code."""
-    here = code_of_tree()
+    here = code_of_tree(SOURCES)
     for line in runs.lines.values():
         if line["claim"] in stages and line["code"] != here:
             raise LocaterError(

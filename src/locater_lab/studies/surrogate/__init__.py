@@ -26,7 +26,7 @@ from locater_lab.engine.reproduction import Paper, Results, Setting, Study, roun
 from locater_lab.engine.trained_models import model_folders
 from locater_lab.studies.surrogate.errors_and_claims import BETWEEN, CLAIMS, ClaimFigure, Entry, claim_figures
 from locater_lab.studies.surrogate.head_predictions import measure_heads
-from locater_lab.studies.surrogate.page_tables import COLUMNS, WORST, cells_table, page_tables
+from locater_lab.studies.surrogate.tables_of_page import COLUMNS, WORST, cells_table, page_tables
 from locater_lab.studies.surrogate.training_runs import ARMS, train_all
 from locater_lab.train.sweep import append_line, read_lines
 

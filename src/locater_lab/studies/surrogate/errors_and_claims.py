@@ -1,6 +1,6 @@
 """Errors of predicted entropies, with bootstrap intervals over heads, and the figures that decide the claims of docs/results/surrogate-plan.md.
 
-An entry is the record of one model (`heads.measure_heads`). Samples are arrays (DRAWS,) of a figure on heads drawn
+An entry is the record of one model (`head_predictions.measure_heads`). Samples are arrays (DRAWS,) of a figure on heads drawn
 with replacement, always within a model.
 """
 

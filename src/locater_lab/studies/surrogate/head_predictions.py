@@ -18,7 +18,7 @@ from locater.observing.head_roles import circuit_scores
 from locater.observing.input_covariances import statistics_of_batches
 from locater.observing.observation import observe
 from locater.observing.run_model import IDS, run_model
-from locater.predict.prediction import on_tokens, predict
+from locater.predict.prediction_and_logit_bound import on_tokens, predict
 from locater.predict.statistics_file import Input, Statistics
 from locater_lab.engine.trained_models import layer_inputs
 

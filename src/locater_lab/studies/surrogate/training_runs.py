@@ -47,14 +47,6 @@ ARMS: dict[str, Plan] = {
     "causal 6x256, seed 1": replace(BASE, seed=1),
 }  # fmt: skip
 
-TINY: dict[str, Any] = dict(layers=2, width=32, heads=2, steps=10, compile=False)  # to try the command
-
-
-def shrink_plan(plan: Plan) -> Plan:
-    """The same in small, which trains in seconds on a CPU."""
-    sizes: dict[str, Any] = {"batch": 16} if plan.images else {"length": 64, "batch": 4, "vocabulary": 300}
-    return replace(plan, **TINY, **sizes)
-
 
 def train_all(
     out: Path,

@@ -1,5 +1,5 @@
 """Which tokens propagate their signal through a head: the propagation probability of Bao, Hataya and Karakida (2024),
-re-derived for tokens of unit size.
+re-derived for tokens of unit size; and the regimes of heads.
 
 Tokens x_1 ... x_T follow a Gaussian random walk with step covariance C/T, so the last one, the query, has covariance C.
 Its logit on token i is omega_i = s x_T^T W x_i, and token i propagates signal when softmax, replaced by its clipped
@@ -20,11 +20,12 @@ from functools import cache
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from locater.numerics import as_float64, spread_over_workers
 from locater.spectrum import Moments
+from locater.theory.entropy import variance_at
 from locater.theory.gaussian_surrogate import symmetric_root
 
 SKEW_LIMIT = 0.75  # |g1| above which the mixture is used: the closed form of a near-projector is off by 0.05 there
@@ -187,3 +188,38 @@ def _quadrature() -> tuple[Tensor, Tensor]:
     """Gauss-Legendre nodes and weights on [-1/2, 1/2]; symmetric, so flipping mirrors u."""
     x, w = np.polynomial.legendre.leggauss(NODES)
     return torch.from_numpy(x / 2), torch.from_numpy(w / 2)
+
+
+# ---- regimes of heads, and the phase diagram ----
+
+
+COLLAPSED = 0.1  # expected entropy over log T under which `regime` calls a head sharp
+LOCALIZED = 0.1  # |Lambda| from which `regime` calls a head localized
+REGIMES = ("uniform", "spread", "localized", "sharp")
+
+
+def regime(Lambda: Float[Tensor, "*n"], variance: Float[Tensor, "*n"], length: int) -> Int[Tensor, "*n"]:
+    """Index into `REGIMES`. Entropy collapse (sharp) takes precedence over localization, localization over uniformity.
+
+    >>> [REGIMES[k] for k in regime(torch.tensor([0.0, 0.5]), torch.tensor([1.0, 1.0]), 256).tolist()]
+    ['spread', 'localized']
+    """
+    out = torch.ones_like(Lambda, dtype=torch.long)
+    out[variance < 0.01] = 0
+    out[Lambda.abs() >= LOCALIZED] = 2
+    out[variance > variance_at(COLLAPSED, length)] = 3
+    return out
+
+
+def phase_diagram(means: Tensor, scales: Tensor, ratio: float = 1.0, length: int = 256) -> dict[str, Tensor]:
+    """Lambda and the regime over a grid: M along rows, sqrt F along columns, S = ratio * F (1: symmetric, -1:
+    antisymmetric).
+
+    >>> grid = phase_diagram(torch.tensor([0.0, 4.0]), torch.tensor([0.05, 0.5, 12.0]))
+    >>> [[REGIMES[k] for k in row] for row in grid["regime"].tolist()]
+    [['uniform', 'spread', 'sharp'], ['localized', 'localized', 'sharp']]
+    """
+    M = means.double()[:, None].expand(len(means), len(scales))
+    F = (scales.double() ** 2)[None, :].expand_as(M)
+    Lambda = localization(M, ratio * F, F)
+    return {"M": M, "F": F, "localization": Lambda, "regime": regime(Lambda, F, length)}

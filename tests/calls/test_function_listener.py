@@ -98,6 +98,12 @@ def by_module(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return joined(nn.Softmax(dim=-1)(split(q) @ split(k).mT) @ split(v))
 
 
+def by_axis(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With the name that numpy has for `dim`."""
+    logits = (split(q)[..., None, :] * split(k)[..., None, :, :]).sum(axis=-1)
+    return joined(torch.softmax(logits, axis=-1) @ split(v))
+
+
 def unpacked(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = torch.stack([q, k, v]).unflatten(-1, (HEADS, -1)).transpose(2, 3).flatten(1, 2)
     return joined(((q @ k.mT).softmax(-1) @ v).unflatten(0, (-1, HEADS)))
@@ -113,7 +119,7 @@ def complex_rotation(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 WAYS = [
-    by_bmm, heads_first, tokens_first, heads_after_tokens, einsum_in_place, by_keywords, by_module, unpacked, complex_rotation,
+    by_bmm, heads_first, tokens_first, heads_after_tokens, einsum_in_place, by_keywords, by_module, by_axis, unpacked, complex_rotation,
 ]  # fmt: skip
 
 

@@ -1,0 +1,284 @@
+"""What doctor takes from each tensor while it is read once, in blocks of rows: facts, and small sketches.
+
+A sketch is the product with fixed random vectors, the same for every tensor of that width: S = W R, with R (d, PROBES).
+Rows of two tensors that are equal, scaled or in another order show in their sketches, and so do copies of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from locater.sources.weights import ModuleWeights, Rows, Weights, take_rows
+
+PROBES = 8
+BLOCK = 2**22  # numbers that are looked at together
+SAMPLE = 65_536  # numbers from which the distribution is judged
+GROUP = 32  # numbers that share a scale in common formats of quantised weights
+KEPT = 65_536  # numbers of a vector that is kept as it is
+WILD = 1e4  # a number that no weight of a trained model comes near
+HOLD_AT_ONCE = 2**25  # numbers of a map that is kept until its layer is done
+HELD = 2**27  # bytes of maps that stay in memory until their layer is done
+
+
+@lru_cache(maxsize=32)
+def probes(width: int, count: int = PROBES) -> Tensor:
+    """Fixed random vectors of standard normal numbers, (width, count)."""
+    generator = torch.Generator().manual_seed(width * 1009 + count)
+    return torch.randn(width, count, generator=generator)
+
+
+class Place(NamedTuple):
+    """Where a tensor belongs: `model.layers.3.mlp.up_proj.weight` is (model.layers, 3, mlp.up_proj.weight)."""
+
+    stack: str
+    layer: int | None
+    kind: str
+
+
+NUMBER = re.compile(r"^(?P<stack>.*?)\.?(?:(?<=\.)|^)(?P<layer>\d{1,6})\.(?P<kind>.+)$")
+
+
+def place_of(name: str) -> Place:
+    """The stack, layer and kind of a tensor.
+
+    >>> place_of("model.layers.3.mlp.up_proj.weight")
+    Place(stack='model.layers', layer=3, kind='mlp.up_proj.weight')
+    >>> place_of("lm_head.weight").layer is None
+    True
+    """
+    match = NUMBER.match(name)
+    if match is None:
+        return Place("", None, name)
+    return Place(match["stack"], int(match["layer"]), match["kind"])
+
+
+@dataclass
+class Facts:
+    """One tensor. Norms are root mean squares; `signature` is R^T W R, (PROBES, PROBES), flattened."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    numbers: int = 0
+    bytes: int = 0
+    nan: int = 0
+    inf: int = 0
+    least: float = math.inf
+    most: float = -math.inf
+    mean: float = 0.0
+    rms: float = 0.0
+    spread: float = 0.0  # standard deviation of log2 |x|: 1.6 for normal numbers
+    wild: float = 0.0  # the same over rows with numbers that no weight comes near
+    levels: float = 0.0  # median number of distinct values in groups of 32
+    zero_rows: int = 0
+    longest_zeros: tuple[int, int] = (0, 0)  # the longest run of zero rows
+    row_ratio: float = 1.0  # largest root mean square of a row over the median
+    row_at: int = 0
+    signature: Tensor | None = field(default=None, repr=False)
+    values: Tensor | None = field(default=None, repr=False)  # of a vector
+    file: str = ""
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.name)
+
+    @property
+    def largest(self) -> float:
+        return max(abs(self.least), abs(self.most)) if self.numbers else 0.0
+
+    @property
+    def zero(self) -> bool:
+        return self.numbers > 0 and self.largest == 0 and not self.nan
+
+    @property
+    def constant(self) -> bool:
+        return self.numbers > 1 and self.least == self.most != 0 and not self.nan
+
+    @property
+    def is_map(self) -> bool:
+        """A matrix, and no vector in the shape of one."""
+        return len(self.shape) >= 2 and min(self.shape[0], self.numbers // max(self.shape[0], 1)) > 1
+
+    @property
+    def finite(self) -> bool:
+        return not (self.nan or self.inf)
+
+
+def blocks(weights: Weights, name: str) -> Iterator[tuple[int, int]]:
+    """Ranges of rows with at most BLOCK numbers each."""
+    shape = weights.shape(name)
+    rows = shape[0] if shape else 1
+    step = max(1, BLOCK // max(1, math.prod(shape[1:])))
+    yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """(rows, everything else), in float32 or float64."""
+    x = tensor.detach()
+    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(-1, 1) if x.ndim else x.reshape(1, 1)
+
+
+class Reader:
+    """Reads rows of one tensor, from memory where the whole of it is read at once."""
+
+    def __init__(self, weights: Weights, name: str, whole: bool = False) -> None:
+        self.weights, self.name = weights, name
+        shape = weights.shape(name)
+        most = HOLD_AT_ONCE if whole else BLOCK
+        one = math.prod(shape) <= most or isinstance(weights, ModuleWeights) or not shape
+        self.whole = weights.read(name).detach().cpu() if one else None
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        if self.whole is None:
+            return self.weights.read(self.name, [(start, stop)])
+        return self.whole[start:stop] if self.whole.ndim else self.whole
+
+
+class Collector:
+    """Facts and the row sketch of one tensor, block by block."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        shape = weights.shape(name)
+        self.rows = shape[0] if shape else 1
+        self.width = math.prod(shape[1:])
+        self.facts = Facts(name, shape, "", math.prod(shape), file=file_of(weights, name))
+        self.sketch = torch.zeros(self.rows, PROBES if self.width > 1 else 1)
+        self._squares, self._sum = 0.0, 0.0
+        self._row_squares: list[Tensor] = []
+        self._samples: list[Tensor] = []
+        self._wild: list[float] = []
+        self._levels: list[Tensor] = []
+
+    def add(self, start: int, stored: Tensor) -> Tensor:
+        """Look at the rows from `start` on; returns them as a float matrix, without what is not finite."""
+        facts, x = self.facts, as_matrix(stored)
+        facts.dtype = str(stored.dtype).removeprefix("torch.")
+        facts.bytes += stored.numel() * stored.element_size()
+        if not x.numel():
+            return x
+        low, high = (float(v) for v in torch.aminmax(x))
+        finite = math.isfinite(low) and math.isfinite(high)
+        if not finite or max(abs(low), abs(high)) > WILD:
+            self._look_at_wild_rows(x)
+        if not finite:
+            facts.nan += int(x.isnan().sum())
+            facts.inf += int(x.isinf().sum())
+            x = x.nan_to_num(0.0, 0.0, 0.0)
+            low, high = (float(v) for v in torch.aminmax(x))
+        facts.least, facts.most = min(facts.least, low), max(facts.most, high)
+        squares = torch.einsum("rd,rd->r", x, x)
+        self._row_squares.append(squares)
+        self._squares += float(squares.sum(dtype=torch.float64))
+        self._sum += float(x.sum(dtype=torch.float64))
+        self._sample(x)
+        stop = start + len(x)
+        self.sketch[start:stop] = x if self.width == 1 else x.float() @ probes(self.width)
+        return x
+
+    def _look_at_wild_rows(self, x: Tensor) -> None:
+        rows = ((~x.isfinite()) | (x.abs() > WILD)).any(1).nonzero().flatten()[:64]
+        for row in x[rows]:
+            values = row[row.isfinite() & (row != 0)]
+            if len(values) > 8:
+                self._wild.append(float(values.double().abs().log2().std()))
+
+    def _sample(self, x: Tensor) -> None:
+        flat = x.reshape(-1)
+        share = max(1, SAMPLE * len(flat) // max(self.facts.numbers, 1))
+        self._samples.append(flat[:: max(1, len(flat) // share)][:share])
+        if self.width >= GROUP:
+            groups = x[:: max(1, len(x) // 64), : self.width // GROUP * GROUP].reshape(-1, GROUP)[:512]
+            self._levels.append((groups.sort(-1).values.diff(dim=-1) != 0).sum(-1) + 1)
+
+    def done(self) -> tuple[Facts, Tensor]:
+        """The facts, and the sketch (rows, PROBES)."""
+        facts = self.facts
+        count = max(facts.numbers, 1)
+        facts.mean, facts.rms = self._sum / count, math.sqrt(self._squares / count)
+        if self._samples:
+            values = torch.cat(self._samples)
+            values = values[values != 0].double().abs().log2()
+            facts.spread = float(values.std()) if len(values) > 8 else 0.0
+        facts.wild = sorted(self._wild)[len(self._wild) // 2] if self._wild else 0.0
+        if self._levels:
+            facts.levels = float(torch.cat(self._levels).median())
+        if self._row_squares and self.width > 1:
+            self._of_rows(torch.cat(self._row_squares))
+        if self.width > 1:
+            facts.signature = (probes(self.rows).mT @ self.sketch).flatten()
+        elif self.rows <= KEPT:
+            facts.values = self.sketch.flatten().clone()
+        return facts, self.sketch
+
+    def _of_rows(self, squares: Tensor) -> None:
+        facts, norms = self.facts, squares.sqrt()
+        zeros = norms == 0
+        facts.zero_rows = int(zeros.sum())
+        facts.longest_zeros = _longest_run(zeros)
+        middle = float(norms[~zeros].median()) if not bool(zeros.all()) else 0.0
+        if middle:
+            facts.row_ratio, facts.row_at = float(norms.max()) / middle, int(norms.argmax())
+
+
+def _longest_run(marks: Tensor) -> tuple[int, int]:
+    """The longest run of True, as (start, stop).
+
+    >>> _longest_run(torch.tensor([True, False, True, True]))
+    (2, 4)
+    """
+    if not bool(marks.any()):
+        return (0, 0)
+    edges = torch.diff(torch.nn.functional.pad(marks.int(), (1, 1)))
+    starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+    best = int((stops - starts).argmax())
+    return int(starts[best]), int(stops[best])
+
+
+def file_of(weights: Weights, name: str) -> str:
+    """The file that holds a tensor, where the source has several."""
+    entries = getattr(weights, "_entries", None)
+    return "" if not entries or name not in entries else str(getattr(entries[name][0], "name", entries[name][0]))
+
+
+class HeldWeights:
+    """Weights whose maps of the current layer stay in memory: heads are looked at without reading them again."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.where = weights.where
+        self.weights = weights
+        self.held: dict[str, Tensor] = {}
+        self.room = HELD
+
+    def names(self) -> object:
+        return self.weights.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.weights.shape(name)
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor that was read as a whole, where there is room."""
+        size = tensor.numel() * tensor.element_size()
+        if size <= self.room:
+            self.held[name], self.room = tensor, self.room - size
+
+    def release(self) -> None:
+        self.held.clear()
+        self.room = HELD
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        tensor = self.held.get(name)
+        return self.weights.read(name, rows) if tensor is None else take_rows(tensor, rows)
+
+    def __getattr__(self, name: str) -> object:
+        if name == "weights":  # not yet there, while a copy is made
+            raise AttributeError(name)
+        return getattr(self.weights, name)

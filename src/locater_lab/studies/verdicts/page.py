@@ -1,0 +1,247 @@
+"""docs/verdicts.md, made from the lines of the bench alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from locater_lab.engine.pages import markdown_table
+from locater_lab.studies.verdicts import counting
+from locater_lab.studies.verdicts.adapters import LoraAdapter
+from locater_lab.studies.verdicts.bench import CALLS
+from locater_lab.studies.verdicts.commands import COMPARE_ON, PROBE_ON, PROBED, SCAN_ON
+from locater_lab.studies.verdicts.counting import Line, alarms, best_call, change, count, does_harm, is_fault
+from locater_lab.studies.verdicts.faults import GROUPS, faults
+from locater_lab.studies.verdicts.models import SMALLEST
+
+ROLES = {"chosen on": "thresholds chosen on", "judged": "judged", "tiny": "tiny models"}
+ASKED = {
+    "scan": f"`scan --fail-on {SCAN_ON}`",
+    "compare": f"`compare BASE MODEL --fail-on {COMPARE_ON}`",
+    "doctor": "`doctor MODEL`",
+    "doctor --base": "`doctor MODEL --base BASE`",
+    "doctor --adapter": "`doctor MODEL --base BASE --adapter ADAPTER`",
+    "probe": f"`probe --fail-on {PROBE_ON}`",
+}
+SIGNS = {(False, False): "-", (True, False): "found", (True, True): "named"}
+
+
+def page(lines: Sequence[Line], why: dict[str, str]) -> str:
+    """The whole page. `why` says of a fault why it is missed, where that is known."""
+    parts = [
+        _head(lines),
+        _models(lines),
+        _commands(lines),
+        _groups(lines),
+        _missed(lines, why),
+        _alarms(lines),
+        _faults(lines),
+    ]
+    return "\n".join(part.strip("\n") + "\n" for part in parts if part)
+
+
+def _head(lines: Sequence[Line]) -> str:
+    planted, harmless = [x for x in lines if is_fault(x)], [x for x in lines if not is_fault(x)]
+    goal = counting.goal(lines)
+    harmful, alarm = goal["harmful"], goal["alarms"]
+    kinds = len({x["fault"] for x in planted}), len({x["fault"] for x in harmless})
+    if harmful.of:
+        verdict = (
+            f"On models that no threshold was chosen on, `locater doctor` finds {harmful.found_text()} of the faults that do "
+            f"harm, and names the right cause of {harmful.right_text()}; false alarms: {alarm.found} of {alarm.of}. "
+            f"Aims are {counting.FOUND:.0%}, {counting.NAMED:.0%} and none: {'reached' if goal['reached'] else 'not reached'}."
+        )
+    else:
+        verdict = "No model that judges was measured."
+    return f"""
+# The bench of faults: how far verdicts can be trusted
+
+{verdict}
+
+{kinds[0]} faults in {len(GROUPS)} groups and {kinds[1]} harmless changes, planted {len(planted):,} and {len(harmless):,} times in {len({x["model"] for x in lines})} models
+(`src/locater_lab/studies/verdicts/faults.py`), and each command asked about each of them. A fault does harm where it moves the
+loss on a few hundred tokens of what the model was made for by {SMALLEST} nats or more, gives NaN, or leaves a file that cannot be
+run; merging is held against the adapter merged well. A fault is found where the exit status is not 0, and named where the cause
+that was planted is among those that the command gives (flags and errors count, where a command gives none). Shares have 95 %
+intervals (Wilson).
+
+    make verdicts                      # the demo alone, two minutes
+    make verdicts MODELS=folder        # and the models of that folder, and tiny ones; lines of this code are kept
+
+Figures: `docs/results/verdicts.jsonl`, a line for each model, fault and place; each has the commit that made it.
+"""
+
+
+def _models(lines: Sequence[Line]) -> str:
+    rows = []
+    for name in counting.models_of(lines):
+        own = [x for x in lines if x["model"] == name]
+        if own[0]["role"] == "tiny":
+            continue
+        rows.append(
+            {
+                "model": name,
+                "role": ROLES[own[0]["role"]],
+                "loss": next((x["reference"] for x in own if x["group"] not in ("merging",)), None),
+                "faults": sum(map(is_fault, own)),
+                "harmful": sum(map(does_harm, own)),
+                "harmless": sum(not is_fault(x) for x in own),
+            }
+        )
+    tiny = {x["model"] for x in lines if x["role"] == "tiny"}
+    rest = f"\nAnd {len(tiny)} tiny models with drawn numbers, one of each family ({', '.join(sorted(x.removeprefix('tiny ') for x in tiny))}): their loss says nothing.\n" if tiny else ""  # fmt: skip
+    columns = {"model": "model", "role": "role", "loss": ("loss", ".3f"), "faults": "planted", "harmful": "do harm",
+               "harmless": "harmless"}  # fmt: skip
+    return f"## Models\n\n{markdown_table(_text(rows), columns)}\n{rest}"
+
+
+def _text(rows: Iterable[dict[str, object]]) -> list[dict[str, object]]:
+    """Whole numbers as text: a table formats the others."""
+    return [{key: str(x) if isinstance(x, int) else x for key, x in row.items()} for row in rows]
+
+
+def _commands(lines: Sequence[Line]) -> str:
+    rows = []
+    for role, title in ROLES.items():
+        own = counting.of_role(lines, role)
+        for call in CALLS:
+            merging = [x for x in own if (x["group"] == "merging") == (call == "doctor --adapter")]
+            faults = [x for x in merging if is_fault(x)]
+            harmful = count([x for x in faults if does_harm(x)], call)
+            every, false = count(faults, call), alarms(own, call)
+            if every.of:
+                rows.append(
+                    {
+                        "models": title,
+                        "command": ASKED[call],
+                        "found": harmful.found_text() if harmful.of else None,
+                        "named": harmful.right_text() if harmful.of else None,
+                        "all": f"{every.found} and {every.right} of {every.of}",
+                        "false": f"{false.found} of {false.of}",
+                    }
+                )
+    columns = {"models": "models", "command": "command", "found": "found, of those that do harm", "named": "named rightly",
+               "all": "found and named, of all", "false": "false alarms"}  # fmt: skip
+    return f"""
+## By command
+
+Faults of merging are asked of `doctor --adapter` alone, which has what it takes to know them. `probe` runs the model, on those of at
+most {PROBED} heads.
+
+{markdown_table(rows, columns)}
+"""
+
+
+def _groups(lines: Sequence[Line]) -> str:
+    names = [x for x in counting.models_of(lines) if not x.startswith("tiny ")]
+    rows = []
+    for group in GROUPS:
+        own = [x for x in lines if x["group"] == group]
+        row: dict[str, object] = {"group": group}
+        for name in names:
+            harmful = count([x for x in own if x["model"] == name and does_harm(x)], best_call)
+            row[name] = f"{harmful.found} / {harmful.right} / {harmful.of}" if harmful.of else None
+        tiny = count([x for x in own if x["role"] == "tiny"], best_call)
+        row["tiny"] = f"{tiny.found} / {tiny.right} / {tiny.of}" if tiny.of else None
+        rows.append(row)
+    if not any(row.get(name) for row in rows for name in (*names, "tiny")):
+        return ""
+    columns = {"group": "group", **{name: name for name in names}, "tiny": "tiny models (all faults)"}
+    return f"""
+## By group and model
+
+`locater doctor` with the base, or with the adapter for merging: found / named rightly / planted, of the faults that do harm.
+
+{markdown_table(rows, columns)}
+"""
+
+
+def _missed(lines: Sequence[Line], why: dict[str, str]) -> str:
+    """Faults that do harm and are not found, or not named, by model; with what is said in place of it."""
+    rows = []
+    for line in lines:
+        said = line["said"].get(best_call(line))
+        if said is None or not does_harm(line) or (said["status"] and said["right"]):
+            continue
+        told = ", ".join(dict.fromkeys(cause for _, cause in said.get("causes", ()))) or said["says"][:80]
+        rows.append(
+            {
+                "fault": f"{line['fault']} ({line['at']})",
+                "model": line["model"],
+                "loss": _loss(line),
+                "verdict": "not found" if not said["status"] else "another cause",
+                "said": told,
+                "why": why.get(line["fault"], ""),
+            }
+        )
+    if not any(best_call(line) in line["said"] for line in lines):
+        return ""
+    if not rows:
+        return "## What is missed\n\nNo fault that does harm is missed.\n"
+    columns = {
+        "fault": "fault",
+        "model": "model",
+        "loss": "loss",
+        "verdict": "verdict",
+        "said": "what is said",
+        "why": "why",
+    }
+    return f"## What is missed, and why\n\n{markdown_table(rows, columns)}\n"
+
+
+def _alarms(lines: Sequence[Line]) -> str:
+    rows = []
+    for line in lines:
+        for call, said in line["said"].items():
+            if not is_fault(line) and said["status"]:
+                told = ", ".join(cause for _, cause in said.get("causes", ())) or said["says"][:100]
+                rows.append(
+                    {
+                        "change": f"{line['fault']} ({line['at']})",
+                        "model": line["model"],
+                        "command": ASKED[call],
+                        "said": told,
+                    }
+                )
+    columns = {"change": "change", "model": "model", "command": "command", "said": "what is said"}
+    table = markdown_table(rows, columns) if rows else "None."
+    return f"## False alarms\n\n{table}\n"
+
+
+def _loss(line: Line) -> str | None:
+    moved = change(line)
+    if line["reference"] is None:
+        return None
+    return f"{moved:+.3f}" if moved is not None else "NaN" if line["loss"] == "nan" else "cannot be run"
+
+
+def _faults(lines: Sequence[Line]) -> str:
+    """Each fault: what it is, and for each model the change of the loss and what doctor makes of it."""
+    names = [x for x in counting.models_of(lines) if not x.startswith("tiny ")]
+    known = {x.name: x for x in faults(LoraAdapter({}, False))}  # for their words alone
+    parts = []
+    for group in (*GROUPS, "harmless"):
+        rows = []
+        own = [x for x in lines if x["group"] == group and x["role"] != "tiny"]
+        for fault, at in dict.fromkeys((x["fault"], x["at"]) for x in own):
+            row: dict[str, object] = {"fault": f"`{fault}`, {at}", "causes": ""}
+            for line in own:
+                if (line["fault"], line["at"]) == (fault, at):
+                    row["causes"] = " or ".join(line["causes"])
+                    said = line["said"].get(best_call(line))
+                    sign = (
+                        ""
+                        if said is None
+                        else f" {SIGNS[bool(said['status']), bool(said['right'] and said['status'])]}"
+                    )
+                    row[line["model"]] = f"{_loss(line) or ''}{sign if is_fault(line) else ''}".strip() or None
+            rows.append(row)
+        if rows:
+            columns = {"fault": "fault, place", "causes": "cause", **{name: name for name in names}}
+            told = [
+                f"- `{name}`: {known[name].says}" for name in dict.fromkeys(x["fault"] for x in own) if name in known
+            ]
+            parts.append(f"### {group.capitalize()}\n\n" + "\n".join(told) + f"\n\n{markdown_table(rows, columns)}\n")
+    return (
+        "## Every fault\n\nChange of the loss, and what `doctor` makes of it (with the base, or the adapter).\n\n"
+        + "\n".join(parts)
+    )
