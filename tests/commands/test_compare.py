@@ -270,6 +270,8 @@ def test_the_verdict_says_what_was_done(change: Callable[[Tensors], object], tmp
         (with_layer_zeroed, "silent", 1),
         (with_layer_zeroed, "fault", 1),
         (times_fifty, "fault", 1),
+        (with_heads_in_another_order, "difference>0.01, difference_ov>0.01, fault", 0),
+        (with_scales_moved, "difference>0.01, fault", 0),
         (in_another_dtype, "difference>0.5, fault, identical", 0),
     ],
 )

@@ -39,6 +39,9 @@ def test_the_rank_of_a_merged_change(dtype: torch.dtype, rank: int, size: float)
 def test_a_change_of_full_rank_has_none(dtype: torch.dtype) -> None:
     weights = drawn(384, 200).to(dtype)
     assert difference("w", weights, (weights + 0.05 * drawn(384, 200, seed=3)).to(dtype)).rank is None
+    for by in (0.002, 0.005, 0.01, 0.02, 0.04):
+        tuned = (weights.float() + by * drawn(384, 200, seed=3)).to(dtype)
+        assert difference("w", weights, tuned).rank in (None, 0), "0 where rounding hides it"
     rows = weights.clone()
     rows[7:57] *= 3
     assert difference("w", weights, rows).rank == 50, "as many as rows that changed"

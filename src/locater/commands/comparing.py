@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -237,17 +236,26 @@ def _with_differences(series: ComparisonSeries, sources: Sequence[Source | Scan]
     """A series with the differences of heads between neighbours, and from the first; of sources on this machine."""
     if not all(_is_local(source) for source in sources):
         return series
-    layers = [
+    steps: list[list[dict[str, float | None]] | None] = []
+    from_first: list[list[dict[str, float | None]] | None] = []
+    layers = (
         _layers(open_source(source), scanned)  # type: ignore[arg-type]
         for source, scanned in zip(sources, series.scans, strict=True)
-    ]
+    )
+    first = before = next(layers)
+    for now in layers:  # three are open at a time
+        steps.append(_difference_rows(before, now, series.ends, raw))
+        from_first.append(steps[0] if before is first else _difference_rows(first, now, series.ends, raw))
+        before = now
+    return series.with_heads(steps, from_first)
 
-    def of(one: dict[int, AttentionLayer], two: dict[int, AttentionLayer]) -> list[dict[str, float | None]] | None:
-        table = _differences(one, two, raw)
-        return None if table is None else [table[row.layer, row.head]._asdict() for row in series.ends.rows]
 
-    steps = [of(one, two) for one, two in pairwise(layers)]
-    return series.with_heads(steps, [steps[0], *(of(layers[0], two) for two in layers[2:])])
+def _difference_rows(
+    base: dict[int, AttentionLayer], other: dict[int, AttentionLayer], result: Comparison, raw: bool
+) -> list[dict[str, float | None]] | None:
+    """Differences in the order of the rows of `result`."""
+    table = _differences(base, other, raw)
+    return None if table is None else [table[row.layer, row.head]._asdict() for row in result.rows]
 
 
 def _loaded(source: Source | Scan) -> Source | Scan:

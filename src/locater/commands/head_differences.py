@@ -62,7 +62,7 @@ def head_differences(base: AttentionLayer, other: AttentionLayer, raw: bool = Fa
 
     >>> from locater.layers import Projection
     >>> def layer(factor):
-    ...     maps = (Projection(lambda: x, (4, 4)) for x in (factor * torch.eye(4), torch.eye(4)))
+    ...     maps = (Projection(lambda x=x: x, (4, 4)) for x in (factor * torch.eye(4), torch.eye(4)))
     ...     return AttentionLayer("attention", 0, 1, 1, 4, *maps, scale=0.5)
     >>> head_differences(layer(1), layer(3))
     [HeadDifference(qk=2.0, qk_rotated=None, ov=None)]

@@ -19,6 +19,7 @@ COPIES = 4  # rows of the sketch that a row is added to, so that no two rows of 
 AT_ONCE = 2**22  # numbers of a tensor that are in memory as floats at a time
 # singular values of rounding noise lie below this many times what noise of the same size and no structure has
 ABOVE_NOISE = 2.0
+NOISE_LEFT = 1.5  # times the squared norm of all rounding, at most, is what small singular values may hold
 
 
 class TensorDifference(NamedTuple):
@@ -136,10 +137,12 @@ def _folded(matrix: Tensor, draw: torch.Generator) -> Tensor:
 
 def _rank(sketch: Tensor, rounding: float, shape: tuple[int, int]) -> int | None:
     """How many singular values stand out of noise, `rounding` in norm; None where these are all of them, or too many
-    to be counted in a sketch.
+    to be counted in a sketch, or where what is left is more than noise.
     """
     values = torch.linalg.svdvals(sketch.double())
     noise = 2 * rounding / SKETCH**0.5  # largest singular value of a sketch of noise without structure
-    floor = max(ABOVE_NOISE * noise, float(values[0]) * max(shape) * torch.finfo(torch.float32).eps)
-    rank = int((values > floor).sum())
-    return rank if rank <= HIGHEST and rank < min(shape) else None
+    exact = float(values[0]) * max(shape) * torch.finfo(torch.float32).eps
+    above = values > max(ABOVE_NOISE * noise, exact)
+    rank, left = int(above.sum()), float(values[~above].square().sum())
+    explained = left <= NOISE_LEFT * rounding**2 + SKETCH * exact**2
+    return rank if explained and rank <= HIGHEST and rank < min(shape) else None

@@ -11,11 +11,16 @@ from locater.report.verdict_sentences import amount
 
 Document = Mapping[str, Any]
 Place = tuple[int, int]
-NAMED = 3  # tensors, modules or moved heads that a sentence names
+NAMED = 3  # tensors, groups of modules or moved heads that a sentence names
+KINDS = 4  # modules of a group
 SAME = 1e-3  # relative difference of a head under which it is the same in all but rounding
 NOTABLE = 0.01  # above which it changed
+CANCELLED = 10.0  # times the difference of heads is that of tensors which cancel each other
 ELSEWHERE = 0.7  # median difference of heads and tensors from which two models have nothing in common
 READ = "queries, keys and norms were read, and nothing is known of the rest"
+
+
+PERMUTED = "permuted-heads"  # within layers and with their outputs, so that nothing else changed
 
 
 class ChangeVerdict(NamedTuple):
@@ -119,8 +124,8 @@ def _modules_words(modules: Sequence[Document]) -> str:
 def _kinds_words(count: int, rank: int | None, some: Sequence[Document]) -> str:
     """`q_proj and v_proj (30 each, rank 8, by 5 % of their norm)`."""
     names = [_short(x["module"]) for x in some]
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    listed = ", ".join(names[:NAMED]) if more or len(names) < 2 else f"{', '.join(names[:-1])} and {names[-1]}"
+    more = f" and {len(names) - KINDS} more" if len(names) > KINDS else ""
+    listed = ", ".join(names[:KINDS]) if more or len(names) < 2 else f"{', '.join(names[:-1])} and {names[-1]}"
     words = [f"{count:,}" + " each" * (len(some) > 1)] * (count > 1)
     words += [f"rank {rank}"] * (rank is not None)
     known = [x["relative"] for x in some if x["relative"] is not None]
@@ -194,8 +199,11 @@ def _unchanged(weights: Document, numbers: Mapping[Place, float]) -> tuple[str, 
     """Tensors changed, and no head did."""
     most = max(numbers.values())
     words = "No head changed" + (f": at most by {_percent(most)}" if most else "")
-    inside = weights["modules"] and all(module["attention"] for module in weights["modules"])
-    if inside and most <= SAME and not (weights["only_a"] or weights["only_b"]):
+    modules = weights["modules"]
+    inside = modules and all(module["attention"] for module in modules)
+    # of tensors in 16 bits rounding is left, far below what changed
+    far = all(most * CANCELLED <= (module["relative"] or 0) for module in modules)
+    if inside and (most <= SAME or far) and not (weights["only_a"] or weights["only_b"]):
         return "equivalent", f"{words}, so what changed cancels: these weights do the same."
     return "changed", f"{words}."
 
@@ -210,7 +218,7 @@ def _moved(moved: Mapping[Place, Document], changed: int, of: str) -> tuple[str,
     within = all(x["layer"] == layer for (layer, _), x in moved.items())
     origins = Counter((x["layer"], x["head"]) for x in moved.values())
     permuted = whole and within and set(origins) == set(moved) and len(moved) == changed
-    name = "permuted-heads" if permuted else "moved-heads"
+    name = PERMUTED if permuted else "moved-heads"
     harmless = ", which changes nothing that the layer does" if permuted else ""
     return name, f"{len(moved):,} of {of} {what}{harmless}: {named}{more}."
 

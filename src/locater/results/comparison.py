@@ -256,20 +256,25 @@ class Comparison(Document):
     def condition_rows(self) -> list[dict[str, Any]]:
         """What conditions of --fail-on are tested on: for each head `change_COLUMN`, B minus A, and as `flags` those
         that B raises and A does not, with "fault" among them where one is a fault in B and was none in A, or
-        was one a tenth as bad; `difference` and its parts; and the columns of B.
+        was one a tenth as bad; `difference` and its parts, unless heads only changed places in their layers; and the
+        columns of B.
         """
         if not self.aligned:
             raise LocaterError(
                 "--fail-on compares head by head, and these two have different heads: "
                 "give two models of one shape, or use locater scan B --fail-on"
             )
+        from locater.report.change_verdict import PERMUTED, change_verdict
+
         rows = []
+        permuted = change_verdict(self._numbers()).name == PERMUTED
         pairs = zip(self.rows, self.a.rows, self.b.rows, self.a.verdicts, self.b.verdicts, strict=True)
         for change, was, row, before, after in pairs:
             new_fault = bool({*after.faults} - {*before.faults}) or fault_grew(was, row, before, after)
             differences = {f"change_{name}": x for name, x in change.difference.items()}
-            differences |= {"difference": change.largest}
-            differences |= {f"difference_{name}": x for name, x in (change.weights or {}).items()}
+            if change.weights is not None and not permuted:
+                differences |= {"difference": change.largest}
+                differences |= {f"difference_{name}": x for name, x in change.weights.items()}
             flags = (*change.gained, *((FAULT,) if new_fault else ()))
             rows.append({**vars(row), "flags": flags, "new": True, **differences})
         return rows

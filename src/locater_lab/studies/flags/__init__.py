@@ -22,6 +22,7 @@ from torch import nn
 import locater
 from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
+from locater.findings.flags import SILENT
 from locater.inputs.text import read_text
 from locater_lab.engine.claims import Claim, Measurement
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
@@ -39,6 +40,10 @@ FOLDERS = {
 PLANTED_HEADS = 4  # of each fault and model, in layers apart
 SHARP = 0.15  # measured entropy ratio under which a head is called sharp rightly
 LEVEL = 0.95  # and uniform, above which
+CHOSEN_ON = (
+    "stories260K",
+    "all-MiniLM-L6-v2",
+)  # models, beside the demo, whose shares the threshold of silent is below
 Head = Mapping[str, Any]
 
 # flag: what a scan says, what the probe measures, and both in words. The last two were flags until version 0.2.
@@ -126,6 +131,7 @@ def results_of(lines: Sequence[Mapping[str, Any]]) -> Results:
         line["model"]: {
             "heads": len(line["heads"]),
             "sound": {flag: count_flagged(line["heads"], flag) for flag in FLAGS},
+            "writes": least_written(line),
             "planted": {
                 flag: [*count_flagged(line["planted"][flag], flag), len(line["planted"][flag])] for flag in PLANTED
             },
@@ -140,6 +146,19 @@ def results_of(lines: Sequence[Mapping[str, Any]]) -> Results:
         raised, right, _ = totals(models, "sound", flag)
         measured[f"c{n}"] = _share_measurement(right, raised)
     return Results(measured, {"models": models, "tokens": lines[0]["tokens"]})
+
+
+def least_written(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The head of a model that writes least, and how many are silent."""
+    shares = line["written_share"]
+    least = min(range(len(shares)), key=shares.__getitem__)
+    head = line["heads"][least]
+    return {
+        "share": round(shares[least], 4),
+        "layer": head["layer"],
+        "head": head["head"],
+        "silent": sum(x < SILENT for x in shares),
+    }
 
 
 def _share_measurement(hits: int, of: int) -> Measurement | None:
@@ -243,7 +262,8 @@ def measure_model(name: str, folder: Path, prose: Path | None, log: Callable[[st
         planted[fault] = rows
         log(f"{name}, {fault}: {sum(map(FLAGS[fault][0], rows))} of {len(rows)} flagged")
     heads = heads_of(load_model(str(folder)), data, TOKENS)
-    return {"model": name, "tokens": TOKENS, "heads": heads, "planted": planted}
+    shares = [row.written_share for row in locater.scan(folder, values=True).rows]
+    return {"model": name, "tokens": TOKENS, "heads": heads, "planted": planted, "written_share": shares}
 
 
 # ---- counts and shares ----
@@ -357,7 +377,8 @@ PAPER = Paper(
     (STUDY,),
     Path(__file__).parent,
     {
-        "FLAGS": FLAGS, "COLUMNS": COLUMNS, "PLANTED": PLANTED, "PLANTED_HEADS": PLANTED_HEADS, "RIGHT": RIGHT,
+        "FLAGS": FLAGS, "COLUMNS": COLUMNS, "PLANTED": PLANTED, "PLANTED_HEADS": PLANTED_HEADS, "RIGHT": RIGHT, "SILENT": SILENT,
+        "CHOSEN_ON": CHOSEN_ON,
         "shown": share_text, "totals": totals,
     },
     page="flags",
