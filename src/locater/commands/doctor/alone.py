@@ -18,6 +18,7 @@ from locater.commands.doctor.heads import LayerHeads
 from locater.commands.doctor.places import heads_words, layers_words, tensors_words
 from locater.commands.doctor.reading import Examined
 from locater.commands.doctor.tensors import Facts
+from locater.families.registry import BUILT_IN
 from locater.findings.causes import Finding, finding
 
 RANDOM_SPREAD = 5.0  # of log2 |x|; weights have 1.6 to 1.9, random bits 9 (float16) to 74
@@ -121,9 +122,8 @@ def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str], by_head: bool
         same = kinds.get((fact.place.stack, fact.place.kind), {}).values()
         alone = all(other.zero_rows == 0 for other in same if other is not fact)
         if not fact.zero and fact.is_map and stop - start >= max(8, fact.shape[0] // 8) and alone and len(same) > 1:
-            yield finding(
-                "zero", fact.name, f"has zeros in rows {start} to {stop - 1} of {fact.shape[0]}", rows=[start, stop]
-            )
+            words = f"has zeros in rows {start} to {stop - 1} of {fact.shape[0]}"
+            yield finding("zero", fact.name, words, rows=[start, stop], tensors=[fact.name])
 
 
 def _zero_everywhere(name: str, zero: Sequence[Facts], kinds: Kinds) -> bool:
@@ -146,7 +146,8 @@ def _constants(facts: Sequence[Facts], kinds: Kinds, broken: set[str]) -> Iterat
         apart = len(others) >= 2 and not any(other.constant for other in others)
         if fact.is_map or (apart and len(fact.shape) == 1 and fact.shape[0] > 1):
             broken.add(fact.name)
-            yield finding("constant", fact.name, f"holds {fact.least:.4g} everywhere", value=fact.least)
+            words = f"holds {fact.least:.4g} everywhere"
+            yield finding("constant", fact.name, words, value=fact.least, tensors=[fact.name])
 
 
 def _levels(kinds: Kinds, broken: set[str]) -> Iterator[Finding]:
@@ -256,6 +257,13 @@ def _copies(kinds: Kinds, broken: set[str]) -> Iterator[Finding]:
                     same.setdefault((stack, other, at), []).append(fact.name)
                     break
             by_size.setdefault(key, []).append(at)
+    for stack in {stack for stack, _, _ in same}:
+        every = {at for (other, _), x in kinds.items() if other == stack for at in x}
+        copies = {second for (other, _, second) in same if other == stack}
+        if len(copies) == len(every) - 1:
+            words = f"are all alike: {len(every)} layers with equal maps, as before training or with shared weights"
+            yield finding("duplicated-layer", layers_words(stack, sorted(every)), words, severity="note")
+            same = {key: names for key, names in same.items() if key[0] != stack}
     for (stack, first, second), names in same.items():
         words = f"is a copy of layer {first}: {len(names)} of {len(maps[stack])} maps are equal"
         evidence: dict[str, Any] = {"layers": [second], "source": first, "tensors": names}
@@ -285,6 +293,8 @@ def _config(seen: Examined) -> Iterator[Finding]:
     ):
         said = settings.get(key)
         for name, fact in seen.facts.items():
+            if config.get("model_type") not in BUILT_IN:
+                continue  # another package's settings may mean something else
             if isinstance(said, int) and name.endswith(ends) and "vision" not in name and fact.shape[0] != said:
                 words = f"says {key} {said:,}, and {name} has {fact.shape[0]:,} rows"
                 yield finding("config", "config.json", words, setting=key, said=said, stored=fact.shape[0])
@@ -308,10 +318,10 @@ def _tied(seen: Examined) -> Iterator[Finding]:
     if len(inputs) != 1 or seen.model.live:
         return
     (embedding,) = inputs
-    if tied is True and heads and heads[0].finite and embedding.finite:
-        a, b = heads[0].signature, embedding.signature
-        if a is not None and b is not None and a.shape == b.shape and not _equal(a, b, 0.01):
-            yield finding("untied", heads[0].name, difference=round(float((a - b).norm() / b.norm()), 4))
+    for head in heads if tied is True and embedding.finite else ():
+        a, b = head.signature, embedding.signature
+        if a is not None and b is not None and head.finite and head.shape == embedding.shape and not _equal(a, b, 0.01):
+            yield finding("untied", head.name, difference=round(float((a - b).norm() / b.norm()), 4))
     kinds = config.get("architectures") or []
     if (
         tied is False
@@ -325,7 +335,7 @@ def _tied(seen: Examined) -> Iterator[Finding]:
         )
 
 
-BIASED = ("bert", "roberta", "xlm-roberta", "electra", "camembert", "gpt2", "qwen2", "opt", "distilbert", "vit")
+BIASED = ("bert", "roberta", "xlm-roberta", "electra", "camembert", "gpt2", "qwen2")  # in queries, whatever is set
 
 
 def _biases(seen: Examined, kinds: Kinds) -> Iterator[Finding]:
