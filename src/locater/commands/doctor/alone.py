@@ -165,7 +165,7 @@ def _levels(kinds: Kinds, broken: set[str]) -> Iterator[Finding]:
         yield finding("low-bits", tensors_words(few), words, tensors=[x.name for x in few], levels=most)
     if coarse:
         levels = median(x.levels for x in coarse)
-        words = f"was quantised: {levels:.0f} distinct values among 32 neighbours"
+        words = f"quantised: {levels:.0f} distinct values among 32 neighbours"
         yield finding("quantised", tensors_words(coarse), words, severity="note", levels=levels)
 
 
@@ -390,7 +390,7 @@ def _heads(seen: Examined) -> Iterator[Finding]:
                 for number in _query_heads(heads, part, head):
                     if size <= DEAD * usual:
                         dead.append((heads.number, number, part))
-                    elif len(norms) > 1 or len(near) > 2:
+                    elif part not in heads.normed and (len(norms) > 1 or len(near) > 2):
                         ratio = min(
                             (size / usual, size / (own or usual)), key=lambda x: abs(math.log(x)) if x > 0 else math.inf
                         )
@@ -421,13 +421,11 @@ def _heads(seen: Examined) -> Iterator[Finding]:
 
 def _logits(seen: Examined) -> Iterator[Finding]:
     """Logits of all heads that are too large by a common factor."""
-    spreads = [float(x) for heads in seen.heads for x in heads.spread]
-    known = [x for x in spreads if math.isfinite(x)]
+    known = [x for heads in seen.heads for x in heads.spread.tolist() if math.isfinite(x)]
     if len(known) >= 8 and median(known) > LOGITS_OFF:
-        words = (
-            f"has logits with a spread of {median(known):.3g} (median of all heads), where trained models have 0.5 to 2"
-        )
-        yield finding("scaled-queries", "every layer", words, spread=round(median(known), 3))
+        words = f"has logits with a spread of {median(known):.3g} (median of heads; trained models have 0.5 to 2): "
+        words += "the scale of queries was lost, or gains are off"
+        yield finding("unknown", "every layer", words, severity="fault", spread=round(median(known), 3))
 
 
 def _query_heads(heads: LayerHeads, part: str, head: int) -> range:
@@ -503,7 +501,9 @@ def _gains(seen: Examined) -> Iterator[Finding]:
 
 
 def _order(seen: Examined) -> Iterator[Finding]:
-    """Rows of queries and keys whose sizes follow the frequencies of the other rotary order."""
+    """Rows of queries and keys whose sizes follow the frequencies of the other rotary order, or of larger heads: their
+    sizes do not tell these two apart.
+    """
     for part in ("query", "key"):
         profiles = [x for heads in seen.heads if (x := _profile(heads, part)) is not None]
         if len({len(x) for x in profiles}) != 1 or len(profiles) < 2:
@@ -512,10 +512,9 @@ def _order(seen: Examined) -> Iterator[Finding]:
         halves, neighbours = _order_fits(mean)
         if neighbours > ORDER_FITS or neighbours * ORDER_BETTER > halves:
             return
-    words = "has rows of queries and keys in the interleaved rotary order, and its architecture reads halves"
-    yield finding(
-        "rotary-order", "every layer", words, unexplained_as_halves=round(halves, 3), as_neighbours=round(neighbours, 3)
-    )
+    words = "has rows of queries and keys as in the interleaved rotary order, or half as many heads as config.json says"
+    evidence: dict[str, Any] = {"unexplained_as_halves": round(halves, 3), "as_neighbours": round(neighbours, 3)}
+    yield finding("unknown", "every layer", words, severity="fault", **evidence)
 
 
 def _profile(heads: LayerHeads, part: str) -> Tensor | None:

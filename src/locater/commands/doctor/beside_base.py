@@ -689,7 +689,7 @@ def _leftovers(beside: Beside) -> None:
         and (everywhere or difference < 0.01)
         and max(x.difference for x in maps) < 30 * difference
     ):
-        words = f"was trained further: {len(maps)} of {len(all_maps)} maps differ by {difference:.2g} of their norm, "
+        words = f"trained further: {len(maps)} of {len(all_maps)} maps differ by {difference:.2g} of their norm, "
         words += "of full rank"
         beside.found.append(finding("fine-tune", _some(left, beside), words, **evidence))
         return
@@ -726,7 +726,7 @@ def _quantised(beside: Beside, coarse: list[Pair], all_maps: list[Pair]) -> None
     if fine:
         levels = median(pair.facts.levels for pair in fine if pair.facts is not None)
         apart = median(pair.difference for pair in fine)
-        words = f"was quantised: {len(fine)} of {len(all_maps)} maps differ by {apart:.2g} of their norm"
+        words = f"quantised: {len(fine)} of {len(all_maps)} maps differ by {apart:.2g} of their norm"
         beside.found.append(
             finding(
                 "quantised", _some(fine, beside), words, difference=round(usual, 5), levels=levels, tensors=len(fine)
