@@ -30,6 +30,7 @@ BETTER_BESIDE = (
 NO_RELATION = 0.3  # cosine below which two maps have none
 TRAINED = 0.9  # cosine above which one was trained from the other
 MOST = 0.5  # share of maps
+FEW_NAMES = 0.3  # share of names that both have, below which the architecture is another
 MADE_BY = 0.8  # share of the squares of a difference that makes a cause of it
 STEPS = (1.6, 2.45)  # kurtosis of errors of rounding to steps (1.8 if exact); normal numbers have 2.8 in groups of 32
 
@@ -40,7 +41,7 @@ class Beside:
 
     paired: Paired
     found: list[Finding] = field(default_factory=list)
-    stacks: Mapping[str, int] = field(default_factory=dict)
+    renamed: bool = False  # tensors have other names than in the base
 
     @property
     def pairs(self) -> Mapping[str, Pair]:
@@ -68,6 +69,7 @@ def findings_beside(paired: Paired, with_adapter: bool = False) -> list[Finding]
         beside.found += findings_of_merge(paired, beside.explain)
     _settings(beside)
     _missing(beside)
+    _untied(beside)
     _shapes(beside)
     if not _another_model(beside):
         _moved_layers(beside)
@@ -151,6 +153,11 @@ def _missing(beside: Beside) -> None:
     missing = [name for name in paired.missing if not _tied_head(name, paired)]
     if paired.base.model.live or paired.own.model.live or _quantised_sources(paired):
         missing = [name for name in missing if not name.endswith(("lm_head.weight", "decoder.weight"))]
+    if missing and _renamed(paired, missing):
+        beside.renamed = True
+        words = f"have other names than in BASE ({len(missing)} there, {len(paired.extra)} here) and were not compared"
+        beside.found.append(finding("unknown", tensors_words(paired.extra), words, severity="note"))
+        return
     biases = [name for name in missing if name.endswith("bias") and "norm" not in name.lower()]
     others = [name for name in missing if name not in biases]
     if biases:
@@ -172,6 +179,12 @@ def _missing(beside: Beside) -> None:
         if extra:
             words = "is not in BASE" if len(extra) == 1 else f"are not in BASE ({len(extra)} tensors)"
             beside.found.append(finding("unknown", tensors_words(extra), words, severity="note", tensors=extra))
+
+
+def _renamed(paired: Paired, missing: list[str]) -> bool:
+    """Whether tensors that only one of the two has hold as many numbers: transformers saves some under other names."""
+    extra = sum(paired.own.facts[name].numbers for name in paired.extra if name in paired.own.facts)
+    return extra == sum(math.prod(paired.base.model.weights.shape(name)) for name in missing)
 
 
 def _quantised_sources(paired: Paired) -> bool:
@@ -225,16 +238,24 @@ def _another_model(beside: Beside) -> bool:
     count = max(len(maps), 1)
     apart = [x for x in maps if x.other_shape or (x.changed and not x.explained and x.cosine < NO_RELATION)]
     layers = beside.paired.own.model.names
-    if not maps and layers:
-        beside.found = [x for x in beside.found if x.cause != "missing-layer"]
-        beside.found.append(finding("another-model", "the model", "has no tensor under a name that BASE has"))
+    if not beside.renamed and len(beside.pairs) < FEW_NAMES * min(len(layers), len(beside.paired.base.model.names)):
+        beside.found = [x for x in beside.found if x.cause not in ("missing-layer", "lost-biases", "config", "unknown")]
+        words = f"has {len(beside.pairs)} of {len(layers)} tensors under a name that BASE has"
+        beside.found.append(finding("another-model", "the model", words, tensors=len(beside.pairs)))
+        beside.explain([*beside.pairs], "another-model")
         return True
     cosine = median(pair.cosine for pair in maps) if maps else 0.0
     if len(apart) / count <= 0.7 or _moved_share(maps) > 0.3:
         return False
     other = sum(pair.other_shape for pair in maps)
     words = f"has no relation to BASE: {len(apart)} of {len(maps)} maps are others"
-    beside.found = [x for x in beside.found if x.cause not in ("unknown", "transposed")]
+    settings = [x.words for x in beside.found if x.cause == "config" and "base" in x.evidence]
+    words += f"; config.json {settings[0]}" if settings else ""
+    beside.found = [
+        x
+        for x in beside.found
+        if x.cause not in ("unknown", "transposed") and not (x.cause == "config" and "base" in x.evidence)
+    ]
     beside.found.append(
         finding("another-model", "the model", words, cosine=round(cosine, 4), other_shapes=other, maps=len(maps))
     )
@@ -343,7 +364,8 @@ def _vectors(beside: Beside) -> None:
             continue
         d = a - b
         shift, beside_shift = float(d.mean()), float(d.std())
-        if abs(abs(shift) - 1) < 0.02 and beside_shift < 0.02:
+        rounding = pair.rounding * pair.facts.rms  # large gains of 16 bits lose the last of what was added
+        if abs(abs(shift) - 1) < 0.02 + rounding and beside_shift < 0.02 + rounding:
             off.setdefault(round(shift), []).append(pair.name)
         elif not float(a.norm()) and float(b.norm()) and pair.name.endswith("bias"):
             zero.append(pair.name)
@@ -627,6 +649,9 @@ def _leftovers(beside: Beside) -> None:
     all_maps = [pair for pair in beside.pairs.values() if pair.is_map]
     coarse = [pair for pair in maps if _coarse(pair, beside)]
     if coarse:
+        usual = median(pair.difference for pair in coarse)  # a base that is in steps itself hides those of some maps
+        alike = [x for x in maps if x not in coarse and x.rank is None and usual / 5 < x.difference < 3 * usual]
+        coarse += alike if len(coarse) > len(alike) else []
         _quantised(beside, coarse, all_maps)
         left = beside.left()
         maps = [pair for pair in left if pair.is_map]
@@ -639,9 +664,13 @@ def _leftovers(beside: Beside) -> None:
         return
     file = _one_file(beside, left)
     if file and all(pair.rank is None for pair in maps):
-        words = f"comes from another checkpoint: all {len(left)} tensors that differ are in it, and none outside"
+        words = f"comes from another checkpoint: all its maps differ ({len(left)} tensors), and none outside of it"
         difference = round(median(pair.difference for pair in maps or left), 4)
         beside.found.append(finding("another-step", file, words, tensors=len(left), difference=difference))
+        return
+    _vocabulary(beside, maps)
+    left, maps = beside.left(), [pair for pair in beside.left() if pair.is_map]
+    if not left:
         return
     strange = [pair for pair in maps if pair.cosine < NO_RELATION]
     if strange:
@@ -669,13 +698,48 @@ def _leftovers(beside: Beside) -> None:
         and (everywhere or difference < 0.01)
         and max(x.difference for x in maps) < 30 * difference
     ):
-        words = f"was trained further: {len(maps)} of {len(all_maps)} maps differ by {difference:.2g} of their norm, "
+        words = f"trained further: {len(maps)} of {len(all_maps)} maps differ by {difference:.2g} of their norm, "
         words += "of full rank"
         beside.found.append(finding("fine-tune", _some(left, beside), words, **evidence))
         return
     severity: Severity | None = "fault" if maps and min(pair.cosine for pair in maps) < 0.7 else None
     words = f"changed by {difference:.2g} of {'its' if len(left) == 1 else 'their'} norm, and the cause is not known"
     beside.found.append(finding("unknown", _some(left, beside), words, severity=severity, **evidence))
+
+
+EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "embed_in.weight")
+
+
+def _vocabulary(beside: Beside, maps: list[Pair]) -> None:
+    """Embeddings that have no relation to the base's, while the rest has: those of another model, or tokenizer."""
+    for pair in maps:
+        if not pair.name.endswith(EMBEDDINGS) or pair.cosine >= NO_RELATION:
+            continue
+        assert pair.facts is not None
+        assert pair.base_facts is not None
+        moved = math.isclose(pair.facts.rms, pair.base_facts.rms, rel_tol=1e-6)
+        words = "has the rows of BASE in another order: the vocabulary of another tokenizer"
+        words = words if moved else f"has no relation to BASE's (cosine {pair.cosine:.2f}): embeddings of another model"
+        beside.found.append(finding("another-model", pair.name, words, cosine=round(pair.cosine, 4), moved=moved))
+        beside.explain([pair.name], "another-model")
+
+
+def _untied(beside: Beside) -> None:
+    """An output layer of its own, where the base ties it to the embeddings."""
+    own, base = beside.paired.own, beside.paired.base
+    if base.model.config.get("tie_word_embeddings") is not True or own.model.live or base.model.live:
+        return
+    inputs = [x for name, x in own.facts.items() if name.endswith(EMBEDDINGS)]
+    for name in beside.paired.extra:
+        fact = own.facts.get(name)
+        if fact is None or len(inputs) != 1 or not _tied_head(name, beside.paired) or fact.shape != inputs[0].shape:
+            continue
+        a, b = fact.signature, inputs[0].signature
+        if a is not None and b is not None and float((a - b).norm()) > STRUCTURE * float(b.norm()):
+            words = "differs from the embeddings that BASE ties it to"
+            difference = round(float((a - b).norm() / b.norm()), 4)
+            beside.found = [x for x in beside.found if x.cause != "untied"]
+            beside.found.append(finding("untied", name, words, difference=difference))
 
 
 def _some(pairs: list[Pair], beside: Beside) -> str:
@@ -706,7 +770,7 @@ def _quantised(beside: Beside, coarse: list[Pair], all_maps: list[Pair]) -> None
     if fine:
         levels = median(pair.facts.levels for pair in fine if pair.facts is not None)
         apart = median(pair.difference for pair in fine)
-        words = f"was quantised: {len(fine)} of {len(all_maps)} maps differ by {apart:.2g} of their norm"
+        words = f"quantised: {len(fine)} of {len(all_maps)} maps differ by {apart:.2g} of their norm"
         beside.found.append(
             finding(
                 "quantised", _some(fine, beside), words, difference=round(usual, 5), levels=levels, tensors=len(fine)
@@ -740,8 +804,9 @@ def _one_file(beside: Beside, left: list[Pair]) -> str:
     if len(files) < 2 or len(changed) != 1:
         return ""
     (file,) = changed
-    inside = [pair for pair in beside.pairs.values() if pair.facts is not None and pair.facts.file == file]
-    return file if len(left) >= 0.9 * len(inside) and len(inside) > 2 else ""
+    inside = [x for x in beside.pairs.values() if x.is_map and x.facts is not None and x.facts.file == file]
+    maps = [pair for pair in left if pair.is_map]
+    return file if len(maps) >= 0.9 * len(inside) and len(inside) > 2 else ""
 
 
 def _agreement(beside: Beside) -> None:
@@ -749,6 +814,9 @@ def _agreement(beside: Beside) -> None:
     pairs = beside.pairs.values()
     if any(x.severity != "note" for x in beside.found) or any(pair.changed for pair in pairs) or not pairs:
         return
+    alone = [*beside.paired.missing, *beside.paired.extra]
+    if any(not _tied_head(name, beside.paired) for name in alone):
+        return  # what both have is equal, and that is not all
     if all(pair.equal and pair.same_dtype for pair in pairs):
         words = f"all {len(pairs)} tensors have equal numbers"
         beside.found.append(finding("identical", "the model", words, tensors=len(pairs)))
