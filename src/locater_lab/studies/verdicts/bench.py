@@ -182,6 +182,8 @@ class Bench:
             "probe": lambda: commands.probe(path, models.ids_of(self.model)),
         }
         said = asked[call]()
+        for folder, name in ((path, "MODEL"), (self.folder, "."), (base, "BASE")):
+            said["says"] = said["says"].replace(str(folder), name)
         right = commands.is_right(said, fault.causes, fault.harmless)
         return {**{key: x for key, x in said.items() if key != "out"}, "right": right, "code": code_of(call)}
 
@@ -219,6 +221,8 @@ def run_all(one: Model | str, path: Path, only: str = "", calls: tuple[str, ...]
     """All of a model, or of the tiny model of a type; what was done, in a line."""
     torch.set_num_threads(1)
     start = time.perf_counter()
+    for call in calls:
+        code_of(call)  # of the files that this process has read, whatever is edited while it runs
     with tempfile.TemporaryDirectory() as place:
         try:
             model = models.tiny_model(one, Path(place) / "tiny") if isinstance(one, str) else one
