@@ -365,7 +365,9 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path}: holds more than weights, so opening it would run its code: refused. Save it again as safetensors"
         ) from None
     except Exception as error:  # on bytes that are no pickle the unpickler can raise anything
-        if "central directory" in str(error):  # the end of an archive, which lists what is in it
+        if any(
+            words in str(error) for words in ("central directory", "not a zip file")
+        ):  # the end of an archive lists what is in it
             raise DamagedError(
                 "truncated", f"{path}: ends before its data does: the file is truncated, download it again"
             ) from None

@@ -18,6 +18,7 @@ from locater.commands.doctor.heads import LayerHeads
 from locater.commands.doctor.places import heads_words, layers_words, tensors_words
 from locater.commands.doctor.reading import Examined
 from locater.commands.doctor.tensors import Facts
+from locater.families.registry import BUILT_IN
 from locater.findings.causes import Finding, finding
 
 RANDOM_SPREAD = 5.0  # of log2 |x|; weights have 1.6 to 1.9, random bits 9 (float16) to 74
@@ -121,9 +122,8 @@ def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str], by_head: bool
         same = kinds.get((fact.place.stack, fact.place.kind), {}).values()
         alone = all(other.zero_rows == 0 for other in same if other is not fact)
         if not fact.zero and fact.is_map and stop - start >= max(8, fact.shape[0] // 8) and alone and len(same) > 1:
-            yield finding(
-                "zero", fact.name, f"has zeros in rows {start} to {stop - 1} of {fact.shape[0]}", rows=[start, stop]
-            )
+            words = f"has zeros in rows {start} to {stop - 1} of {fact.shape[0]}"
+            yield finding("zero", fact.name, words, rows=[start, stop], tensors=[fact.name])
 
 
 def _zero_everywhere(name: str, zero: Sequence[Facts], kinds: Kinds) -> bool:
@@ -146,7 +146,8 @@ def _constants(facts: Sequence[Facts], kinds: Kinds, broken: set[str]) -> Iterat
         apart = len(others) >= 2 and not any(other.constant for other in others)
         if fact.is_map or (apart and len(fact.shape) == 1 and fact.shape[0] > 1):
             broken.add(fact.name)
-            yield finding("constant", fact.name, f"holds {fact.least:.4g} everywhere", value=fact.least)
+            words = f"holds {fact.least:.4g} everywhere"
+            yield finding("constant", fact.name, words, value=fact.least, tensors=[fact.name])
 
 
 def _levels(kinds: Kinds, broken: set[str]) -> Iterator[Finding]:
@@ -164,7 +165,7 @@ def _levels(kinds: Kinds, broken: set[str]) -> Iterator[Finding]:
         yield finding("low-bits", tensors_words(few), words, tensors=[x.name for x in few], levels=most)
     if coarse:
         levels = median(x.levels for x in coarse)
-        words = f"was quantised: {levels:.0f} distinct values among 32 neighbours"
+        words = f"quantised: {levels:.0f} distinct values among 32 neighbours"
         yield finding("quantised", tensors_words(coarse), words, severity="note", levels=levels)
 
 
@@ -256,6 +257,13 @@ def _copies(kinds: Kinds, broken: set[str]) -> Iterator[Finding]:
                     same.setdefault((stack, other, at), []).append(fact.name)
                     break
             by_size.setdefault(key, []).append(at)
+    for stack in {stack for stack, _, _ in same}:
+        every = {at for (other, _), x in kinds.items() if other == stack for at in x}
+        copies = {second for (other, _, second) in same if other == stack}
+        if len(copies) == len(every) - 1:
+            words = f"are all alike: {len(every)} layers with equal maps, as before training or with shared weights"
+            yield finding("duplicated-layer", layers_words(stack, sorted(every)), words, severity="note")
+            same = {key: names for key, names in same.items() if key[0] != stack}
     for (stack, first, second), names in same.items():
         words = f"is a copy of layer {first}: {len(names)} of {len(maps[stack])} maps are equal"
         evidence: dict[str, Any] = {"layers": [second], "source": first, "tensors": names}
@@ -285,6 +293,8 @@ def _config(seen: Examined) -> Iterator[Finding]:
     ):
         said = settings.get(key)
         for name, fact in seen.facts.items():
+            if config.get("model_type") not in BUILT_IN:
+                continue  # another package's settings may mean something else
             if isinstance(said, int) and name.endswith(ends) and "vision" not in name and fact.shape[0] != said:
                 words = f"says {key} {said:,}, and {name} has {fact.shape[0]:,} rows"
                 yield finding("config", "config.json", words, setting=key, said=said, stored=fact.shape[0])
@@ -308,10 +318,10 @@ def _tied(seen: Examined) -> Iterator[Finding]:
     if len(inputs) != 1 or seen.model.live:
         return
     (embedding,) = inputs
-    if tied is True and heads and heads[0].finite and embedding.finite:
-        a, b = heads[0].signature, embedding.signature
-        if a is not None and b is not None and a.shape == b.shape and not _equal(a, b, 0.01):
-            yield finding("untied", heads[0].name, difference=round(float((a - b).norm() / b.norm()), 4))
+    for head in heads if tied is True and embedding.finite else ():
+        a, b = head.signature, embedding.signature
+        if a is not None and b is not None and head.finite and head.shape == embedding.shape and not _equal(a, b, 0.01):
+            yield finding("untied", head.name, difference=round(float((a - b).norm() / b.norm()), 4))
     kinds = config.get("architectures") or []
     if (
         tied is False
@@ -325,7 +335,7 @@ def _tied(seen: Examined) -> Iterator[Finding]:
         )
 
 
-BIASED = ("bert", "roberta", "xlm-roberta", "electra", "camembert", "gpt2", "qwen2", "opt", "distilbert", "vit")
+BIASED = ("bert", "roberta", "xlm-roberta", "electra", "camembert", "gpt2", "qwen2")  # in queries, whatever is set
 
 
 def _biases(seen: Examined, kinds: Kinds) -> Iterator[Finding]:
@@ -380,7 +390,7 @@ def _heads(seen: Examined) -> Iterator[Finding]:
                 for number in _query_heads(heads, part, head):
                     if size <= DEAD * usual:
                         dead.append((heads.number, number, part))
-                    elif len(norms) > 1 or len(near) > 2:
+                    elif part not in heads.normed and (len(norms) > 1 or len(near) > 2):
                         ratio = min(
                             (size / usual, size / (own or usual)), key=lambda x: abs(math.log(x)) if x > 0 else math.inf
                         )
@@ -411,13 +421,11 @@ def _heads(seen: Examined) -> Iterator[Finding]:
 
 def _logits(seen: Examined) -> Iterator[Finding]:
     """Logits of all heads that are too large by a common factor."""
-    spreads = [float(x) for heads in seen.heads for x in heads.spread]
-    known = [x for x in spreads if math.isfinite(x)]
+    known = [x for heads in seen.heads for x in heads.spread.tolist() if math.isfinite(x)]
     if len(known) >= 8 and median(known) > LOGITS_OFF:
-        words = (
-            f"has logits with a spread of {median(known):.3g} (median of all heads), where trained models have 0.5 to 2"
-        )
-        yield finding("scaled-queries", "every layer", words, spread=round(median(known), 3))
+        words = f"has logits with a spread of {median(known):.3g} (median of heads; trained models have 0.5 to 2): "
+        words += "the scale of queries was lost, or gains are off"
+        yield finding("unknown", "every layer", words, severity="fault", spread=round(median(known), 3))
 
 
 def _query_heads(heads: LayerHeads, part: str, head: int) -> range:
@@ -493,7 +501,9 @@ def _gains(seen: Examined) -> Iterator[Finding]:
 
 
 def _order(seen: Examined) -> Iterator[Finding]:
-    """Rows of queries and keys whose sizes follow the frequencies of the other rotary order."""
+    """Rows of queries and keys whose sizes follow the frequencies of the other rotary order, or of larger heads: their
+    sizes do not tell these two apart.
+    """
     for part in ("query", "key"):
         profiles = [x for heads in seen.heads if (x := _profile(heads, part)) is not None]
         if len({len(x) for x in profiles}) != 1 or len(profiles) < 2:
@@ -502,10 +512,9 @@ def _order(seen: Examined) -> Iterator[Finding]:
         halves, neighbours = _order_fits(mean)
         if neighbours > ORDER_FITS or neighbours * ORDER_BETTER > halves:
             return
-    words = "has rows of queries and keys in the interleaved rotary order, and its architecture reads halves"
-    yield finding(
-        "rotary-order", "every layer", words, unexplained_as_halves=round(halves, 3), as_neighbours=round(neighbours, 3)
-    )
+    words = "has rows of queries and keys as in the interleaved rotary order, or half as many heads as config.json says"
+    evidence: dict[str, Any] = {"unexplained_as_halves": round(halves, 3), "as_neighbours": round(neighbours, 3)}
+    yield finding("unknown", "every layer", words, severity="fault", **evidence)
 
 
 def _profile(heads: LayerHeads, part: str) -> Tensor | None:

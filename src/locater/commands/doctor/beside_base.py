@@ -30,6 +30,7 @@ BETTER_BESIDE = (
 NO_RELATION = 0.3  # cosine below which two maps have none
 TRAINED = 0.9  # cosine above which one was trained from the other
 MOST = 0.5  # share of maps
+FEW_NAMES = 0.3  # share of names that both have, below which the architecture is another
 MADE_BY = 0.8  # share of the squares of a difference that makes a cause of it
 STEPS = (1.6, 2.45)  # kurtosis of errors of rounding to steps (1.8 if exact); normal numbers have 2.8 in groups of 32
 
@@ -40,7 +41,7 @@ class Beside:
 
     paired: Paired
     found: list[Finding] = field(default_factory=list)
-    stacks: Mapping[str, int] = field(default_factory=dict)
+    renamed: bool = False  # tensors have other names than in the base
 
     @property
     def pairs(self) -> Mapping[str, Pair]:
@@ -151,6 +152,11 @@ def _missing(beside: Beside) -> None:
     missing = [name for name in paired.missing if not _tied_head(name, paired)]
     if paired.base.model.live or paired.own.model.live or _quantised_sources(paired):
         missing = [name for name in missing if not name.endswith(("lm_head.weight", "decoder.weight"))]
+    if missing and _renamed(paired, missing):
+        beside.renamed = True
+        words = f"have other names than in BASE ({len(missing)} there, {len(paired.extra)} here) and were not compared"
+        beside.found.append(finding("unknown", tensors_words(paired.extra), words, severity="note"))
+        return
     biases = [name for name in missing if name.endswith("bias") and "norm" not in name.lower()]
     others = [name for name in missing if name not in biases]
     if biases:
@@ -172,6 +178,12 @@ def _missing(beside: Beside) -> None:
         if extra:
             words = "is not in BASE" if len(extra) == 1 else f"are not in BASE ({len(extra)} tensors)"
             beside.found.append(finding("unknown", tensors_words(extra), words, severity="note", tensors=extra))
+
+
+def _renamed(paired: Paired, missing: list[str]) -> bool:
+    """Whether tensors that only one of the two has hold as many numbers: transformers saves some under other names."""
+    extra = sum(paired.own.facts[name].numbers for name in paired.extra if name in paired.own.facts)
+    return extra == sum(math.prod(paired.base.model.weights.shape(name)) for name in missing)
 
 
 def _quantised_sources(paired: Paired) -> bool:
@@ -225,16 +237,24 @@ def _another_model(beside: Beside) -> bool:
     count = max(len(maps), 1)
     apart = [x for x in maps if x.other_shape or (x.changed and not x.explained and x.cosine < NO_RELATION)]
     layers = beside.paired.own.model.names
-    if not maps and layers:
-        beside.found = [x for x in beside.found if x.cause != "missing-layer"]
-        beside.found.append(finding("another-model", "the model", "has no tensor under a name that BASE has"))
+    if not beside.renamed and len(beside.pairs) < FEW_NAMES * min(len(layers), len(beside.paired.base.model.names)):
+        beside.found = [x for x in beside.found if x.cause not in ("missing-layer", "lost-biases", "config", "unknown")]
+        words = f"has {len(beside.pairs)} of {len(layers)} tensors under a name that BASE has"
+        beside.found.append(finding("another-model", "the model", words, tensors=len(beside.pairs)))
+        beside.explain([*beside.pairs], "another-model")
         return True
     cosine = median(pair.cosine for pair in maps) if maps else 0.0
     if len(apart) / count <= 0.7 or _moved_share(maps) > 0.3:
         return False
     other = sum(pair.other_shape for pair in maps)
     words = f"has no relation to BASE: {len(apart)} of {len(maps)} maps are others"
-    beside.found = [x for x in beside.found if x.cause not in ("unknown", "transposed")]
+    settings = [x.words for x in beside.found if x.cause == "config" and "base" in x.evidence]
+    words += f"; config.json {settings[0]}" if settings else ""
+    beside.found = [
+        x
+        for x in beside.found
+        if x.cause not in ("unknown", "transposed") and not (x.cause == "config" and "base" in x.evidence)
+    ]
     beside.found.append(
         finding("another-model", "the model", words, cosine=round(cosine, 4), other_shapes=other, maps=len(maps))
     )
@@ -669,7 +689,7 @@ def _leftovers(beside: Beside) -> None:
         and (everywhere or difference < 0.01)
         and max(x.difference for x in maps) < 30 * difference
     ):
-        words = f"was trained further: {len(maps)} of {len(all_maps)} maps differ by {difference:.2g} of their norm, "
+        words = f"trained further: {len(maps)} of {len(all_maps)} maps differ by {difference:.2g} of their norm, "
         words += "of full rank"
         beside.found.append(finding("fine-tune", _some(left, beside), words, **evidence))
         return
@@ -706,7 +726,7 @@ def _quantised(beside: Beside, coarse: list[Pair], all_maps: list[Pair]) -> None
     if fine:
         levels = median(pair.facts.levels for pair in fine if pair.facts is not None)
         apart = median(pair.difference for pair in fine)
-        words = f"was quantised: {len(fine)} of {len(all_maps)} maps differ by {apart:.2g} of their norm"
+        words = f"quantised: {len(fine)} of {len(all_maps)} maps differ by {apart:.2g} of their norm"
         beside.found.append(
             finding(
                 "quantised", _some(fine, beside), words, difference=round(usual, 5), levels=levels, tensors=len(fine)
@@ -749,6 +769,9 @@ def _agreement(beside: Beside) -> None:
     pairs = beside.pairs.values()
     if any(x.severity != "note" for x in beside.found) or any(pair.changed for pair in pairs) or not pairs:
         return
+    alone = [*beside.paired.missing, *beside.paired.extra]
+    if any(not _tied_head(name, beside.paired) for name in alone):
+        return  # what both have is equal, and that is not all
     if all(pair.equal and pair.same_dtype for pair in pairs):
         words = f"all {len(pairs)} tensors have equal numbers"
         beside.found.append(finding("identical", "the model", words, tensors=len(pairs)))

@@ -41,9 +41,8 @@ class LayerHeads:
     outputs: Tensor | None  # (H, d, P + 1): O V Z, and what the bias of values adds
     scale: float
     rotary: bool
-    half_order: bool  # pairs of rotary channels are (i, i + h/2)
     channels: int = 0  # that are rotated
-    normed: bool = False  # queries and keys have norms of their own
+    normed: tuple[str, ...] = ()  # maps with a norm of their own, which takes their scale away
 
     @cached_property
     def spread(self) -> Tensor:
@@ -100,9 +99,8 @@ def layer_heads(layer: AttentionLayer, number: int) -> LayerHeads:
         outputs,
         layer.scale,
         layer.rotary is not None,
-        layer.rotary is not None,
         0 if layer.rotary is None else layer.rotary.channels,
-        layer.query_norm is not None,
+        tuple(x for x, norm in (("query", layer.query_norm), ("key", layer.key_norm)) if norm is not None),
     )
 
 

@@ -13,6 +13,7 @@ from locater.commands.doctor.tensors import Collector, Facts, HeldWeights, Reade
 from locater.discovery import read_source
 from locater.discovery.record_or_discovery import Reading
 from locater.errors import DamagedError, LocaterError
+from locater.layers.build import check_layer
 from locater.layers.layer import AttentionLayer
 from locater.layers.layout import AttentionLayout
 from locater.sources.open_source import Config, Source, open_source
@@ -142,6 +143,8 @@ def heads_of_layer(model: Model, held: HeldWeights, number: int) -> tuple[Attent
     item = model.reading.found[number]
     if isinstance(item, AttentionLayout) and model.reading.weights is model.weights and not model.live:
         layer = item.build(held)  # type: ignore[arg-type]
+        if layer.provenance == "family":
+            check_layer(model.weights, layer)
     else:
         (layer,) = model.reading.build([number])
     return layer, layer_heads(layer, number)

@@ -197,6 +197,7 @@ class Collector:
         self._samples.append(flat[:: max(1, len(flat) // share)][:share])
         if self.width >= GROUP:
             groups = x[:: max(1, len(x) // 64), : self.width // GROUP * GROUP].reshape(-1, GROUP)[:512]
+            groups = groups[groups.any(1)]
             self._levels.append((groups.sort(-1).values.diff(dim=-1) != 0).sum(-1) + 1)
 
     def done(self) -> tuple[Facts, Tensor]:
@@ -209,7 +210,7 @@ class Collector:
             values = values[values != 0].double().abs().log2()
             facts.spread = float(values.std()) if len(values) > 8 else 0.0
         facts.wild = sorted(self._wild)[len(self._wild) // 2] if self._wild else 0.0
-        if self._levels:
+        if sum(map(len, self._levels)):
             facts.levels = float(torch.cat(self._levels).median())
         if self._row_squares and self.width > 1:
             self._of_rows(torch.cat(self._row_squares))
