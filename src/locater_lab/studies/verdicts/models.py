@@ -30,7 +30,9 @@ TOKENS = 384  # at most, that a loss is measured on
 LENGTH = 192  # of a sequence
 SMALLEST = 0.05  # nats of change in the loss from which a fault is known to do harm
 MASKED = 0.15
-TEMPERATURE = 0.1  # of the similarities of sentences; at 0.05, as MiniLM was trained, the sound model has a loss of 0.001
+TEMPERATURE = (
+    0.1  # of the similarities of sentences; at 0.05, as MiniLM was trained, the sound model has a loss of 0.001
+)
 
 PROSE = """
 The lighthouse at the mouth of the river was built in 1848, after three ships had been lost on the sandbank within a
