@@ -99,6 +99,18 @@ def cast_to_float16(t: Tensors, c: Config) -> None:
         t[key] = t[key].half()
 
 
+@fault("overflow", alone=True)
+def a_head_overflows_in_float16(t: Tensors, c: Config) -> None:
+    t[name("q")][:SIZE] *= 1e6
+    for key in t:
+        t[key] = t[key].half()
+
+
+@fault("zero", alone=True)
+def gain_zero(t: Tensors, c: Config) -> None:
+    t[name("norm")].zero_()
+
+
 @fault("zero", alone=True)
 def zero_map(t: Tensors, c: Config) -> None:
     t[name("up")].zero_()
@@ -306,6 +318,12 @@ def output_layer_untied(t: Tensors, c: Config) -> None:
     t["lm_head.weight"] = torch.randn(t["model.embed_tokens.weight"].shape).bfloat16() * 0.02
 
 
+@fault("untied")
+def tie_and_output_layer_changed(t: Tensors, c: Config) -> None:
+    c["tie_word_embeddings"] = False
+    t["lm_head.weight"] = t["model.embed_tokens.weight"] + torch.randn(1024, 128).bfloat16() * 0.02
+
+
 @fault("config")
 def another_rotary_base(t: Tensors, c: Config) -> None:
     c["rope_parameters"]["rope_theta"] = 500_000.0
@@ -368,6 +386,17 @@ def scales_moved_by_a_row(t: Tensors, c: Config) -> None:
 @fault("lost-zero-points", alone=True)
 def zero_points_lost(t: Tensors, c: Config) -> None:
     quantise(t, 4, {name("up"): lambda w: quantised(w, 4, lambda step, low: (step, 0 * low))})
+
+
+@fault("another-model")
+def embeddings_of_another_model(t: Tensors, c: Config) -> None:
+    w = t["model.embed_tokens.weight"]
+    t["model.embed_tokens.weight"] = (torch.randn(w.shape) * w.float().std()).bfloat16()
+
+
+@fault("another-model")
+def embeddings_of_another_tokenizer(t: Tensors, c: Config) -> None:
+    t["model.embed_tokens.weight"] = t["model.embed_tokens.weight"][torch.randperm(1024)]
 
 
 @fault("another-model")

@@ -173,6 +173,24 @@ def test_names_in_two_shards(tmp_path: Path) -> None:
     assert doctor(tmp_path).causes == ["duplicate-names"]
 
 
+def test_names_in_two_shards_of_an_index(tmp_path: Path) -> None:
+    first, _ = save_shards(*demo(), tmp_path)
+    second = load_file(tmp_path / "model-00002-of-00002.safetensors")
+    second[first[0]] = demo()[0][first[0]]
+    save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    assert doctor(tmp_path).causes == ["duplicate-names"]
+
+
+def test_an_index_that_leaves_tensors_out(tmp_path: Path) -> None:
+    save_shards(*demo(), tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"][name("up")]
+    path.write_text(json.dumps(index))
+    (finding,) = doctor(tmp_path).findings
+    assert (finding.cause, finding.evidence["tensors"]) == ("stale-index", [name("up")])
+
+
 def test_a_shard_of_another_step(tmp_path: Path) -> None:
     tensors, config = demo()
     for key in list(tensors)[len(tensors) // 2 :]:

@@ -34,7 +34,9 @@ def command(
     ],
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="What it was made from, in any format: says what was done to it."),
+        typer.Option(
+            metavar="MODEL", help="Base model that MODEL was made from, in any format: says what was done to it."
+        ),
     ] = None,
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="An adapter of peft that should be merged into it.")

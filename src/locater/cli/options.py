@@ -8,6 +8,7 @@ import typer
 
 # One name means one thing: what an option shared by several commands takes, and how its help begins.
 MEANINGS = {
+    "--base": ("MODEL", "Base model "),
     "--download": ("", "Download a remote checkpoint as a whole"),
     "--eigenvalues": ("", "Include the eigenvalues of every head"),
     "--fail-on": ("CONDITIONS", "Exit with status 1 if a head "),

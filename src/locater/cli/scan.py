@@ -68,7 +68,7 @@ def command(
     download: Download = False,
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Read an adapter on this base model instead of the one that it names."),
+        typer.Option(metavar="MODEL", help="Base model to read an adapter on, instead of the one that it names."),
     ] = None,
 ) -> None:
     from locater.commands.scanning import parse_shard, scan

@@ -99,7 +99,8 @@ def join_files(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: 
     """
     whole: dict[str, T] = {}
     origin: dict[str, F] = {}
-    for path, tensors in parts:
+    every = [*parts]
+    for path, tensors in every:
         for name in tensors:
             if name in origin:
                 raise DamagedError(
@@ -107,6 +108,11 @@ def join_files(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: 
                     f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files",
                 )
             if file_of and file_of.get(name, path) != path:
+                if any(other == file_of[name] and name in held for other, held in every):
+                    raise DamagedError(
+                        "duplicate-names",
+                        f"{where}: {name} is in {path.name} and in {file_of[name].name}: download it again",
+                    )
                 raise DamagedError(
                     "stale-index",
                     f"{where}: {name} is in {path.name}, the index says {file_of[name].name}: download it again",

@@ -17,11 +17,11 @@ from torch import Tensor
 from locater.commands.doctor.heads import LayerHeads
 from locater.commands.doctor.places import heads_words, layers_words, tensors_words
 from locater.commands.doctor.reading import Examined
-from locater.commands.doctor.tensors import Facts
+from locater.commands.doctor.tensors import Facts, place_of
 from locater.families.registry import BUILT_IN
 from locater.findings.causes import Finding, finding
 
-RANDOM_SPREAD = 5.0  # of log2 |x|; weights have 1.6 to 1.9, random bits 9 (float16) to 74
+RANDOM_SPREAD = 6.0  # between quartiles of log2 |x|; weights have 1.9, random bits 16 (float16) to 128
 FEW_LEVELS, MANY_LEVELS = 4, 8  # distinct values in groups of 32
 OFF = 8.0  # times the median of its neighbours: a tensor
 HEAD_OFF = 6.0  # times the median of the heads around it: a map of a head
@@ -56,7 +56,7 @@ def findings_alone(seen: Examined) -> list[Finding]:
     ]
     found += [*_missing(kinds), *_config(seen), *_tied(seen), *_biases(seen, kinds)]
     found += [*_copies(kinds, broken), *_levels(kinds, broken)]
-    of_heads = [*_heads(seen), *_copied_heads(seen)]
+    of_heads = [*_heads(seen, broken), *_copied_heads(seen)]
     layers = {seen.heads_layer(layer) for item in of_heads for layer, _ in item.evidence.get("heads", ())}
     found += [*_norms(kinds, broken, layers), *of_heads, *_logits(seen), *_gains(seen), *_order(seen)]
     return found
@@ -115,6 +115,11 @@ def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str], by_head: bool
             yield finding("zero-layer", layers_words(stack, [layer]), words, **evidence)
         else:
             yield finding("zero", tensors_words(some), tensors=names, layers=[] if layer is None else [layer])
+    for (_, kind), layers in kinds.items():
+        some = [fact for fact in layers.values() if fact.zero and not fact.is_map and fact.numbers > 1]
+        if some and _is_norm(kind) and not kind.endswith(("bias", "beta")) and len(some) <= len(layers) / 3:
+            broken |= {fact.name for fact in some}
+            yield finding("zero", tensors_words(some), "is a gain of zeros", tensors=[fact.name for fact in some])
     for fact in facts:
         start, stop = fact.longest_zeros
         if by_head and _of_attention(fact.name):
@@ -372,11 +377,14 @@ def _is_norm(kind: str) -> bool:
 # ---- heads ----
 
 
-def _heads(seen: Examined) -> Iterator[Finding]:
-    """Heads that are dead, or off the heads around them."""
+def _heads(seen: Examined, broken: set[str]) -> Iterator[Finding]:
+    """Heads that are dead, or off the heads around them; of layers whose numbers are all weights."""
+    unknown = {place_of(name).layer for name in broken if _of_attention(name) and not seen.facts[name].zero}
     dead: list[tuple[int, int, str]] = []
     scaled: list[tuple[int, int, str, float]] = []
     for heads in seen.heads:
+        if seen.heads_layer(heads.number) in unknown:
+            continue
         near = [other for other in seen.heads if abs(other.number - heads.number) <= NEAR]
         for part, sketch in heads.maps().items():
             norms = sketch.square().sum((1, 2)).sqrt()

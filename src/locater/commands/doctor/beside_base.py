@@ -69,6 +69,7 @@ def findings_beside(paired: Paired, with_adapter: bool = False) -> list[Finding]
         beside.found += findings_of_merge(paired, beside.explain)
     _settings(beside)
     _missing(beside)
+    _untied(beside)
     _shapes(beside)
     if not _another_model(beside):
         _moved_layers(beside)
@@ -363,7 +364,8 @@ def _vectors(beside: Beside) -> None:
             continue
         d = a - b
         shift, beside_shift = float(d.mean()), float(d.std())
-        if abs(abs(shift) - 1) < 0.02 and beside_shift < 0.02:
+        rounding = pair.rounding * pair.facts.rms  # large gains of 16 bits lose the last of what was added
+        if abs(abs(shift) - 1) < 0.02 + rounding and beside_shift < 0.02 + rounding:
             off.setdefault(round(shift), []).append(pair.name)
         elif not float(a.norm()) and float(b.norm()) and pair.name.endswith("bias"):
             zero.append(pair.name)
@@ -647,6 +649,9 @@ def _leftovers(beside: Beside) -> None:
     all_maps = [pair for pair in beside.pairs.values() if pair.is_map]
     coarse = [pair for pair in maps if _coarse(pair, beside)]
     if coarse:
+        usual = median(pair.difference for pair in coarse)  # a base that is in steps itself hides those of some maps
+        alike = [x for x in maps if x not in coarse and x.rank is None and usual / 5 < x.difference < 3 * usual]
+        coarse += alike if len(coarse) > len(alike) else []
         _quantised(beside, coarse, all_maps)
         left = beside.left()
         maps = [pair for pair in left if pair.is_map]
@@ -659,9 +664,13 @@ def _leftovers(beside: Beside) -> None:
         return
     file = _one_file(beside, left)
     if file and all(pair.rank is None for pair in maps):
-        words = f"comes from another checkpoint: all {len(left)} tensors that differ are in it, and none outside"
+        words = f"comes from another checkpoint: all its maps differ ({len(left)} tensors), and none outside of it"
         difference = round(median(pair.difference for pair in maps or left), 4)
         beside.found.append(finding("another-step", file, words, tensors=len(left), difference=difference))
+        return
+    _vocabulary(beside, maps)
+    left, maps = beside.left(), [pair for pair in beside.left() if pair.is_map]
+    if not left:
         return
     strange = [pair for pair in maps if pair.cosine < NO_RELATION]
     if strange:
@@ -696,6 +705,41 @@ def _leftovers(beside: Beside) -> None:
     severity: Severity | None = "fault" if maps and min(pair.cosine for pair in maps) < 0.7 else None
     words = f"changed by {difference:.2g} of {'its' if len(left) == 1 else 'their'} norm, and the cause is not known"
     beside.found.append(finding("unknown", _some(left, beside), words, severity=severity, **evidence))
+
+
+EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "embed_in.weight")
+
+
+def _vocabulary(beside: Beside, maps: list[Pair]) -> None:
+    """Embeddings that have no relation to the base's, while the rest has: those of another model, or tokenizer."""
+    for pair in maps:
+        if not pair.name.endswith(EMBEDDINGS) or pair.cosine >= NO_RELATION:
+            continue
+        assert pair.facts is not None
+        assert pair.base_facts is not None
+        moved = math.isclose(pair.facts.rms, pair.base_facts.rms, rel_tol=1e-6)
+        words = "has the rows of BASE in another order: the vocabulary of another tokenizer"
+        words = words if moved else f"has no relation to BASE's (cosine {pair.cosine:.2f}): embeddings of another model"
+        beside.found.append(finding("another-model", pair.name, words, cosine=round(pair.cosine, 4), moved=moved))
+        beside.explain([pair.name], "another-model")
+
+
+def _untied(beside: Beside) -> None:
+    """An output layer of its own, where the base ties it to the embeddings."""
+    own, base = beside.paired.own, beside.paired.base
+    if base.model.config.get("tie_word_embeddings") is not True or own.model.live or base.model.live:
+        return
+    inputs = [x for name, x in own.facts.items() if name.endswith(EMBEDDINGS)]
+    for name in beside.paired.extra:
+        fact = own.facts.get(name)
+        if fact is None or len(inputs) != 1 or not _tied_head(name, beside.paired) or fact.shape != inputs[0].shape:
+            continue
+        a, b = fact.signature, inputs[0].signature
+        if a is not None and b is not None and float((a - b).norm()) > STRUCTURE * float(b.norm()):
+            words = "differs from the embeddings that BASE ties it to"
+            difference = round(float((a - b).norm() / b.norm()), 4)
+            beside.found = [x for x in beside.found if x.cause != "untied"]
+            beside.found.append(finding("untied", name, words, difference=difference))
 
 
 def _some(pairs: list[Pair], beside: Beside) -> str:
@@ -760,8 +804,9 @@ def _one_file(beside: Beside, left: list[Pair]) -> str:
     if len(files) < 2 or len(changed) != 1:
         return ""
     (file,) = changed
-    inside = [pair for pair in beside.pairs.values() if pair.facts is not None and pair.facts.file == file]
-    return file if len(left) >= 0.9 * len(inside) and len(inside) > 2 else ""
+    inside = [x for x in beside.pairs.values() if x.is_map and x.facts is not None and x.facts.file == file]
+    maps = [pair for pair in left if pair.is_map]
+    return file if len(maps) >= 0.9 * len(inside) and len(inside) > 2 else ""
 
 
 def _agreement(beside: Beside) -> None:

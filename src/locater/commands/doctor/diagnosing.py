@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from locater.commands.doctor.alone import findings_alone
 from locater.commands.doctor.beside_base import findings_beside
 from locater.commands.doctor.merge import open_adapter_on
 from locater.commands.doctor.pairs import Paired, examine_pair
-from locater.commands.doctor.reading import Examined, examine, find_attention, open_model, source_name
+from locater.commands.doctor.places import tensors_words
+from locater.commands.doctor.reading import Examined, Model, examine, find_attention, open_model, source_name
 from locater.commands.doctor.tensors import Facts
 from locater.errors import DamagedError, LocaterError
+from locater.files import is_there, read_json
 from locater.findings.causes import Finding, finding
 from locater.numerics import finite_or_none
 from locater.results.diagnosis import Diagnosis
-from locater.sources.open_source import Source
+from locater.sources.open_source import Source, WrappedSource
 from locater.sources.remote import session
+from locater.sources.safetensors_file import shards_of
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 WITHOUT_BASE = (
@@ -56,6 +62,7 @@ def doctor(
             other = None if base is None else source_name(base)
             return Diagnosis(shown, [damaged], base=other, adapter=adapter)
         find_attention(model, **names)
+        of_files = stale_index(model, source)
         if base is None:
             seen, needs = examine(model, progress), [WITHOUT_BASE]
             found, pairs = findings_alone(seen), None
@@ -65,7 +72,7 @@ def doctor(
             adapted = None if adapter is None else open_adapter_on(adapter, original)
             pairs = examine_pair(model, original, adapted, progress)
             seen, needs, found = pairs.own, [], findings_beside(pairs, adapted is not None)
-    found += unread_notes(seen)
+    found += [*of_files, *unread_notes(seen)]
     return Diagnosis(
         shown,
         sorted(found, key=lambda item: ("fault", "change", "note").index(item.severity)),
@@ -81,6 +88,21 @@ def doctor(
         adapter=adapter,
         needs=needs,
     )
+
+
+def stale_index(model: Model, source: Source) -> list[Finding]:
+    """An index that does not name all tensors of its shards: a loader that follows it leaves them out."""
+    if isinstance(source, nn.Module | WrappedSource):
+        return []
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        path = Path(source) / name
+        if is_there(path):
+            named = shards_of(read_json(path), str(path))
+            lost = [tensor for tensor in model.names if tensor not in named]
+            if lost:
+                words = f"does not name {len(lost)} tensors that its shards have: {tensors_words(lost)}"
+                return [finding("stale-index", name, words, tensors=lost)]
+    return []
 
 
 def unread_notes(seen: Examined) -> list[Finding]:
