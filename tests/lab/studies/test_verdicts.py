@@ -323,6 +323,24 @@ def test_faults_of_other_families_change_what_a_scan_reads(kind: str, tmp_path: 
         assert b.F / a.F == pytest.approx(2500 if (a.layer, a.head) == (2, 1) else 1, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma3_text"])
+def test_the_base_is_never_written_to(kind: str, tmp_path: Path) -> None:
+    """Of a model that is stored in float32 too, where a conversion is no copy."""
+    model = models.tiny_model(kind, tmp_path / kind)
+    base = Checkpoint.open(model.folder, kind)
+    before = {name: tensor.clone() for name, tensor in base.tensors.items()}
+    settings = json.dumps(base.config)
+    adapter = adapter_for(base, None)
+    for fault in faults(adapter):
+        made = base.copied()
+        try:
+            fault.plant(made, Place(2, 1, fault.strengths[0]))
+        except NotHereError:
+            continue
+        assert all(torch.equal(base.tensors[name], before[name]) for name in before), fault.name
+        assert json.dumps(base.config) == settings, fault.name
+
+
 # ---- files ----
 
 
@@ -366,7 +384,7 @@ def test_lines_are_kept_and_the_page_is_theirs(tmp_path: Path) -> None:
     made = run("nan-in-queries")
     assert [line["at"] for line in made] == ["early", "middle", "late"]
     assert run("nan-in-queries") == []
-    made += run("copy")
+    made += run("harmless: copy")
     assert all(line["said"]["scan"] == {**line["said"]["scan"], "status": 1, "right": True} for line in made[:3])
     assert all(line["loss"] == "nan" and counting.does_harm(line) for line in made[:3])
     copies = [line for line in made if line["group"] == "harmless"]

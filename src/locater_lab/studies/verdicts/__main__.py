@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, help="the folder of the real models; without it the demo alone")
     parser.add_argument("--only", default="", help="models whose name has this in it")
-    parser.add_argument("--fault", default="", help="faults whose name has this in it")
+    parser.add_argument("--fault", default="", help="faults whose group or name has this in it")
     parser.add_argument("--calls", default=",".join(bench.CALLS), help="commands that are asked, with commas between")
     parser.add_argument("--no-tiny", action="store_true", help="leave the tiny models out")
     parser.add_argument("--jobs", type=int, default=2, help="how many models at a time")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from locater_lab.studies.verdicts.checkpoint import Checkpoint, NotHereError, generator
 
 RANK, ALPHA = 8, 16
-SIZE = 0.06  # norm of the merged delta over that of its map
+SIZES = (0.06, 0.03, 0.015, 0.0075)  # norms of the merged delta over those of its maps: steps that are tried
 Gradient = Callable[[], Mapping[str, Tensor]]
 
 
@@ -34,6 +34,10 @@ class LoraAdapter:
         a, b = self.factors[name]
         whole = (ALPHA / RANK) * (b @ a)
         return whole.mT if self.transposed else whole
+
+    def shortened(self, share: float) -> LoraAdapter:
+        """The same with a delta of this share."""
+        return replace(self, factors={name: (a, share * b) for name, (a, b) in self.factors.items()})
 
     def merge(
         self, checkpoint: Checkpoint, times: float = 1.0, only: Callable[[str], bool] = lambda name: True
@@ -76,7 +80,7 @@ def adapter_for(checkpoint: Checkpoint, gradient: Gradient | None) -> LoraAdapte
         stored = checkpoint.tensors[name].float()
         matrix = stored.mT if transposed else stored
         a, b = _drawn(matrix, name) if name not in downhill else _step(downhill[name], transposed)
-        size = SIZE * matrix.norm() / ((ALPHA / RANK) * (b @ a).norm())
+        size = SIZES[0] * matrix.norm() / ((ALPHA / RANK) * (b @ a).norm())
         factors[name] = a * size.sqrt(), b * size.sqrt()
     return LoraAdapter(factors, any(names.values()))
 

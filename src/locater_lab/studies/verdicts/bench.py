@@ -24,7 +24,7 @@ import torch
 import locater
 from locater.errors import LocaterError, first_line
 from locater_lab.studies.verdicts import commands, models, writing
-from locater_lab.studies.verdicts.adapters import LoraAdapter, adapter_for
+from locater_lab.studies.verdicts.adapters import SIZES, LoraAdapter, adapter_for
 from locater_lab.studies.verdicts.checkpoint import Checkpoint, NotHereError, Place
 from locater_lab.studies.verdicts.faults import Fault, faults
 from locater_lab.studies.verdicts.models import Model
@@ -129,6 +129,19 @@ class Bench:
             "commit": _commit(),
         }
 
+    def is_good(self, adapter: LoraAdapter) -> bool:
+        """Whether the model is better with it: a step down the gradient may be too long. Without a loss all are good."""
+        if not self.model.kind:
+            return True
+        losses = []
+        for times in (0.0, 1.0):
+            planted = self.base.copied()
+            if times:
+                adapter.merge(planted)
+            losses.append(self._loss(planted.digest(self.base) + "-one file", planted, None))
+        before, after = losses
+        return before is not None and after is not None and after < before
+
     def reference(self, fault: Fault) -> float | None:
         """The loss that a planted one is held against: of the base, or of the base with the adapter merged well."""
         if not self.model.kind:
@@ -182,6 +195,8 @@ class Bench:
             "probe": lambda: commands.probe(path, models.ids_of(self.model)),
         }
         said = asked[call]()
+        for folder, name in ((path, "MODEL"), (self.folder, "."), (base, "BASE")):
+            said["says"] = said["says"].replace(str(folder), name)
         right = commands.is_right(said, fault.causes, fault.harmless)
         return {**{key: x for key, x in said.items() if key != "out"}, "right": right, "code": code_of(call)}
 
@@ -196,7 +211,9 @@ def open_bench(
     bench = Bench(model, base, folder, kept, calls=calls)
     try:
         names = [base.part(n, part).weight for n in range(len(base.stack)) for part in ("query", "value")]
-        bench.adapter = adapter_for(base, models.gradient_of(model, names) if model.kind else None)
+        longest = adapter_for(base, models.gradient_of(model, names) if model.kind else None)
+        tried = (longest.shortened(size / SIZES[0]) for size in SIZES)
+        bench.adapter = next((adapter for adapter in tried if bench.is_good(adapter)), longest)
         bench.adapter.save(folder / "adapter", model.folder)
     except NotHereError:
         bench.adapter = None
@@ -206,7 +223,7 @@ def open_bench(
 def run(bench: Bench, path: Path, only: str = "") -> Iterator[dict[str, Any]]:
     """Measure of a model what has no line yet, and append each line as it comes."""
     for fault in faults(bench.adapter):
-        if only not in fault.name or (bench.model.role == "tiny" and not fault.on_tiny):
+        if only not in f"{fault.group}: {fault.name}" or (bench.model.role == "tiny" and not fault.on_tiny):
             continue
         for spot in bench.places(fault):
             line = bench.measure(fault, spot)
@@ -219,6 +236,8 @@ def run_all(one: Model | str, path: Path, only: str = "", calls: tuple[str, ...]
     """All of a model, or of the tiny model of a type; what was done, in a line."""
     torch.set_num_threads(1)
     start = time.perf_counter()
+    for call in calls:
+        code_of(call)  # of the files that this process has read, whatever is edited while it runs
     with tempfile.TemporaryDirectory() as place:
         try:
             model = models.tiny_model(one, Path(place) / "tiny") if isinstance(one, str) else one

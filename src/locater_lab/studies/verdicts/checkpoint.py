@@ -136,7 +136,7 @@ class Checkpoint:
         matrix = self._matrix(layout)
         if part == "out":
             columns = matrix if layout.columns is None else matrix[:, list(layout.columns)]
-            return columns.mT.unflatten(0, (self.heads_of(layer, part), -1)).float()
+            return columns.mT.unflatten(0, (self.heads_of(layer, part), -1)).float().clone()
         whole = matrix[numbers_in(layout.rows)].float()
         if layout.bias is not None:
             bias = self.tensors[layout.bias].flatten()[numbers_in(layout.rows)].float()

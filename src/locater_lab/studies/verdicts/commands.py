@@ -92,7 +92,7 @@ def compare(base: Path, path: Path) -> Said:
         return said
     front = said["out"].partition("medians over heads")[0].splitlines()[2:]
     gained = sorted(set(re.findall(r"\+[a-z-]+", said["out"])))
-    return {**said, "says": " ".join((said["says"], *front, *gained))[:600]}
+    return {**said, "says": " ".join((said["says"], *front, *gained))[:400]}
 
 
 def probe(path: Path, ids: Tensor) -> Said:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from locater_lab.engine.pages import markdown_table
@@ -43,6 +44,8 @@ def _head(lines: Sequence[Line]) -> str:
     planted, harmless = [x for x in lines if is_fault(x)], [x for x in lines if not is_fault(x)]
     goal = counting.goal(lines)
     harmful, alarm = goal["harmful"], goal["alarms"]
+    made = Counter(line["commit"] for line in lines)
+    commits = ", ".join(f"{commit} ({number:,})" for commit, number in made.most_common())
     kinds = len({x["fault"] for x in planted}), len({x["fault"] for x in harmless})
     if harmful.of:
         verdict = (
@@ -67,7 +70,8 @@ intervals (Wilson).
     make verdicts                      # the demo alone, two minutes
     make verdicts MODELS=folder        # and the models of that folder, and tiny ones; lines of this code are kept
 
-Figures: `docs/results/verdicts.jsonl`, a line for each model, fault and place; each has the commit that made it.
+Figures: `docs/results/verdicts.jsonl`, a line for each model, fault and place; each has the commit that made it, here
+{commits}.
 """
 
 
