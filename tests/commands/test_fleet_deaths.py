@@ -23,9 +23,8 @@ from locater.commands.fleet import running
 from locater.commands.fleet.cache_keys import Job, Settings
 from locater.commands.fleet.parts import read_header
 from locater.commands.fleet.running import _Supervisor, jobs_of, run_in_workers
-from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import Store
-from locater.commands.fleet.tasks import Outcome
+from locater.commands.fleet.tasks import Outcome, Schedule
 from locater.results.run_names import list_checkpoints
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint, make_run, table

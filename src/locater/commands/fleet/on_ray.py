@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from locater.commands.fleet.cache_keys import Job, Task, reader_version
-from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import Store
-from locater.commands.fleet.tasks import Outcome, perform_all
+from locater.commands.fleet.tasks import Outcome, Schedule, perform_all
 from locater.errors import LocaterError, first_line
 from locater.files import read_json
 

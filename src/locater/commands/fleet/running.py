@@ -20,9 +20,8 @@ from typing import Any
 
 from locater.commands.fleet.cache_keys import Job, Settings, Task, reader_version
 from locater.commands.fleet.parts import DamagedPartError, pyarrow, read_header, relabel
-from locater.commands.fleet.schedule import Schedule
 from locater.commands.fleet.store import NAME, Store, StoreError
-from locater.commands.fleet.tasks import Outcome, perform, reason_of
+from locater.commands.fleet.tasks import Outcome, Schedule, perform, reason_of
 from locater.defaults import Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError

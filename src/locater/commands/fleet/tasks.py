@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,3 +118,42 @@ def _join_pieces(job: Job, store: Store) -> None:
     whole = Scan.join(scans)
     store.write_part(job.key, to_bytes(whole, job, combined_hash(*reads)))
     store.forget_pieces(job.key, count)
+
+
+# ---- which task comes next ----
+
+
+TRIES = 3
+
+
+class Schedule:
+    """Waiting tasks, and suspects: jobs that were running when a worker died."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self._waiting = deque(tasks)
+        self._suspects: deque[Job] = deque()
+        self._deaths: Counter[tuple[str, int]] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._suspects)
+
+    def next(self, running: int) -> Task | None:
+        """The next task, given how many are running; None if there is none, or if it has to wait."""
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._suspects and not running:
+            return (self._suspects.popleft(),)
+        return None
+
+    def requeue(self, jobs: Sequence[Job]) -> None:
+        """Put jobs that a dead worker had not started first in line."""
+        if jobs:
+            self._waiting.appendleft(tuple(jobs))
+
+    def record_death(self, job: Job) -> int | None:
+        """Count a death of a worker during this job. Returns the number of deaths if the job is given up, else None."""
+        self._deaths[job.name] += 1
+        if self._deaths[job.name] >= TRIES:
+            return self._deaths[job.name]
+        self._suspects.append(job)
+        return None
