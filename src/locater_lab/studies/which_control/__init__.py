@@ -17,6 +17,7 @@ from locater.errors import LocaterError
 from locater_lab.engine.claims import Claim, Relation, by_seed
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
 from locater_lab.papers.bao2024.training import mean_and_half
+from locater_lab.studies.which_control import copying
 
 PAGE = "which-control.md"
 RESULTS = "bao2024.json"
@@ -276,7 +277,8 @@ def measure(setting: Setting) -> Results:
     paths = {path.name: path for path in (*setting.more_runs, *filter(None, [setting.runs]))}
     if RESULTS not in paths:
         return Results({})
-    held = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    documents = {name: path for name, path in paths.items() if name in (RESULTS, *COSTS.values())}
+    held = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in documents.items()}
     return results_of(held[RESULTS], {name: held.get(file) for name, file in COSTS.items()})
 
 
@@ -305,10 +307,10 @@ PAPER = Paper(
     "which-control",
     "Which control to try first",
     "Controls on the same model, text and seeds: what each costs and what it buys",
-    (STUDY,),
+    (STUDY, copying.STUDY),
     Path(__file__).parent,
     page="which-control",
-    kept=(RESULTS, *(f"../../benchmarks/results/{file}" for file in COSTS.values())),
+    kept=(RESULTS, copying.COPY_RUNS, *(f"../../benchmarks/results/{file}" for file in COSTS.values())),
 )
 
 __all__ = ["PAPER"]
