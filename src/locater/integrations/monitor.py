@@ -6,7 +6,6 @@ is a mean over `logging_steps`, in which losses that are not numbers are replace
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -63,15 +62,13 @@ class Monitor(RunMonitor):
         self.step = self._last_logged = step
         self.attach(model, folder)
 
-    def _end(self) -> None:
+    def _end(self, failure: str = "") -> None:
         """Detach, also after a run that failed: transformers.Trainer has no event for that."""
         if self._stop_listening is not None:
             self._stop_listening()
         self._stop_listening = self._loss_sum = self._rate = self._grad_norm = None
         self._micro_batches, self._step_losses_known = 0, False
-        with contextlib.suppress(Exception):  # where the device failed, losses cannot be read from it
-            self._flush(wait=True)
-        self._close()
+        self.end_run(failure)
 
     def _end_step(self, step: int, share: float = 1.0) -> None:
         """One optimizer step; its loss is `share` times the sum over its micro-batches."""
@@ -139,7 +136,7 @@ class Monitor(RunMonitor):
             self._end_step(int(trainer.global_step), whole / max(1, self._micro_batches))
 
     def on_exception(self, trainer: Any, module: nn.Module, exception: BaseException) -> None:
-        self._end()
+        self._end(type(exception).__name__)
 
     # Both
 
