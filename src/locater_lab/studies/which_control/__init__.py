@@ -1,7 +1,7 @@
 """Which control to try first, what it costs and what it buys: docs/which-control.md, from kept results and benchmarks.
 
 Losses and entropies are those of docs/results/bao2024.json (studies c, d, e and i to l), which judges most of what the
-page says; what the page adds is judged here. Costs are those of benchmarks/results/controls-cpu.json and
+page says; what the page adds is judged here, a task that needs a sharp head in copying.py. Costs are those of benchmarks/results/controls-cpu.json and
 controls-gpu.json, which benchmarks/controls.py makes.
 """
 
@@ -193,6 +193,12 @@ def table_rows(results: KeptResults, costs: Mapping[str, Mapping[str, Any] | Non
     return found
 
 
+def copying_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of an arm of the task of copies."""
+    delay = "0" if row["arm"] == "none" else mean_text(row["delay"], 1, "+")
+    return [row["arm"], mean_text(row["steps"], 1), delay, mean_text(row["end"], 4)]
+
+
 def machine_text(name: str, costs: Mapping[str, Any] | None) -> str:
     """Where the costs of a column were measured, as an item of a list."""
     if costs is None:
@@ -309,6 +315,7 @@ PAPER = Paper(
     "Controls on the same model, text and seeds: what each costs and what it buys",
     (STUDY, copying.STUDY),
     Path(__file__).parent,
+    {"copying_cells": copying_cells},
     page="which-control",
     kept=(RESULTS, copying.COPY_RUNS, *(f"../../benchmarks/results/{file}" for file in COSTS.values())),
 )
