@@ -28,8 +28,8 @@ class Monitor(RunMonitor):
     A callback for `transformers.Trainer` and `lightning.Trainer`; in any other loop call `attach(model)`,
     `after_step(loss=loss)` after each step, and `detach()`.
 
-    `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close();
-    without any, `locater.jsonl` in the output folder of the run. `layers`, `heads` and `rows` choose a sample as in
+    `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", "mlflow", or objects with write()
+    and close(); without any, `locater.jsonl` in the output folder of the run. `layers`, `heads` and `rows` choose a sample as in
     `observe`. `warn_on` lists flags and comparisons as --fail-on does, such as "exploding, entropy_ratio<0.1".
     `spectrum` adds M and the logit spread of each head's query-key map, from its weights. `passes="loss"` counts the
     forward passes that a loss comes from: in training mode, with gradients enabled when they begin. A reference, a

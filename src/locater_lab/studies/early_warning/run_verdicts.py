@@ -33,6 +33,10 @@ from locater.version import __version__
 from locater_lab.studies.early_warning import plan
 from locater_lab.studies.early_warning.judging import (
     OUTSIDE,
+    first_wrong_step,
+    judge_runs,
+    share_interval,
+    usual_losses,
 )
 from locater_lab.studies.early_warning.training import draw_batches
 from locater_lab.train.sweep import append_line, read_lines
@@ -211,11 +215,128 @@ def choose_near(groups: Mapping[str, Sequence[Line]]) -> float:
     return max(NEARS, key=lambda near: (share(near), -near))
 
 
+# ---- the page ----
+
+CLAIMS = {  # by group: the claim, its bound, and what its runs are
+    "ordinary": ("v1", 0.9, "ordinary runs, called healthy"),
+    "wrong": ("v2", 0.8, "runs that went wrong without bad data, not called healthy"),
+    OUTSIDE: ("v3", 0.8, "runs that went wrong by bad data, called failed or recovered, no head named before"),
+    STUCK: ("v4", 0.9, "runs that cannot learn, called stuck"),
+    PLANTED: ("v5", 0.9, "runs with a planted head, which is among the first that are named"),
+}
+
+
+def wrong_steps(lines: Sequence[Line]) -> list[int | None]:
+    """Of the new runs, by the rule of the early-warning plan: the step at which each went wrong."""
+    return [
+        first_wrong_step(line["losses"], usual_losses(lines, line["run"]["kind"], without=line["name"]))
+        for line in lines
+    ]
+
+
+def merged(*parts: Mapping[str, Sequence[Line]]) -> dict[str, list[Line]]:
+    return {name: [line for part in parts for line in part[name]] for name in parts[0]}
+
+
+def count_text(count: int, total: int) -> str:
+    if not total:
+        return "-"
+    low, high = share_interval(count, total)
+    return f"{count} of {total} ({low:.2f} to {high:.2f})"
+
+
+def judgement(count: int, total: int, bound: float) -> str:
+    low, high = share_interval(count, total)
+    return "holds" if low >= bound else "fails" if high < bound else "undecided"
+
+
+def page_text(unseen: Sequence[Line], new: Sequence[Line]) -> str:
+    """The page: thresholds as chosen, and what they do on the runs that had no part in it."""
+    judged = judge_runs(unseen)
+    halves = {
+        half: groups_of(
+            [line for line, run in zip(unseen, judged, strict=True) if run["half"] == half],
+            [run["wrong"] for run in judged if run["half"] == half],
+        )
+        for half in "AB"
+    }
+    steps = dict(zip((line["name"] for line in new), wrong_steps(new), strict=True))
+    even, odd = (
+        groups_of(part, [steps[line["name"]] for line in part])
+        for part in ([x for x in new if x["run"]["seed"] % 2 == odd] for odd in (0, 1))
+    )
+    chosen, near = choose_rise(halves["A"]), choose_near(even)
+    bounds = {**chosen, "near": near}
+    rest, released = merged(halves["B"], odd), {"rise": verdicts.RISE, "stay": verdicts.LASTING, "near": verdicts.NEAR}
+    rows = []
+    for group, (claim, bound, about) in CLAIMS.items():
+        counts = [sum(is_right(group, line, **how) for line in rest[group]) for how in (bounds, released)]
+        total = len(rest[group])
+        cells = [claim, about, f"{bound}", count_text(counts[0], total), judgement(counts[0], total, bound)]
+        rows.append(f"| {' | '.join(cells)} | {count_text(counts[1], total)} |")
+    every = merged(halves["A"], halves["B"], even, odd)
+    others = [line for name in rest if name != STUCK for line in rest[name]]
+    alone = sum(first_named(line) == [tuple(line["planted"])] for line in rest[PLANTED])
+    return PAGE_TEXT.format(
+        rise=chosen["rise"],
+        stay=chosen["stay"],
+        near=near,
+        rows="\n".join(rows),
+        stuck=count_text(sum(verdict_of_line(line, **bounds).state == "stuck" for line in others), len(others)),
+        alone=count_text(alone, len(rest[PLANTED])),
+        survived=count_text(sum(verdict_of_line(x, **bounds).state != "healthy" for x in rest["survived"]), len(rest["survived"])),
+        states="\n".join(states_row(group, every[group], bounds) for group in every),
+        heading=" | ".join(STATES),
+        unseen=len(unseen),
+        new=len(new),
+        planned=len(planned_runs()),
+    )  # fmt: skip
+
+
+STATES = ("healthy", "stressed", "recovered", "failed", "stuck", "too short")
+
+
+def states_row(group: str, lines: Sequence[Line], bounds: Mapping[str, Any]) -> str:
+    found = [verdict_of_line(line, **bounds).state for line in lines]
+    return f"| {group} | {len(lines)} | {' | '.join(str(found.count(state)) for state in STATES)} |"
+
+
+PAGE_TEXT = """# Is the verdict of a run right?
+
+[`monitor.verdict()`](../monitor.md#the-verdict-of-a-run) and `locater doctor run/` say of a run, in three lines, whether it is healthy, which heads were under stress since when, what the loss did, and
+what to try. The [plan](run-verdicts-plan.md) was written before the {new} new runs (of {planned}); the other {unseen} are those of [early-warning-unseen](early-warning-unseen.md).
+
+Made by `make study STUDY=early_warning.run_verdicts`, which also trains the runs that [run-verdicts.jsonl](run-verdicts.jsonl) lacks.
+
+Chosen on half A of the kinds: the loss has risen where it is {rise} nats above its best for {stay} steps. Chosen on new runs of even seeds: stuck is never further than {near:.1%} below log V.
+All of this table is about the others: half B, and new runs of odd seeds.
+
+| | what is right | stated: at least | right | verdict | right with the thresholds as released |
+|---|---|---|---|---|---|
+{rows}
+
+- Called stuck, of runs that are not: {stuck}.
+- A planted head is the only one that is named first: {alone}.
+- Forced runs that the rule does not call wrong, not called healthy: {survived}.
+
+All runs, those on which thresholds were chosen among them, by their verdict:
+
+| runs | all | {heading} |
+|---|---|---|---|---|---|---|---|
+{states}
+
+Brackets are Clopper and Pearson's intervals of 95 %. These are small models; the share of runs that go wrong without a warning, and of causes, is that of the plans.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1)
     given = parser.parse_args(arguments)
     train_missing(RESULTS / LINES, given.jobs)
+    page = page_text(list(read_lines(RESULTS / UNSEEN)), list(read_lines(RESULTS / LINES)))
+    write_whole(RESULTS / PAGE, page)
+    print(page)
 
 
 if __name__ == "__main__":

@@ -103,10 +103,10 @@ def copying_results(lines: Mapping[tuple[str, int], Mapping[str, Any]]) -> Resul
     if len(seeds) < 2:
         return Results({})
     steps = {arm: [learned_at(lines[arm, s]["losses"]) or len(lines[arm, s]["losses"]) for s in seeds] for arm in ARMS}
-    ends = {arm: [fmean(lines[arm, seed]["losses"][-LAST:]) for seed in seeds] for arm in ARMS}
+    ends = {arm: [round(fmean(lines[arm, seed]["losses"][-LAST:]), 6) for seed in seeds] for arm in ARMS}
 
     def change(values: Mapping[str, Sequence[float]], arm: str) -> list[float]:
-        return [x - plain for x, plain in zip(values[arm], values["none"], strict=True)]
+        return [round(x - plain, 6) for x, plain in zip(values[arm], values["none"], strict=True)]
 
     measured = {
         "b1": by_seed(change(steps, "LocAteR, effective")),
