@@ -86,7 +86,7 @@ def test_heads_are_named_in_the_order_of_their_warnings() -> None:
 
 
 def test_heads_that_were_warned_of_after_the_rise_are_no_reason_for_it() -> None:
-    losses = [*FALLING, *[FALLING[-1] + 1] * 40]
+    losses = [*FALLING, *[FALLING[-1] + 1] * (LASTING + 5)]
     assert judged(losses, [warned(51, 1, 3)]).next == "train at a lower learning rate"
     late = judged(losses, [warned(151, 1, 3)])
     assert "since step 151, after the loss" in late.why

@@ -29,12 +29,12 @@ class Monitor(RunMonitor):
     `after_step(loss=loss)` after each step, and `detach()`.
 
     `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", "mlflow", or objects with write()
-    and close(); without any, `locater.jsonl` in the output folder of the run. `layers`, `heads` and `rows` choose a sample as in
-    `observe`. `warn_on` lists flags and comparisons as --fail-on does, such as "exploding, entropy_ratio<0.1".
-    `spectrum` adds M and the logit spread of each head's query-key map, from its weights. `passes="loss"` counts the
-    forward passes that a loss comes from: in training mode, with gradients enabled when they begin. A reference, a
-    rollout or an evaluation runs without; the log has how many were left out. `passes="all"` counts every pass in
-    training mode.
+    and close(); without any, `locater.jsonl` in the output folder of the run. `layers`, `heads` and `rows` choose a
+    sample as in `observe`. `warn_on` lists flags and comparisons as --fail-on does, such as "exploding,
+    entropy_ratio<0.1". `spectrum` adds M and the logit spread of each head's query-key map, from its weights.
+    `passes="loss"` counts the forward passes that a loss comes from: in training mode, with gradients enabled when they
+    begin. A reference, a rollout or an evaluation runs without; the log has how many were left out. `passes="all"`
+    counts every pass in training mode.
 
     A warning is a reason to look, and silence is no promise. On small runs that had no part in choosing `warn_on`, a
     warning came 10 steps or more before the loss showed the failure in 32 of 66 runs that failed (32 of 58 without

@@ -37,7 +37,6 @@ from locater.observing.observation import Observation
 from locater.observing.reduce_ranks import ranks_agree
 from locater.observing.seen_heads import accumulators, fetch_numbers
 from locater.options import parse_call
-from locater.runs.discovery_on_first_batch import discover_layers
 from locater.runs.head_table import (
     COLUMNS,
     SPECTRUM,
@@ -45,6 +44,7 @@ from locater.runs.head_table import (
     Table,
     WeightSpectra,
     add_spectra,
+    discover_layers,
     head_table,
 )
 from locater.runs.record_sinks import RecordSinks, Sink
@@ -253,15 +253,15 @@ class RunMonitor:
         """
         return verdict_of(self._course, self._warnings, self._outputs, self._observed, failure)
 
-    def _tell_verdict(self, failure: str = "") -> None:
-        """Say once on the console how the run ended, and where its log is."""
+    def _tell_verdict(self, when: str = "the run has ended", failure: str = "") -> None:
+        """Say once on the console how the run ended or that it failed, and where its log is."""
         if not self._course.count and not self._observed:
             return
         verdict = self.verdict(failure)
         if verdict.state == self._told or not is_first_rank():
             return
         self._told = verdict.state
-        text = f"step {self.step}{self._sinks.log_hint()}\n{verdict}"
+        text = f"{when}{self._sinks.log_hint()}\n{verdict}"
         if verdict.state in ("healthy", "too short"):
             print(f"locater: {text}", file=sys.stderr)
         else:
@@ -274,7 +274,7 @@ class RunMonitor:
         with contextlib.suppress(Exception):  # where the device failed, losses cannot be read from it
             self._flush(wait=True)
         with contextlib.suppress(Exception):  # nothing here may hide the error that ended the run
-            self._tell_verdict(failure)
+            self._tell_verdict(failure=failure)
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -469,7 +469,7 @@ class RunMonitor:
         lost = self._course.lost_at
         self._course.add(step, loss)
         if lost is None and self._course.lost_at is not None:
-            self._tell_verdict()
+            self._tell_verdict(f"step {step}")
 
     def _report_once(self, message: str, about: Any = None, about_heads: bool = False) -> None:
         """Log a problem of the monitor itself once per subject, since it must not end a training run. Messages about

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater import Monitor
+from locater.files import write_whole
 from locater.inputs.corpus import embedded_text
 from locater.runs import verdict as verdicts
 from locater.runs.run_log import read_run
@@ -52,7 +53,7 @@ KINDS = tuple(
     for build, rate in (("GPT2", 3e-3), ("Llama", 3e-3), ("Qwen3", 3e-3), ("OPT", 2e-3), ("GPTNeoX", 2e-3))
 )
 RISES, STAYS, NEARS = (0.2, 0.3, 0.5, 1.0), (10, 20, 30, 50), (0.005, 0.01, 0.02, 0.05)
-Line = Mapping[str, Any]
+Line = dict[str, Any]
 
 
 def planned_runs() -> list[plan.TrainingRun]:
@@ -297,7 +298,7 @@ STATES = ("healthy", "stressed", "recovered", "failed", "stuck", "too short")
 
 
 def states_row(group: str, lines: Sequence[Line], bounds: Mapping[str, Any]) -> str:
-    found = [verdict_of_line(line, **bounds).state for line in lines]
+    found: list[str] = [verdict_of_line(line, **bounds).state for line in lines]
     return f"| {group} | {len(lines)} | {' | '.join(str(found.count(state)) for state in STATES)} |"
 
 
