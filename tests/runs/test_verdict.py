@@ -79,7 +79,7 @@ def test_heads_are_named_in_the_order_of_their_warnings() -> None:
     some = [warned(51, 1, 3), warned(101, 0, 2), warned(51, 1, 0, "spread>5", controls=["SigmaReparam()"])]
     verdict = judged(FALLING, some)
     assert (verdict.state, verdict.since, verdict.heads) == ("stressed", 51, ((1, 3), (1, 0), (0, 2)))
-    assert verdict.verdict == "3 heads under stress since step 51; the loss has not suffered"
+    assert verdict.verdict == "3 heads under stress since step 51; the loss has not risen"
     assert "heads 1.3, 1.0 (exploding, spread>5) since step 51, 1 more later" in verdict.why
     assert verdict.next.endswith("train at a lower learning rate, or attach locater.SigmaReparam()")
     assert "attach" not in judged(FALLING, some[:2]).next, "nothing that was not tried on this model"

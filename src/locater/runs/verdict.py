@@ -138,7 +138,7 @@ def verdict_of(
         how = "is not finite" if not math.isfinite(course.last) else "rose"
         said = f"failed: the loss {how} since step {failed_at}"
     elif state == "stressed":
-        said = f"{count_heads(heads)} under stress since step {since}; the loss has not suffered"
+        said = f"{count_heads(heads)} under stress since step {since}; the loss has not risen"
     elif state == "stuck":
         said = f"stuck: nothing was learned in {course.count} steps"
     if failure:

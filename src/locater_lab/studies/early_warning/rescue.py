@@ -62,7 +62,7 @@ class Size:
     of_kind: int = 8
 
 
-TOY = Size(("gpt2-a", "qwen3-a"), (1.0, 30.0), 1, 4, 32, 40, 10, (5, 30), (10, 20), 2, 2)
+TOY = Size(("gpt2-a", "qwen3-a"), (1.0, 30.0), 1, 4, 32, 40, 10, (5, 35), (10, 20), 2, 2)
 
 
 def base_runs(size: Size) -> list[plan.TrainingRun]:
