@@ -11,17 +11,18 @@ from typing import Any, overload
 
 from torch import nn
 
-from locater.commands.head_differences import (
+from locater.commands.differences import (
     HeadDifference,
     Move,
     Place,
+    TensorDifference,
     head_differences,
     moved_heads,
     responses,
     same_shape,
+    tensor_differences,
 )
 from locater.commands.scanning import scan
-from locater.commands.tensor_differences import TensorDifference, tensor_differences
 from locater.defaults import LENGTH, Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError

@@ -19,9 +19,8 @@ from locater.control.locater import traces
 from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection, effective
-from locater.layers.joined_projection import JoinedProjection
 from locater.layers.norm_folding import folded
-from locater.layers.projection_with_norm import NormedProjection
+from locater.layers.projection_with_norm import JoinedProjection, NormedProjection
 
 STEPS = 100  # of Newton's method at most; without a norm on the keys the first step is exact
 

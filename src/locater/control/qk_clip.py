@@ -20,8 +20,7 @@ from locater.control.writing import check_writable, rewrite
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection
-from locater.layers.joined_projection import JoinedProjection
-from locater.layers.projection_with_norm import NormedProjection
+from locater.layers.projection_with_norm import JoinedProjection, NormedProjection
 from locater.observing.accumulate import StatisticsOptions
 from locater.observing.observation import Observation
 

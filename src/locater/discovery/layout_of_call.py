@@ -18,16 +18,15 @@ from locater.discovery.attention_site import (
     site_of,
     trace_projection,
 )
-from locater.discovery.errors import UnreadableError
 from locater.discovery.linear_per_token import TapePath, Wiring, token_rows, wiring_of
 from locater.discovery.logits import read_logits
 from locater.discovery.masks import read_mask
-from locater.discovery.norm_fit import fit_norm, unwrapped_path
+from locater.discovery.norm_and_rotary_fit import HeadRows, Rotation, fit_norm, frequencies, head_rows, unwrapped_path
 from locater.discovery.output_map import OutputMap, output_map_of
-from locater.discovery.rotary_fit import HeadRows, Rotation, frequencies, head_rows
 from locater.discovery.tape import Node, Tape
 from locater.discovery.tape.linear_maps import LinearMap
 from locater.discovery.taped_calls import TapedCall, mixed_values
+from locater.errors import UnreadableError
 from locater.layers.layer import FUNCTIONS
 from locater.layers.layout import AttentionLayout, LogitsLayout, PairTermsLayout, RotaryLayout
 from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout, VectorLayout, runs_of

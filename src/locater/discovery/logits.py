@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from locater.discovery.attention_site import AttentionSite, with_products
-from locater.discovery.errors import UnreadableError
-from locater.discovery.norm_fit import relative_difference, unwrapped_path
+from locater.discovery.norm_and_rotary_fit import relative_difference, unwrapped_path
 from locater.discovery.tape import Node, Tape
 from locater.discovery.tape.linear_maps import linear_map
 from locater.discovery.taped_calls import MASKED, arguments_of_fused
+from locater.errors import UnreadableError
 from locater.layers.layout import AlibiLayout, LogitsLayout, PairTermsLayout, SinksLayout, TableLayout
 
 CLOSE = 1e-9

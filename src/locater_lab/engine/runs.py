@@ -79,8 +79,8 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
 def image_samples(model: str, device: str) -> str:
     """A few images drawn from a model of --task diffusion, as a strip."""
     from locater_lab.engine.figures import png_strip
-    from locater_lab.models.loading import load
     from locater_lab.models.noise_and_patches import sample_images
+    from locater_lab.models.transformer import load
     from locater_lab.train.optimizer_and_learning_rate import device_of
 
     return png_strip(sample_images(load(model).to(device_of(device)), SAMPLES))

@@ -19,7 +19,7 @@ from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.bao2024 import arms, training
-from locater_lab.train.controls import parse_control
+from locater_lab.train.controls_and_conversion import parse_control
 from locater_lab.train.plan import Plan
 from tests import ROOT
 from tests.lab.made_runs import known_measurements

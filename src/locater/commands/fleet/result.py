@@ -23,10 +23,10 @@ from locater.commands.fleet.parts import (
 from locater.commands.fleet.store import Store
 from locater.defaults import LENGTH, Progress
 from locater.errors import LocaterError, first_line
-from locater.escapes import one_line
 from locater.findings import FLAGS, Condition, crossings
 from locater.results.document import Document
 from locater.results.scan import Scan
+from locater.safe_text import one_line
 
 if TYPE_CHECKING:
     import duckdb
