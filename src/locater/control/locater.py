@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -334,9 +335,9 @@ class LocAteR(Control):
             raise LocaterError(
                 f"schedule={schedule!r}: must be a function of the step, so it can be given only in Python"
             )
-        if not (0 <= shrink < math.inf and 0 <= hold < math.inf):
+        if not all(isinstance(x, Real) and 0 <= x < math.inf for x in (shrink, hold)):
             raise LocaterError(
-                f"shrink={shrink}, hold={hold}: both must be numbers from 0 on; below 0 the penalty would be a reward"
+                f"shrink={shrink!r}, hold={hold!r}: both must be numbers from 0 on; below 0 they would reward"
             )
         if not (isinstance(limit, int | float) and 0 <= limit < math.inf):
             raise LocaterError(f"limit={limit!r}: must be a number from 0 on, the V that is not penalised")

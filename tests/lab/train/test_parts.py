@@ -357,7 +357,7 @@ def test_controls_by_name() -> None:
         ("locater(target=2", "write it as"),
         ("", "write it as"),
         ("os.system('x')", "write it as"),
-        ("locater(shrink='a')", "--control locater(shrink='a'): not supported between"),
+        ("locater(shrink='a')", "shrink='a', hold=0.01: both must be numbers from 0 on"),
         ("locater(part=half)", "choose symmetric or full"),
         ("locater(layers=2)", "layers=2: give a list of numbers, such as [0, 2]"),
         ("locater(target=[1])", "target=[1]: must be a number, or free"),
