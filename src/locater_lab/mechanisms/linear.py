@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 from torch.nn import functional
 
 from locater.errors import LocaterError
@@ -262,9 +261,9 @@ def _normalize_sequence(x: Tensor, real: Tensor | None) -> Tensor:
 # ---- The gradient of an operation ----
 
 
-def register_gradient(operation: CustomOpDef, gradient: CustomOpDef) -> None:
+def register_gradient(operation: Any, gradient: Any) -> None:
     """Say that operation(q, k, v, keys, *numbers) -> (out, *kept) has gradient(q, k, v, out, *kept, grad, keys,
-    *numbers) -> (dq, dk, dv).
+    *numbers) -> (dq, dk, dv); both are results of `torch.library.custom_op`.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

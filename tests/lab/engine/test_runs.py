@@ -126,10 +126,10 @@ def test_a_run_that_breaks_stops_no_other_and_is_told(tmp_path: Path) -> None:
 PROCESSES = """
 import os
 from concurrent.futures import ProcessPoolExecutor
-from locater_lab.engine.runs import _set_token_folder, _processes
+from locater_lab.engine.runs import _set_token_folder, process_context
 from locater_lab.data.tokens import TOKENS_FOLDER
 for folder in ("first", "second"):
-    with ProcessPoolExecutor(1, _processes(), _set_token_folder, (folder,)) as pool:
+    with ProcessPoolExecutor(1, process_context(), _set_token_folder, (folder,)) as pool:
         assert pool.submit(os.getenv, TOKENS_FOLDER).result() == folder
         assert pool.submit(eval, "'torch._dynamo' in __import__('sys').modules").result()
         assert not pool.submit(eval, "__import__('torch').cuda.is_initialized()").result(), "it could not be forked"

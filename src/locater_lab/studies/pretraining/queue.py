@@ -18,7 +18,6 @@ import hashlib
 import io
 import json
 import lzma
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -41,7 +40,7 @@ import locater
 from locater.errors import LocaterError, first_line
 from locater.files import write_whole
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import SOURCES, Row, Runs, code_of_tree, with_data_folder
+from locater_lab.engine.runs import SOURCES, Row, Runs, code_of_tree, process_context, with_data_folder
 from locater_lab.studies.pretraining import plan as plans
 from locater_lab.studies.pretraining.plan import BASES, STAGES, STREAM, Bases
 from locater_lab.train.measures import SINK
@@ -147,7 +146,7 @@ def train(held: Mapping[str, Any], data: str, on_progress: Callable[[dict[str, A
 
     plan = Plan.from_dict(held)
     if plan.compile:  # as in a new process: what ran here before must not decide which kernels are used
-        torch._dynamo.reset()
+        torch.compiler.reset()
     folder, began = Path(tempfile.mkdtemp(prefix="locater-run-")), time.monotonic()
     try:
         result = run(with_data_folder(plan, Path(data), folder), on_progress or (lambda event: None))
@@ -269,15 +268,6 @@ class _Here:
 def pool_of(jobs: int) -> Any:
     """Processes for so many runs at a time; for one, this process."""
     return _Here() if jobs == 1 else ProcessPoolExecutor(jobs, process_context(), prepare_process)
-
-
-def process_context() -> Any:
-    """New processes that CUDA can be used in, with what they need imported where there is a server for it."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "locater_lab.train.loop", "locater_lab.engine.runs"])
-    return context
 
 
 def prepare_process() -> None:
