@@ -19,7 +19,7 @@ from locater.commands.differences import (
     head_differences,
     moved_heads,
     responses,
-    same_shape,
+    same_head_shapes,
     tensor_differences,
 )
 from locater.commands.scanning import scan
@@ -224,7 +224,7 @@ def _differences(
     base: dict[int, AttentionLayer], other: dict[int, AttentionLayer], raw: bool
 ) -> dict[Place, HeadDifference] | None:
     """Those of all heads; None where the shapes of two layers differ."""
-    if not all(same_shape(layer, other[number]) for number, layer in base.items()):
+    if not all(same_head_shapes(layer, other[number]) for number, layer in base.items()):
         return None
     return {
         (number, head): row

@@ -189,7 +189,7 @@ class HeadDifference(NamedTuple):
         return max((x for x in self if x is not None), default=None)
 
 
-def same_shape(base: AttentionLayer, other: AttentionLayer) -> bool:
+def same_head_shapes(base: AttentionLayer, other: AttentionLayer) -> bool:
     """Whether the heads of two layers can be subtracted."""
     shapes = [(x.kind, x.heads, x.kv_heads, x.head_dim, x.query.shape, x.key.shape) for x in (base, other)]
     return shapes[0] == shapes[1]
@@ -206,7 +206,7 @@ def head_differences(base: AttentionLayer, other: AttentionLayer, raw: bool = Fa
     >>> head_differences(layer(1), layer(3))
     [HeadDifference(qk=2.0, qk_rotated=None, ov=None)]
     """
-    assert same_shape(base, other), "heads of other shapes have no difference"
+    assert same_head_shapes(base, other), "heads of other shapes have no difference"
     with one_thread():
         logits = [row for pair in _head_blocks(base, other) for row in _logit_differences(*pair, raw)]
         written = _written_differences(base, other, raw)

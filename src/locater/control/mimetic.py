@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, self_layers
 from locater.control.locater import traces
-from locater.control.writing import check_writable, rewrite
+from locater.control.writing import check_weights_writable, rewrite
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection, effective
 from locater.layers.norm_folding import folded
@@ -50,7 +50,7 @@ class Mimetic(Control):
         layers = self_layers(model, self.layers)
         with torch.no_grad():
             for layer in layers:
-                check_writable(model, layer.name, _stored_map(layer.key, layer.name))
+                check_weights_writable(model, layer.name, _stored_map(layer.key, layer.name))
             return [(layer, self._key(layer)) for layer in layers]
 
     def _attach(self, model: nn.Module) -> None:

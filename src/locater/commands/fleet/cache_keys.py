@@ -33,7 +33,7 @@ UNRELATED = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScanSettings:
     """How every checkpoint of a fleet is scanned."""
 
     length: int = LENGTH
@@ -54,7 +54,7 @@ class Job:
     run: str | None
     step: int | None
     identity: str
-    settings: Settings
+    settings: ScanSettings
     reader: str  # the version of the code that reads
     piece: tuple[int, int] | None = None
     seconds: float = 0.0  # about how long it takes; decides only the order
@@ -74,7 +74,7 @@ Task = tuple[Job, ...]  # jobs that one worker does in a row
 
 
 @cache
-def key_of(source: str, identity: str, settings: Settings, reader: str) -> str:
+def key_of(source: str, identity: str, settings: ScanSettings, reader: str) -> str:
     text = json.dumps([source, identity, asdict(settings), reader], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
