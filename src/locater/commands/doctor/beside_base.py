@@ -662,11 +662,13 @@ def _leftovers(beside: Beside) -> None:
         _low_rank(beside, low)
         beside.explain([pair.name for pair in left], "low-rank")
         return
-    file = _one_file(beside, left)
-    if file and all(pair.rank is None for pair in maps):
-        words = f"comes from another checkpoint: all its maps differ ({len(left)} tensors), and none outside of it"
+    files = _whole_files(beside, left)
+    if files and all(pair.rank is None for pair in maps):
+        words = f"{'comes' if len(files) == 1 else 'come'} from another checkpoint: all maps in there differ "
+        words += f"({len(left)} tensors), and none elsewhere"
         difference = round(median(pair.difference for pair in maps or left), 4)
-        beside.found.append(finding("another-step", file, words, tensors=len(left), difference=difference))
+        where = files[0] if len(files) == 1 else f"{len(files)} shards: {', '.join(files[:2])}"
+        beside.found.append(finding("another-step", where, words, tensors=len(left), difference=difference))
         return
     _vocabulary(beside, maps)
     left, maps = beside.left(), [pair for pair in beside.left() if pair.is_map]
@@ -713,15 +715,24 @@ EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "em
 def _vocabulary(beside: Beside, maps: list[Pair]) -> None:
     """Embeddings that have no relation to the base's, while the rest has: those of another model, or tokenizer."""
     for pair in maps:
-        if not pair.name.endswith(EMBEDDINGS) or pair.cosine >= NO_RELATION:
+        if not pair.name.endswith(EMBEDDINGS):
             continue
-        assert pair.facts is not None
-        assert pair.base_facts is not None
-        moved = math.isclose(pair.facts.rms, pair.base_facts.rms, rel_tol=1e-6)
+        moved = _other_order(pair)
+        if not moved and pair.cosine >= NO_RELATION:
+            continue
         words = "has the rows of BASE in another order: the vocabulary of another tokenizer"
         words = words if moved else f"has no relation to BASE's (cosine {pair.cosine:.2f}): embeddings of another model"
         beside.found.append(finding("another-model", pair.name, words, cosine=round(pair.cosine, 4), moved=moved))
         beside.explain([pair.name], "another-model")
+
+
+def _other_order(pair: Pair) -> bool:
+    """Whether a tensor has the base's numbers in other places."""
+    a, b = pair.facts, pair.base_facts
+    if a is None or b is None or pair.difference < STRUCTURE or (a.least, a.most) != (b.least, b.most):
+        return False
+    same = math.isclose(a.rms, b.rms, rel_tol=1e-6) and math.isclose(a.row_ratio, b.row_ratio, rel_tol=1e-5)
+    return same and math.isclose(a.mean, b.mean, rel_tol=1e-6, abs_tol=1e-6 * b.rms)
 
 
 def _untied(beside: Beside) -> None:
@@ -797,16 +808,15 @@ def _low_rank(beside: Beside, low: list[Pair]) -> None:
     beside.found.append(finding("low-rank", tensors_words([pair.name for pair in low]), words, **evidence))
 
 
-def _one_file(beside: Beside, left: list[Pair]) -> str:
-    """The file that holds all tensors that differ, and no map that does not; empty where there is none."""
-    files = {fact.file for fact in beside.paired.own.facts.values()}
-    changed = {pair.facts.file for pair in left if pair.facts is not None}
-    if len(files) < 2 or len(changed) != 1:
-        return ""
-    (file,) = changed
-    inside = [x for x in beside.pairs.values() if x.is_map and x.facts is not None and x.facts.file == file]
-    maps = [pair for pair in left if pair.is_map]
-    return file if len(maps) >= 0.9 * len(inside) and len(inside) > 2 else ""
+def _whole_files(beside: Beside, left: list[Pair]) -> list[str]:
+    """The files that hold all maps that differ, and none that does not; empty where there are no such files."""
+    maps: dict[str, list[Pair]] = {}
+    for pair in beside.pairs.values():
+        if pair.is_map and pair.facts is not None:
+            maps.setdefault(pair.facts.file, []).append(pair)
+    changed = sorted({pair.facts.file for pair in left if pair.facts is not None})
+    whole = all(len(maps.get(x, ())) > 2 and sum(p in left for p in maps[x]) >= 0.9 * len(maps[x]) for x in changed)
+    return changed if whole and len(changed) < len(maps) else []
 
 
 def _agreement(beside: Beside) -> None:
@@ -823,6 +833,10 @@ def _agreement(beside: Beside) -> None:
         return
     rounded = [pair for pair in pairs if pair.rounded or not pair.same_dtype]
     most = max(pair.difference for pair in pairs)
-    kinds = sorted({f"{x.base_facts.dtype} to {x.facts.dtype}" for x in rounded if x.facts and x.base_facts})
+    kinds = sorted({_cast_words(x.base_facts.dtype, x.facts.dtype) for x in rounded if x.facts and x.base_facts})
     words = f"differs by rounding alone ({', '.join(kinds[:3])}): at most {most:.2g} of the norm of a tensor"
     beside.found.append(finding("dtype", "the model", words, difference=most, tensors=len(rounded)))
+
+
+def _cast_words(before: str, after: str) -> str:
+    return f"{before} to {after}" if before != after else f"to 16 bits, stored as {after}"

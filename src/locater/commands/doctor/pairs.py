@@ -73,7 +73,7 @@ class Pair:
     kurtosis: float = 0.0  # of D in groups, summed over them: 1.8 for rounding to steps, 2.8 for normal numbers
     facts: Facts | None = None
     base_facts: Facts | None = None
-    same_levels: bool = True
+    cast: bool = True  # every number is the base's, rounded to 16 bits, whatever type it is stored in now
     expected_dot: float = 0.0  # <D, E> with E what the adapter adds
     expected: float = 0.0  # |E|
     of_adapter: bool = False
@@ -104,12 +104,14 @@ class Pair:
         """What a cast between the two dtypes may change."""
         assert self.facts is not None
         assert self.base_facts is not None
+        if self.cast:
+            return ROUNDING["bfloat16"]
         return max(ROUNDING.get(x.dtype, 0.0) for x in (self.facts, self.base_facts))
 
     @property
     def rounded(self) -> bool:
         """Whether a cast explains D."""
-        return not self.equal and not self.same_dtype and self.difference <= self.rounding
+        return not self.equal and (self.cast or not self.same_dtype) and self.difference <= self.rounding
 
     @property
     def changed(self) -> bool:
@@ -207,6 +209,7 @@ class Differ:
         pair.equal = False
         d = x - b
         delta, base = _square(d), _square(b)
+        pair.cast &= pair.same_dtype and delta <= ROUNDING["bfloat16"] ** 2 * base and _is_cast(x, b)
         sums["base"] += base
         sums["delta"] += delta
         sums["dot"] += float((x * b).sum(dtype=torch.float64))
@@ -216,7 +219,7 @@ class Differ:
             sums["ed"] += float((d * expected).sum(dtype=torch.float64))
         self.dtypes |= {str(t.dtype).removeprefix("torch.") for t in (stored, base_stored)}
         limit = max(ROUNDING.get(str(t.dtype).removeprefix("torch."), 0.0) for t in (stored, base_stored))
-        if not pair.same_dtype and delta <= (limit**2) * base:
+        if pair.cast or (not pair.same_dtype and delta <= (limit**2) * base):
             return
         if self.gram is not None:
             y = (d.float() @ probes(self.width, self.count)).double()
@@ -278,6 +281,11 @@ def low_rank(values: Tensor, most: int, noise: float = 0.0) -> int | None:
     rank = first + int(gaps[first : first + WINDOW].argmax()) + 1  # where the gap is, near where the noise begins
     known = rank <= min(HIGHEST_RANK, max(1, most // 2)) and float(gaps[rank - 1]) >= 2 and float(tails[rank]) < 0.2
     return rank if known else None
+
+
+def _is_cast(x: Tensor, b: Tensor) -> bool:
+    """Whether one is the other, rounded to a type of 16 bits: what float32 keeps of it."""
+    return any(torch.equal(u, v.to(t).to(v)) for t in (torch.float16, torch.bfloat16) for u, v in ((x, b), (b, x)))
 
 
 def _square(x: Tensor) -> float:

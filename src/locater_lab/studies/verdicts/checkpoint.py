@@ -25,6 +25,7 @@ from locater.layers.map_layouts import MapLayout, NormLayout, numbers_in
 from locater.sources.open_source import open_source
 from locater.sources.weights import DictWeights
 
+SHARDS = 3
 Part = Literal["query", "key", "value", "out"]
 
 
@@ -92,6 +93,10 @@ class Checkpoint:
     def in_block(self, layer: int) -> list[str]:
         """The names of the tensors of a block."""
         return [name for name in self.tensors if name.startswith(self.blocks[layer])]
+
+    def shard_of(self, layer: int) -> int:
+        """The shard that a block is written to, where there are several."""
+        return layer * SHARDS // len(self.stack)
 
     def changed(self, base: Checkpoint) -> list[str]:
         """Tensors that are not those of the base: planted, lost, or new."""
