@@ -12,7 +12,7 @@ import torch
 
 from locater_lab.studies.verdicts import planting as p
 from locater_lab.studies.verdicts import writing as w
-from locater_lab.studies.verdicts.adapters import LoraAdapter
+from locater_lab.studies.verdicts.checkpoint import LoraAdapter
 
 GROUPS = ("values", "one head", "layers", "conversion", "merging", "quantisation", "files", "another model")
 CAUSES = (

@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from locater_lab.studies.verdicts.adapters import LoraAdapter
 from locater_lab.studies.verdicts.checkpoint import (
     Checkpoint,
+    LoraAdapter,
     NotHereError,
     Part,
     Place,
