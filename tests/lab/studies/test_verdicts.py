@@ -21,7 +21,15 @@ from locater.errors import LocaterError
 from locater.sources.open_source import open_source
 from locater_lab.studies.flags import wilson
 from locater_lab.studies.verdicts import bench, commands, models, page, writing
-from locater_lab.studies.verdicts.checkpoint import ALPHA, RANK, Checkpoint, LoraAdapter, NotHereError, Place, adapter_for
+from locater_lab.studies.verdicts.checkpoint import (
+    ALPHA,
+    RANK,
+    Checkpoint,
+    LoraAdapter,
+    NotHereError,
+    Place,
+    adapter_for,
+)
 from locater_lab.studies.verdicts.faults import CAUSES, GROUPS, NEUTRAL, Fault, faults
 from tests import ROOT
 

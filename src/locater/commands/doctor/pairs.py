@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from locater.commands.doctor.heads import LayerHeads
+from locater.commands.doctor.places import layers_words
 from locater.commands.doctor.reading import (
     Examined,
     Model,
@@ -35,6 +36,7 @@ from locater.commands.doctor.tensors import (
     probes,
 )
 from locater.errors import DamagedError, LocaterError
+from locater.findings.causes import Finding
 from locater.sources.adapter_folder import AdaptedWeights
 
 RANK_PROBES = 80  # random vectors that D is met by: ranks up to 64 show
@@ -43,6 +45,7 @@ WINDOW = 8  # directions among which the last of a low rank is looked for
 # mean square of the error of rounding to a dtype, as a share of the mean square of the numbers
 ROUNDING_NOISE = {"bfloat16": 2.4e-6, "float16": 4e-8}
 ROUNDING = {"float64": 1e-12, "float32": 2e-6, "float16": 1.5e-3, "bfloat16": 6e-3, "float8_e4m3fn": 0.06}
+TRAINED = 0.9  # cosine above which one map was trained from another
 STRUCTURE = 0.02  # what a reordered or scaled map may differ by: rounding, and no training
 MANY_ROWS = 65_536
 
@@ -440,3 +443,29 @@ def by_place(pairs: Mapping[str, Pair]) -> dict[tuple[str, int], list[Pair]]:
         if place.layer is not None:
             places.setdefault((place.stack, place.layer), []).append(pair)
     return places
+
+
+@dataclass
+class Beside:
+    """Findings as they are made, and the tensors that they explain."""
+
+    paired: Paired
+    found: list[Finding] = field(default_factory=list)
+    renamed: bool = False  # tensors have other names than in the base
+
+    @property
+    def pairs(self) -> Mapping[str, Pair]:
+        return self.paired.pairs
+
+    def left(self) -> list[Pair]:
+        """Tensors that changed for no cause named yet."""
+        return [pair for pair in self.pairs.values() if pair.changed and not pair.explained]
+
+    def explain(self, names: Iterable[str], cause: str) -> None:
+        for name in names:
+            if name in self.pairs and self.pairs[name].changed:
+                self.pairs[name].explained = self.pairs[name].explained or cause
+
+    def layers_words(self, layers: Iterable[int]) -> str:
+        known = [place_of(name).layer for name in self.pairs]
+        return layers_words("", sorted(set(layers)), of=len({x for x in known if x is not None}))
