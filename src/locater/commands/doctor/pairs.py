@@ -48,6 +48,7 @@ ROUNDING = {"float64": 1e-12, "float32": 2e-6, "float16": 1.5e-3, "bfloat16": 6e
 TRAINED = 0.9  # cosine above which one map was trained from another
 STRUCTURE = 0.02  # what a reordered or scaled map may differ by: rounding, and no training
 MANY_ROWS = 65_536
+BLOCK_START = 4096  # numbers
 
 
 @dataclass
@@ -199,7 +200,9 @@ class Differ:
         pair, sums = self.pair, self._sums
         pair.same_dtype = stored.dtype == base_stored.dtype
         x, b = (x, b) if x.dtype == b.dtype else (x.double(), b.double())
-        same = torch.equal(stored, base_stored) if pair.same_dtype else torch.equal(x, b)
+        one, two = (stored, base_stored) if pair.same_dtype else (x, b)
+        first = [t.reshape(-1)[:BLOCK_START] for t in (one, two)]  # most that differ do so here
+        same = torch.equal(*first) and torch.equal(one, two)
         own_square = _square(x)
         sums["own"] += own_square
         if same:
@@ -215,11 +218,11 @@ class Differ:
         pair.cast &= pair.same_dtype and delta <= ROUNDING["bfloat16"] ** 2 * base and _is_cast(x, b)
         sums["base"] += base
         sums["delta"] += delta
-        sums["dot"] += float((x * b).sum(dtype=torch.float64))
-        pair.delta_sum += float(d.sum(dtype=torch.float64))
+        sums["dot"] += _dot(x, b)
+        pair.delta_sum += float(d.sum(1).sum(dtype=torch.float64))
         if expected is not None:
             sums["ee"] += _square(expected)
-            sums["ed"] += float((d * expected).sum(dtype=torch.float64))
+            sums["ed"] += _dot(d, expected)
         self.dtypes |= {str(t.dtype).removeprefix("torch.") for t in (stored, base_stored)}
         limit = max(ROUNDING.get(str(t.dtype).removeprefix("torch."), 0.0) for t in (stored, base_stored))
         if pair.cast or (not pair.same_dtype and delta <= (limit**2) * base):
@@ -228,26 +231,29 @@ class Differ:
             y = (d.float() @ probes(self.width, self.count)).double()
             self.gram += y.mT @ y
         if self.width >= GROUP:
-            self._look_at_groups(x, b, d)
+            self._look_at_groups(b, d)
 
-    def _look_at_groups(self, x: Tensor, b: Tensor, d: Tensor) -> None:
+    def _look_at_groups(self, b: Tensor, d: Tensor) -> None:
+        """Each group of numbers by its sums: of b, of d = x - b, and of the products of both."""
         pair, cut = self.pair, self.width // GROUP * GROUP
-        x, b, d = (t[:, :cut].reshape(-1, GROUP) for t in (x, b, d))
-        bb, xx, xb, dd = b.square().sum(1), x.square().sum(1), (x * b).sum(1), d.square().sum(1)
+        b, d = (t[:, :cut].reshape(-1, GROUP) for t in (b, d))
+        ones = torch.ones(GROUP, dtype=d.dtype)
+        squares = d.square()
+        bb, db, dd = b.square() @ ones, (d * b) @ ones, squares @ ones
         tiny = 1e-30
-        factor = xb / bb.clamp_min(tiny)
-        beside = (xx - xb.square() / bb.clamp_min(tiny)).clamp_min(0) / xx.clamp_min(tiny)
-        odd = ((factor - 1).abs() > 0.12) & (beside < 0.05) & (bb > 0)
-        shifted = (d.mean(1).square() * GROUP > 0.85 * dd) & (dd > 0.1 * bb)
+        factor_less_1 = db / bb.clamp_min(tiny)
+        xx = (bb + 2 * db + dd).clamp_min(tiny)
+        beside = (dd - db * factor_less_1).clamp_min(0) / xx
+        odd = (factor_less_1.abs() > 0.12) & (beside < 0.05) & (bb > 0)
+        shifted = ((d @ ones).square() > 0.85 * GROUP * dd) & (dd > 0.1 * bb)
         shifted &= ~odd
-        pair.groups += len(x)
+        pair.groups += len(d)
         pair.odd_groups += int(odd.sum())
         pair.shifted_groups += int(shifted.sum())
         pair.odd_delta += float(dd[odd].sum(dtype=torch.float64))
         pair.shifted_delta += float(dd[shifted].sum(dtype=torch.float64))
-        some = dd > 0
-        pair.changed_groups += int(some.sum())
-        fourth = d[some].square().square().mean(1) / (dd[some] / GROUP).square()
+        pair.changed_groups += int((dd > 0).sum())
+        fourth = GROUP * (squares.square_() @ ones) / dd.square()  # where nothing changed it is NaN
         pair.kurtosis += float(fourth.nan_to_num(0.0, 0.0, 0.0).sum(dtype=torch.float64))
 
     def done(self) -> None:
@@ -291,9 +297,14 @@ def _is_cast(x: Tensor, b: Tensor) -> bool:
     return any(torch.equal(u, v.to(t).to(v)) for t in (torch.float16, torch.bfloat16) for u, v in ((x, b), (b, x)))
 
 
+def _dot(x: Tensor, y: Tensor) -> float:
+    """The inner product, by rows: a sum over a whole block would round more."""
+    rows = torch.linalg.vecdot(x, y) if x is not y else torch.linalg.vector_norm(x, dim=1).square()
+    return float(rows.sum(dtype=torch.float64))
+
+
 def _square(x: Tensor) -> float:
-    flat = x.reshape(-1)
-    return float(torch.dot(flat, flat)) if x.dtype == torch.float64 else float(x.square().sum(dtype=torch.float64))
+    return _dot(x, x)
 
 
 def examine_pair(
