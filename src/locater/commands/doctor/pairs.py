@@ -5,9 +5,10 @@ D is the difference W - B of a tensor W of the model and B of the base.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from locater.commands.doctor.tensors import (
     Reader,
     as_matrix,
     blocks,
+    file_of,
     place_of,
     probes,
 )
@@ -195,14 +197,14 @@ class Differ:
         self.dtypes: set[str] = set()
         self._sums = dict.fromkeys(("dot", "own", "base", "delta", "ed", "ee"), 0.0)
 
-    def add(self, stored: Tensor, base_stored: Tensor, x: Tensor, b: Tensor, expected: Tensor | None) -> None:
+    def add(
+        self, stored: Tensor, base_stored: Tensor, x: Tensor, b: Tensor, same: bool, expected: Tensor | None
+    ) -> None:
         """Rows of both as they are stored, and as float matrices; and what the adapter adds to them."""
         pair, sums = self.pair, self._sums
         pair.same_dtype = stored.dtype == base_stored.dtype
         x, b = (x, b) if x.dtype == b.dtype else (x.double(), b.double())
-        one, two = (stored, base_stored) if pair.same_dtype else (x, b)
-        first = [t.reshape(-1)[:BLOCK_START] for t in (one, two)]  # most that differ do so here
-        same = torch.equal(*first) and torch.equal(one, two)
+        same = same or (not pair.same_dtype and torch.equal(x, b))
         own_square = _square(x)
         sums["own"] += own_square
         if same:
@@ -355,28 +357,36 @@ def _alone(model: Model, read: Reader, name: str) -> Facts:
     return collector.done()[0]
 
 
+def _same(stored: Tensor, base_stored: Tensor) -> bool:
+    """Whether two blocks have the same numbers in the same type."""
+    if stored.dtype != base_stored.dtype:
+        return False
+    first = [x.reshape(-1)[:BLOCK_START] for x in (stored, base_stored)]  # most that differ do so here
+    return torch.equal(*first) and torch.equal(stored, base_stored)
+
+
 def _read_pair(result: Paired, own: tuple[str, Reader], base: tuple[str, Reader], extra: Reader | None) -> None:
     (name, read), (other, base_read) = own, base
-    one, two = Collector(result.own.model.weights, name), Collector(result.base.model.weights, other)
-    shape, base_shape = one.facts.shape, two.facts.shape
-    pair = Pair(name, other, numbers=one.facts.numbers, of_adapter=extra is not None)
+    weights, base_weights = result.own.model.weights, result.base.model.weights
+    shape, base_shape = weights.shape(name), base_weights.shape(other)
+    pair = Pair(name, other, numbers=math.prod(shape), of_adapter=extra is not None)
     if shape != base_shape:
         pair.equal, pair.other_shape = False, True
-        for collector, reader, weights, key in (
-            (one, read, result.own.model.weights, name),
-            (two, base_read, result.base.model.weights, other),
-        ):
-            for start, stop in blocks(weights, key):
-                collector.add(start, reader(start, stop))
+        pair.facts, pair.base_facts = _alone(result.own.model, read, name), _alone(result.base.model, base_read, other)
     else:
+        one, two = Collector(weights, name), None  # of the base there is one from the first block that differs
         differ = Differ(pair, shape)
-        for start, stop in blocks(result.own.model.weights, name):
+        for start, stop in blocks(weights, name):
             stored, base_stored = read(start, stop), base_read(start, stop)
-            x, b = one.add(start, stored), two.add(start, base_stored)
+            same = _same(stored, base_stored)
+            two = copy.deepcopy(one) if two is None and not same else two
+            x = one.add(start, stored)
+            b = x if two is None else two.add(start, base_stored)
             expected = None if extra is None else as_matrix(extra(start, stop)) - b
-            differ.add(stored, base_stored, x, b, expected)
-    pair.facts, pair.base_facts = one.done()[0], two.done()[0]
-    if shape == base_shape:
+            differ.add(stored, base_stored, x, b, same, expected)
+        pair.facts = one.done()[0]
+        facts = pair.facts if two is None else two.done()[0]
+        pair.base_facts = replace(facts, name=other, file=file_of(base_weights, other))
         differ.done()
     result.pairs[name] = pair
     result.own.facts[name], result.base.facts[other] = pair.facts, pair.base_facts
