@@ -182,11 +182,13 @@ class Bench:
         return path
 
     def can_answer(self, call: str, fault: Fault) -> bool:
-        """Whether a call can be made: adapters belong to merging, and a probe needs a folder that runs, and few heads."""
+        """Whether a call can know: merging needs the adapter, and a probe a folder that runs, and few heads."""
         if call.startswith("doctor") and not hasattr(locater, "doctor"):
             return False
         if call == "doctor --adapter":
             return self.adapter is not None and (fault.with_adapter or fault.name == "merged-once")
+        if fault.with_adapter:
+            return False
         if call != "probe":
             return True
         few = sum(layer.heads for layer in self.base.stack) <= commands.PROBED
