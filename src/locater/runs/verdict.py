@@ -22,7 +22,7 @@ from locater.runs.run_log import Run
 from locater.version import SCHEMA, __version__
 
 SMOOTH = 5  # losses in a mean
-RISE, LASTING = 0.5, 50  # nats above its best, steps in a row: the loss has risen
+RISE, LASTING = 0.5, 30  # nats above its best, steps in a row: the loss has risen
 NEAR = 0.02  # of log V: a loss that never was further below it has learned nothing
 SHORTEST = 30  # steps with a known loss, below which a loss that does not rise says nothing yet
 NAMED = 6  # heads in a line
