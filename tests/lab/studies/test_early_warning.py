@@ -17,7 +17,7 @@ from scipy import stats
 import locater
 from locater import Monitor
 from locater_lab.studies import early_warning
-from locater_lab.studies.early_warning import first_runs, plan, rescue, run_verdicts, training
+from locater_lab.studies.early_warning import first_runs, plan, rescue, rescue_judging, run_verdicts, training
 from locater_lab.studies.early_warning import judging as judge
 
 ROOT = Path(__file__).parents[3]
@@ -290,3 +290,69 @@ def test_states_are_chosen_by_sort_and_kind() -> None:
     assert sum(counts.values()) == 20
     assert set(counts) == {"a alarmed", "b alarmed", "a quiet", "b quiet"}
     assert max(counts.values()) <= 6
+
+
+CALM = [3.0] * 100
+RISEN = [3.0] * 60 + [4.0] * 40
+
+
+def trial(saving: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Forty alarmed runs that rise from step 60 on, and one arm that stops it, beside ten ordinary runs."""
+    warning = [{"step": 31, "flag": "exploding", "layer": 0, "head": 0, "value": 300.0}]
+    shared = {
+        "norms": [1.0] * 100,
+        "rivals": [[1, 1.0, 0.1]],
+        "observed": [[1, 0, 10.0, 1.0, 0.5], [91, 0, 90.0, 1.0, 0.5]],
+    }
+    usual = {"run": {"kind": "a", "rate": 1.0, "cause": ""}, "losses": CALM, "warnings": [], **shared}
+    hot = {"run": {"kind": "a", "rate": 4.0, "cause": "rate"}, "losses": RISEN, "warnings": warning, **shared}
+    base = [{"name": f"usual {i}", **usual} for i in range(10)] + [{"name": f"hot {i}", **hot} for i in range(40)]
+    branches = [
+        {
+            "name": f"hot {i}",
+            "sort": "alarmed",
+            "step": 31,
+            "arm": arm,
+            "losses": (CALM if arm == saving else RISEN)[31:],
+        }
+        for i in range(40)
+        for arm in rescue.ARMS
+    ]
+    quiet = [
+        {"name": f"usual {i}", "sort": "quiet", "step": 31, "arm": "nothing", "losses": CALM[31:]} for i in range(10)
+    ]
+    return base, branches + quiet
+
+
+def test_an_arm_that_saves_is_found_and_one_that_does_not_is_not() -> None:
+    found = rescue_judging.judge_trial(*trial("named"))
+    assert found["r1"] is not None
+    assert (found["r1"].value, found["r1"].numbers) == (1.0, {"states": 40, "saved": 40, "lost": 0})
+    assert found["r2"] is not None
+    assert found["r2"].value == 1.0
+    layer = rescue_judging.judge_trial(*trial("layer"))
+    assert layer["r1"] is not None
+    assert layer["r3"] is not None
+    assert (layer["r1"].value, layer["r1"].p, layer["r3"].value) == (0.0, 1.0, 1.0)
+
+
+def test_states_too_few_are_not_judged_and_those_that_had_failed_are_none() -> None:
+    base, branches = trial("named")
+    few = [branch for branch in branches if int(branch["name"].split()[1]) < 5]
+    assert rescue_judging.judge_trial(base, few)["r1"] is None
+    late = [{**branch, "step": 95} for branch in branches]
+    assert [s["sort"] for s in rescue_judging.states_of(base, late)] == ["quiet"] * 10
+
+
+def test_signals_are_compared_at_the_false_alarms_of_the_released_rule() -> None:
+    base, branches = trial("named")
+    found = rescue_judging.judge_trial(base, branches)["r7"]
+    assert found is not None
+    assert found.value == 1.0, "the largest logit of hot runs is that of ordinary ones, and no ordinary run may alarm"
+    assert rescue_judging.bound_for(rescue_judging.SIGNALS["largest logit"], base[:10], 0) == 90.0
+
+
+def test_fisher_is_that_of_scipy() -> None:
+    for a, of_a, b, of_b in ((8, 10, 1, 10), (3, 7, 5, 9), (0, 5, 5, 5)):
+        expected = stats.fisher_exact([[a, of_a - a], [b, of_b - b]]).pvalue
+        assert rescue_judging.fisher(a, of_a, b, of_b) == pytest.approx(expected)

@@ -3,7 +3,8 @@
     make study STUDY='early_warning.rescue --text articles.txt.xz --states FOLDER --jobs 14'
 
 Base runs write a state at their first warning, or at a drawn step before any; from each state every branch changes one
-thing and goes on. `--toy` does it at toy size on a CPU. What follows from the lines is in rescue_judging.py.
+thing and goes on. `--toy` does it at toy size on a CPU, into --out. rescue_judging.py judges the lines, and the claims
+are printed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection
 from locater_lab.studies.early_warning import plan, training
+from locater_lab.studies.early_warning.rescue_judging import CLAIMS, judge_trial
 from locater_lab.train.sweep import append_line, read_lines
 
 RESULTS = Path("docs/results")  # from the root of the repository, where make runs
@@ -210,7 +212,7 @@ def train_base(run: plan.TrainingRun, tokens: Path, states: Path, device: str, s
     monitor.detach()
     return {
         "name": run.name,
-        "run": asdict(replace(run, clip=run.clip)),
+        "run": asdict(run),
         "state": sort,
         "losses": [round(x, 3) if math.isfinite(x) else None for x in losses],
         "norms": [round(x, 3) if math.isfinite(x) else None for x in norms],
@@ -398,6 +400,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         states = given.states or Path(folder)
         states.mkdir(parents=True, exist_ok=True)
         run_trial(given.out, Path(folder), states, TOY if given.toy else Size(), given.jobs)
+    found = judge_trial(list(read_lines(given.out / BASE)), list(read_lines(given.out / BRANCHES)))
+    for claim in CLAIMS:
+        m = found[claim.id]
+        measured = "too little to judge" if m is None else f"{m.value:+.3f} ± {m.spread:.3f}, p {m.p}, {m.numbers}"
+        print(f"{claim.id}  {claim.says}: {measured} ({claim.relation} {claim.stated:g})")
 
 
 if __name__ == "__main__":
