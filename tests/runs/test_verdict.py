@@ -75,6 +75,13 @@ def test_a_loss_that_is_not_finite_is_named(after: list[float], state: str) -> N
     assert "not finite at step 121" in verdict.why
 
 
+def test_a_run_without_losses_is_judged_by_its_heads() -> None:
+    assert judged([]).state == "too short"
+    assert judged([]).why.startswith("no loss was logged")
+    assert judged([], [warned(51, 1, 3)]).state == "stressed"
+    assert "lowest" not in judged([math.nan] * 3).why
+
+
 def test_heads_are_named_in_the_order_of_their_warnings() -> None:
     some = [warned(51, 1, 3), warned(101, 0, 2), warned(51, 1, 0, "spread>5", controls=["SigmaReparam()"])]
     verdict = judged(FALLING, some)

@@ -73,7 +73,8 @@ class LossCourse:
     @property
     def is_high(self) -> bool:
         """Whether the loss has risen and not come back, or is not finite."""
-        return not math.isfinite(self.last) or (self.rose_at is not None and self._high_since is not None)
+        lost = self.count > 0 and not math.isfinite(self.last)
+        return lost or (self.rose_at is not None and self._high_since is not None)
 
     def has_learned(self, outputs: int) -> bool:
         """Whether the loss was ever clearly below that of a model that takes all its outputs for equally likely."""
@@ -138,7 +139,8 @@ def verdict_of(
         how = "is not finite" if not math.isfinite(course.last) else "rose"
         said = f"failed: the loss {how} since step {failed_at}"
     elif state == "stressed":
-        said = f"{count_heads(heads)} under stress since step {since}; the loss has not risen"
+        loss = "the loss has not risen" if course.count else "no loss was logged"
+        said = f"{count_heads(heads)} under stress since step {since}; {loss}"
     elif state == "stuck":
         said = f"stuck: nothing was learned in {course.count} steps"
     if failure:
@@ -178,7 +180,8 @@ def _loss_text(course: LossCourse, outputs: int | None, state: State) -> str:
     if not course.count:
         return "no loss was logged"
     ends = f"{course.first:.4g} at step {course.first_step} to {course.last:.4g} at step {course.step}"
-    text = f"the loss went from {ends}, its lowest {course.best:.4g} at step {course.best_at}"
+    lowest = f", its lowest {course.best:.4g} at step {course.best_at}" if course.best_at else ""
+    text = f"the loss went from {ends}{lowest}"
     if state == "stuck" and outputs is not None:
         text += (
             f"; log V = {math.log(outputs):.4g} is that of a model for which all {outputs} outputs are equally likely"
