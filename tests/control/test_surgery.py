@@ -22,7 +22,7 @@ from locater.observing import observe
 from locater.sources.open_source import config_of
 from locater_lab.models.transformer import TransformerBlock
 from locater_lab.train import Plan, Shape, Transformer, run
-from locater_lab.train.controls import parse_control
+from locater_lab.train.controls_and_conversion import parse_control
 from tests.families import CASES, blocks
 from tests.lab.train.test_parts import TINY, corpus
 from tests.observing.test_observe import tensors

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, self_layers
 from locater.control.locater import traces
-from locater.control.writing import check_writable, rewrite
+from locater.control.writing import check_weights_writable, rewrite
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection, effective
-from locater.layers.joined_projection import JoinedProjection
 from locater.layers.norm_folding import folded
-from locater.layers.projection_with_norm import NormedProjection
+from locater.layers.projection_with_norm import JoinedProjection, NormedProjection
 from locater.numerics import is_number
 
 STEPS = 100  # of Newton's method at most; without a norm on the keys the first step is exact
@@ -51,7 +50,7 @@ class Mimetic(Control):
         layers = self_layers(model, self.layers)
         with torch.no_grad():
             for layer in layers:
-                check_writable(model, layer.name, _stored_map(layer.key, layer.name))
+                check_weights_writable(model, layer.name, _stored_map(layer.key, layer.name))
             return [(layer, self._key(layer)) for layer in layers]
 
     def _attach(self, model: nn.Module) -> None:

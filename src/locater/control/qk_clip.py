@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from locater.control.base import Control
-from locater.control.writing import check_writable, rewrite
+from locater.control.writing import check_weights_writable, rewrite
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection
-from locater.layers.joined_projection import JoinedProjection
-from locater.layers.projection_with_norm import NormedProjection
+from locater.layers.projection_with_norm import JoinedProjection, NormedProjection
 from locater.numerics import is_number
 from locater.observing.accumulate import StatisticsOptions
 from locater.observing.observation import Observation
@@ -65,7 +64,7 @@ class QKClip(Control):
         for layer in attention_layers(model):
             _refuse(layer)
             for part in (_query, _key):
-                check_writable(model, layer.name, part(layer))
+                check_weights_writable(model, layer.name, part(layer))
         return Observation(model, StatisticsOptions(0), every=0)
 
     def _attach(self, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from locater.inputs.corpus import read_documents
 from locater.inputs.tokenizer import ByteTokenizer, make_tokenizer
 from locater_lab.train import Plan, Shape, Transformer, load, run
 from locater_lab.train import checkpoint as checkpoints
-from locater_lab.train.controls import controls, parse_control
+from locater_lab.train.controls_and_conversion import controls, parse_control
 from locater_lab.train.data import open_data
 from locater_lab.train.measures import find_diverged_layer
 from locater_lab.train.run_folder import plan_difference
