@@ -16,9 +16,8 @@ original. `carried_changes(copy)` lists them. They are not part of `state_dict`.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
@@ -266,7 +265,7 @@ def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[Co
     for layer in layers_numbered(attention_layers(model), chosen):
         module = weights.submodule(layer.name)
         refuse_unobservable(module, family, layer.name)
-        if not _uses_interface(module):
+        if not attention_interface.always_uses_interface(module):
             kind = type(module).__name__
             raise LocaterError(
                 f"{layer.name or kind}: {kind} does not use the attention interface of transformers, where {control} "
@@ -275,21 +274,6 @@ def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[Co
         own = split.of(layer.name, layer.kv_heads)
         by_module.setdefault(id(module), ControlledLayer(layer, module, device_of(module), own))
     return list(by_module.values())
-
-
-def _uses_interface(module: nn.Module) -> bool:
-    """Whether the code of a module takes its attention function from the table of transformers, in every case."""
-    if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2 with an attention of its own
-        return False
-    return any("ALL_ATTENTION_FUNCTIONS" in names for names in _code_names(type(module)))
-
-
-def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
-    for base in kind.__mro__:
-        for method in map(inspect.unwrap, filter(callable, vars(base).values())):
-            code = getattr(method, "__code__", None)
-            if code is not None:
-                yield code.co_names
 
 
 def per_head(values: Tensor, count: int, side: str, layer: Heads) -> Tensor:
