@@ -52,6 +52,7 @@ from locater.numerics import upcast
 Mode = Literal["zero", "mean", "uniform", "window", "bits"]
 MODES: tuple[str, ...] = get_args(Mode)
 OF_OUTPUTS = ("zero", "mean")  # need the output of a head alone; the others need its weights
+FUSED_ENCODERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 LAST = 8  # among the interceptors of a module: after all that controls change
 Outputs = Float[Tensor, "B T H V"]
 
@@ -95,11 +96,12 @@ class HeadRemoval:
     turns: int = 1
     tokens: Tensor | None = None  # (B, T), True for those that a mean is of; None: all
     turn: int = 0
+    which_turn: Callable[[], int] | None = None  # in place of counting them, where calls are left out
     calls: int = 0  # that were changed
 
     def parts(self) -> list[Sequence[int]]:
         """The heads to remove in the equal parts of the batch of this call; counts the call."""
-        turn = self.turn
+        turn = self.turn if self.which_turn is None else self.which_turn()
         if self.turns > 1:
             self.turn = (turn + 1) % self.turns
         if turn in self.shared:
@@ -183,9 +185,7 @@ def _windowed(seen: Tensor, near: Tensor, sinks: int) -> Tensor:
     return seen & (near | (seen.cumsum(-1) <= sinks))
 
 
-def rounded_keys(
-    k: Float[Tensor, "b h S D"], real: Tensor, bits: int
-) -> Float[Tensor, "b h S D"]:
+def rounded_keys(k: Float[Tensor, "b h S D"], real: Tensor, bits: int) -> Float[Tensor, "b h S D"]:
     """Keys whose channels are rounded to 2^bits even steps from the smallest to the largest of the `real` keys.
 
     >>> rounded_keys(torch.tensor([0.0, 0.3, 0.8, 1.0]).view(1, 1, 4, 1), torch.ones(1, 1, 4, dtype=torch.bool), 1).flatten()
@@ -221,9 +221,6 @@ class InterceptedHeads(Interceptor):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A copy of the model has a copy of what a control removed."""
         return super().__reduce__() if self.control is None else (_rebuild, (self.removal, self.control))
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        return {}
 
     def __call__(self, request: AttentionRequest) -> AttentionRequest:
         parts = self.removal.parts()
@@ -290,6 +287,16 @@ def run_without_fast_path(module: nn.Module, forward: Callable[..., Any], *args:
         return forward(*args, **kw)
 
 
+@contextmanager
+def fast_path_off(model: nn.Module, control: str | None = None) -> Iterator[None]:
+    """Inside the block PyTorch's encoders call their attention modules, whatever needs no gradient."""
+    with ExitStack() as stack:
+        for part in model.modules():
+            if isinstance(part, FUSED_ENCODERS):
+                stack.callback(replace_method(part, "forward", run_without_fast_path, control))
+        yield
+
+
 class FunctionInterceptor(FunctionListener):
     """Changes the attention call among the functions that run."""
 
@@ -331,7 +338,11 @@ class FunctionInterceptor(FunctionListener):
         named = {name: given[name] for name in ("attn_mask", "is_causal", "scale", "enable_gqa") if name in given}
 
         def call() -> tuple[Call, Tensor]:
-            return call_of_fused(out, given["query"], given["key"], axes, **named), axes.rows(given["value"])
+            value, lead = given["value"], out.shape[:-2]
+            heads = value.shape[-3] if given.get("enable_gqa") else lead[-1]
+            return call_of_fused(out, given["query"], given["key"], axes, **named), axes.rows(
+                value.expand(*lead[:-1], heads, *value.shape[-2:])
+            )
 
         new = self.removal.change(axes.rows(out).transpose(1, 2), self.parts, call)
         return _put_back(out, axes, new.transpose(1, 2))
@@ -340,7 +351,9 @@ class FunctionInterceptor(FunctionListener):
         """Other weights in place of those of a softmax written by hand."""
         how, rows = self.removal.how, axes.rows(weights).clone()
         if how.mode == "bits":
-            raise LocaterError(f"{self.removal.name}: it computes its own softmax, so its keys are not known: use another mode")
+            raise LocaterError(
+                f"{self.removal.name}: it computes its own softmax, so its keys are not known: use another mode"
+            )
         T, S = rows.shape[-2:]
         near = (torch.arange(S - T, S)[:, None] - torch.arange(S)).abs().to(rows.device) < how.window
         self.removal.calls += 1
@@ -372,7 +385,9 @@ class FunctionInterceptor(FunctionListener):
         if name == "einsum":
             return self._change_einsum(out, weights, axes, args)
         if out.shape[:-1] != weights.shape[:-1]:
-            raise LocaterError(f"{self.removal.name}: heads cannot be removed: its weights meet its values in another order")
+            raise LocaterError(
+                f"{self.removal.name}: heads cannot be removed: its weights meet its values in another order"
+            )
         new = self.removal.change(axes.rows(out).transpose(1, 2), self.parts, _refuse_call)
         return _put_back(out, axes, new.transpose(1, 2))
 
@@ -412,12 +427,15 @@ def _put_back(x: Tensor, axes: HeadAxes, rows: Tensor) -> Tensor:
     if axes.is_usual and x.ndim == 4:
         return rows
     places = axes.rows(torch.arange(x.numel(), device=x.device).view(x.shape)).flatten()
-    return torch.empty_like(x, memory_format=torch.contiguous_format).flatten().index_put((places,), rows.flatten()).view(x.shape)
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        .flatten()
+        .index_put((places,), rows.flatten())
+        .view(x.shape)
+    )
 
 
 # In a model.
-
-FUSED_ENCODERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def removals_of(
@@ -462,7 +480,6 @@ def heads_removed(
             else:
                 inside.append(module)
                 stack.callback(replace_method(module, "forward", partial(run_without_heads, removal), control))
-        for part in model.modules() if inside else ():
-            if isinstance(part, FUSED_ENCODERS):
-                stack.callback(replace_method(part, "forward", run_without_fast_path, control))
+        if inside:
+            stack.enter_context(fast_path_off(model, control))
         yield

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from locater.brief import brief
 from locater.calls import attention_interface
+from locater.calls.head_removal import InterceptedHeads
 from locater.calls.interceptors import Interceptor, add_interceptor, interceptors, remove_interceptor, renumber
 from locater.calls.patching import CONTROL, force_retrace, replace_method
 from locater.control.base import Control, Layers, device_of, layers_numbered
@@ -172,6 +173,8 @@ def carried_changes(model: nn.Module) -> list[CarriedChange]:
     rows: list[CarriedChange] = []
     for name, module in model.named_modules():
         rows += [CarriedChange(name, change.control, change.parameters_by_name()) for change in forward_changes(module)]
+        removed = [change.control for change in interceptors(module) if isinstance(change, InterceptedHeads)]
+        rows += [CarriedChange(name, control, {}) for control in removed if control is not None]
         parts = (module, *vars(module).values())  # a parametrization, and what stands for a method
         rows += [
             CarriedChange(name, vars(part)[CONTROL], {}) for part in parts if CONTROL in getattr(part, "__dict__", ())
