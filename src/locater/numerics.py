@@ -117,8 +117,8 @@ LEVEL = 0.05  # of intervals: they cover what they are of in 95 % of samples
 def probability_within(t: float, freedom: int) -> float:
     """P(|T| <= t) of Student's t with a whole number of degrees of freedom, by its finite sum.
 
-    >>> round(probability_within(12.706, 1), 4), round(probability_within(4.303, 2), 4), round(probability_within(2.365, 7), 4)
-    (0.95, 0.95, 0.95)
+    >>> [round(probability_within(t, n), 4) for t, n in ((12.706, 1), (4.303, 2), (2.365, 7))]
+    [0.95, 0.95, 0.95]
     """
     angle = math.atan(t / math.sqrt(freedom))
     term = math.cos(angle) if freedom % 2 else 1.0

@@ -9,8 +9,8 @@
               the keys of the sequence that any query sees
 
 A module that passes the interface of transformers is intercepted there. What another module computes is intercepted
-among the functions that it calls: fused attention, PyTorch's multi-head function, and a softmax written by hand with the
-product behind it. No weights are touched or copied.
+among the functions that it calls: fused attention, PyTorch's multi-head function, and a softmax written by hand with
+the product behind it. No weights are touched or copied.
 
 Axes: B sequences, T queries, S keys, H query heads, K key heads, V size of a value.
 """
@@ -188,7 +188,8 @@ def _windowed(seen: Tensor, near: Tensor, sinks: int) -> Tensor:
 def rounded_keys(k: Float[Tensor, "b h S D"], real: Tensor, bits: int) -> Float[Tensor, "b h S D"]:
     """Keys whose channels are rounded to 2^bits even steps from the smallest to the largest of the `real` keys.
 
-    >>> rounded_keys(torch.tensor([0.0, 0.3, 0.8, 1.0]).view(1, 1, 4, 1), torch.ones(1, 1, 4, dtype=torch.bool), 1).flatten()
+    >>> k, real = torch.tensor([0.0, 0.3, 0.8, 1.0]), torch.ones(1, 1, 4, dtype=torch.bool)
+    >>> rounded_keys(k.view(1, 1, 4, 1), real, bits=1).flatten()
     tensor([0., 0., 1., 1.])
     """
     real = real[..., None]
@@ -398,7 +399,7 @@ class FunctionInterceptor(FunctionListener):
         labels = left.split(",")[next(at for at, x in enumerate(operands) if x is weights)]
         if not axes.is_usual or len(labels) != 4 or not set(labels[:3]) < set(right) or len(right) != 4:
             raise LocaterError(f"{self.removal.name}: heads cannot be removed: its values are mixed by {args[0]!r}")
-        batch, head, query = labels[:3]
+        batch, head, query = labels[0], labels[1], labels[2]
         size = next(label for label in right if label not in labels)
         order = [right.index(label) for label in (batch, query, head, size)]
         new = self.removal.change(out.permute(order), self.parts, _refuse_call)

@@ -92,14 +92,15 @@ def chosen_heads(heads: Chosen | None, layers: Sequence[AttentionLayer]) -> list
             sets.append({item: tuple(range(layers[item].heads))})
             continue
         try:
-            one = len(item) == 2 and all(isinstance(part, int) for part in item)
-            pairs = [(index(layer), index(head)) for layer, head in ([item] if one else item)]  # type: ignore[misc]
-        except TypeError:
+            given: Any = item
+            one = len(given) == 2 and all(isinstance(part, int) for part in given)
+            pairs = [(index(layer), index(head)) for layer, head in ([given] if one else given)]
+        except (TypeError, ValueError):
             pairs = []
         if not pairs:
             raise LocaterError(
-                f"heads={heads!r:.60}: give pairs of layer and head, such as heads=[(3, 0)], numbers of layers, or lists "
-                "of pairs that are removed together"
+                f"heads={heads!r:.60}: give pairs of layer and head, such as heads=[(3, 0)], numbers of layers, or "
+                "lists of pairs that are removed together"
             )
         together: dict[int, tuple[int, ...]] = {}
         for layer, head in pairs:

@@ -1,5 +1,5 @@
-"""Surgery: remove attention skips, MLPs, norms and heads from a live model and restore them (Dong, Cordonnier and Loukas
-2021).
+"""Surgery: remove attention skips, MLPs, norms and heads from a live model and restore them (Dong, Cordonnier and
+Loukas 2021).
 
 The remaining parts decide whether tokens stay apart. Attention alone makes them equal at a doubly exponential rate.
 The skip keeps them apart; MLPs and norms alone do not (`locater.measures.rank_residual` over the layers).

@@ -70,8 +70,8 @@ def summary(document: Document) -> str:
     better = sum(is_clear(row) and row["high"] < 0 for row in rows)
     rest = len(rows) - worse - better
     return (
-        f"The loss is higher without {worse} of {len(rows)}, lower without {better}; of {rest} the interval has zero in "
-        "it (95 % over sequences, each removal by itself)."
+        f"The loss is higher without {worse} of {len(rows)}, lower without {better}; of {rest} the interval has zero "
+        "in it (95 % over sequences, each removal by itself)."
     )
 
 

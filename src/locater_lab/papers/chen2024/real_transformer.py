@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from locater import observe, scan
+from locater.numerics import interval
 from locater.observing.head_roles import match_scores
 from locater_lab.data.synthetic import NgramSource
 from locater_lab.engine.claims import Claim, by_seed

@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from locater.errors import LocaterError
+from locater.numerics import interval
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
 from locater_lab.engine.runs import Runs
