@@ -277,7 +277,7 @@ def cosine_distances(x: Tensor, y: Tensor, tokens: Tensor | None) -> Float[Tenso
     wide = torch.float64
     apart = 1 - functional.cosine_similarity(x.to(wide), y.to(wide), dim=-1)
     if apart.ndim > 1 and tokens is not None and tokens.shape == apart.shape[:2]:
-        real = tokens.to(apart.device)
+        real = tokens.to(apart.device, torch.bool)
         apart = apart.flatten(2).mean(-1) if apart.ndim > 2 else apart
         return (apart.where(real, 0.0).sum(1) / real.sum(1)).cpu()
     return apart.flatten(1).mean(1).cpu() if apart.ndim > 1 else apart.cpu()
@@ -291,9 +291,9 @@ def _batches(module: nn.Module, batch: Text | None, tokenizer: Any, length: int,
         from locater.inputs.corpus import embedded_text
 
         batch = embedded_text()
-    return batches(
-        module, batch, tokenizer=tokenizer, length=length, tokens=tokens, batch=max(1, TOGETHER // max(1, length))
-    )
+    size = batch.shape[1] if isinstance(batch, Tensor) and batch.ndim == 2 else length
+    together = max(1, TOGETHER // max(1, size))
+    return batches(module, batch, tokenizer=tokenizer, length=length, tokens=tokens, batch=together)
 
 
 def _shape(batch: Batch) -> tuple[int, int]:
