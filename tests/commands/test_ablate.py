@@ -185,7 +185,7 @@ def test_the_command(tmp_path: Path) -> None:
         str(DEMO),
         "--text",
         str(text),
-        "--heads",
+        "--remove",
         "1.0,0.1+1.1,1",
         "--tokens",
         "64",
@@ -196,6 +196,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert got.exit_code == 0, got.output
     assert [row["name"] for row in json.loads(path.read_text())["removals"]] == ["1.0", "0.1+1.1", "layer 1"]
     assert "0.1+1.1" in (tmp_path / "a.html").read_text()
-    wrong = CliRunner().invoke(app, ["ablate", str(DEMO), "--heads", "1-0"])
+    wrong = CliRunner().invoke(app, ["ablate", str(DEMO), "--remove", "1-0"])
     assert isinstance(wrong.exception, LocaterError)
     assert "write layer.head" in str(wrong.exception)

@@ -14,7 +14,7 @@ from locater.cli.shell import check_writable, show_progress, standard_input
 from locater.errors import LocaterError
 
 HELP = "Remove each head of a model, and measure what the whole model loses."
-EXAMPLES = ("locater ablate path/to/model --text book.txt --heads 17.3,18.6 --report ablation.html",)
+EXAMPLES = ("locater ablate path/to/model --text book.txt --remove 17.3,18.6 --report ablation.html",)
 
 
 def command(
@@ -26,10 +26,10 @@ def command(
             help="Text that the model reads; - for standard input. Default: the documentation that comes with Python.",
         ),
     ] = None,
-    heads: Annotated[
+    remove: Annotated[
         str | None,
         typer.Option(
-            "--heads",
+            "--remove",
             metavar="L.H,...",
             help="Heads to remove, one after the other; 17.3+18.6 removes both at once, 17 all of layer 17. "
             "Default: every head.",
@@ -46,7 +46,7 @@ def command(
     sinks: Annotated[int, typer.Option(metavar="N", min=0, help="First keys that it sees besides.")] = 4,
     bits: Annotated[int, typer.Option(metavar="N", min=1, max=16, help="Bits of keys with --mode bits.")] = 4,
     length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a sequence.")] = 256,
-    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of text in all.")] = 2048,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="About how many tokens to read.")] = 2048,
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Folder of the tokenizer, if it is not in the folder of the model."),
@@ -58,7 +58,7 @@ def command(
     from locater.commands.ablating import ablate
 
     check_writable(json, report)
-    chosen = None if heads is None else _heads(heads)
+    chosen = None if remove is None else _heads(remove)
     given = None if text is None else standard_input() if text == "-" else Path(text)
     if text == "":
         raise LocaterError("--text: the name of the file is empty; - reads standard input")
@@ -91,6 +91,6 @@ def _heads(text: str) -> list[int | list[tuple[int, int]]]:
             chosen.append(int(parts[0][0]))
             continue
         if not all(layer.isdecimal() and dot and head.isdecimal() for layer, dot, head in parts):
-            raise LocaterError(f"--heads {text!r}: write layer.head, such as 17.3,18.6; 17.3+18.6 for both at once")
+            raise LocaterError(f"--remove {text!r}: write layer.head, such as 17.3,18.6; 17.3+18.6 for both at once")
         chosen.append([(int(layer), int(head)) for layer, _, head in parts])
     return chosen
