@@ -28,6 +28,7 @@ from locater.calls.interceptors import AttentionRequest, Interceptor, add_interc
 from locater.calls.patching import replace_method
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
+from locater.explain.explanation import Target
 from locater.layers import AttentionLayer
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.run_model import run_checked
@@ -35,6 +36,7 @@ from locater.sources.weights import ModuleWeights
 from locater.torch_private import tree_map, unwrap_compiled
 
 Heads = Mapping[int, Sequence[int]]  # heads to remove, by number of layer
+TOGETHER = 18  # removals that share a batch, where the input is a single one
 SAME = 1e-4  # a replay and the pass may differ by this share of the output, or by a few roundings of its type
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -282,6 +284,26 @@ def replayed(
             raise LocaterError(f"{replay.name}: its output has no tensor by which removals could be judged")
         replay.most = replay.check(first.float(), copies)
         yield replay, out, seconds
+
+
+@torch.no_grad()
+def head_effects(
+    model: nn.Module, inputs: Mapping[str, Any], target: Target, heads: Sequence[tuple[int, int]]
+) -> list[float]:
+    """The target of one input with every head, less the target without each of `heads`."""
+    order, effects = sorted(range(len(heads)), key=lambda at: heads[at]), dict[int, float]()
+    with replayed(model, inputs, TOGETHER) as (replay, out, _):
+        before, at = float(target.number(out)), 0
+        while at < len(order):
+            layer = heads[order[at]][0]
+            group = [n for n in order[at : at + replay.most] if heads[n][0] == layer]
+            output = main_output(replay.replay([{layer: (heads[n][1],)} for n in group], Removal())[0])
+            assert output is not None
+            kind = "last_hidden_state" if target.index is None else "logits"
+            for number, part in zip(group, output.chunk(len(group)), strict=True):
+                effects[number] = before - float(target.number({kind: part}))
+            at += len(group)
+    return [effects[number] for number in range(len(heads))]
 
 
 def main_output(out: Any) -> Tensor | None:

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.calls.head_removal import Removal
 from locater.commands.load_model import load_model
 from locater.errors import LocaterError
 from locater.explain import Run, paths
 from locater.explain.attention_flow import target_gradients
 from locater.explain.explanation import Target, choose_target
-from locater.explain.replayed_pass import main_output, replayed
+from locater.explain.replayed_pass import head_effects
 from locater.explain.streams import stream_steps
 from locater.inputs.text import read_text
 from locater.inputs.tokenizer import tokenizer_for
@@ -34,7 +33,6 @@ from locater_lab.train.sweep import append_line, read_lines
 
 PROSE, TOKENS, PROMPTS = "test.txt.xz", 24, 20
 FOLDERS = {"SmolLM2-135M-Instruct": "smollm2-135m-instruct", "all-MiniLM-L6-v2": "all-minilm-l6-v2"}
-TOGETHER = 18  # removals that share a batch
 LEAST = 0.5  # mean correlation from which a score may be called an estimate
 SCORES = {  # name: what it is, and whether its sign says for or against
     "share": ("paths through the head, outputs of MLPs held: what `explain` prints", True),
@@ -108,24 +106,13 @@ def measure_prompt(module: Any, ids: Tensor) -> dict[str, Any]:
     return {
         "target": target.value,
         "heads": [layer.heads for layer in run.layers],
-        "effect": _rounded(effects(module, ids, target)),
+        "effect": _rounded(head_effects(module, {"input_ids": ids}, target, every_head(run))),
         "scores": {name: _rounded(values) for name, values in scores(run, target).items()},
     }
 
 
-def effects(module: Any, ids: Tensor, target: Target) -> Tensor:
-    """The target with every head, less that without each of them."""
-    values = []
-    with torch.no_grad(), replayed(module, {"input_ids": ids}, TOGETHER) as (replay, out, _):
-        before = float(target.number(out))
-        for number, layer in enumerate(replay.layers):
-            for first in range(0, layer.heads, replay.most):
-                chosen = [{number: (head,)} for head in range(first, min(layer.heads, first + replay.most))]
-                output = main_output(replay.replay(chosen, Removal())[0])
-                assert output is not None
-                kind = "last_hidden_state" if target.index is None else "logits"
-                values += [before - float(target.number({kind: part})) for part in output.split(1)]
-    return torch.tensor(values)
+def every_head(run: Run) -> list[tuple[int, int]]:
+    return [(number, head) for number, layer in enumerate(run.layers) for head in range(layer.heads)]
 
 
 def scores(run: Run, target: Target) -> dict[str, Tensor]:
@@ -157,8 +144,8 @@ def scores(run: Run, target: Target) -> dict[str, Tensor]:
     return {**shares, **{name: torch.cat(parts) for name, parts in found.items()}}
 
 
-def _rounded(values: Tensor) -> list[float]:
-    return [float(f"{x:.5g}") for x in values.tolist()]
+def _rounded(values: Tensor | Sequence[float]) -> list[float]:
+    return [float(f"{float(x):.5g}") for x in values]
 
 
 def results_of(lines: Sequence[Line]) -> Results:
