@@ -34,7 +34,7 @@ LLAMA_1B = dict(
     tie_word_embeddings=True,
 )
 MINILM = dict(vocab_size=30_522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-ROUNDS = 5
+ROUNDS = 3
 
 
 def models(gpu: bool) -> dict[str, Any]:
