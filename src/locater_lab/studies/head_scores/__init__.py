@@ -158,7 +158,8 @@ def results_of(lines: Sequence[Line]) -> Results:
         rows = {}
         for number, name in enumerate(SCORES, 1):
             sizes = [_correlation(line, name, sizes=True) for line in own]
-            measured[f"{letter}{number}"] = by_seed(sizes, of="prompts")
+            if len(own) >= PROMPTS:  # as planned
+                measured[f"{letter}{number}"] = by_seed(sizes, of="prompts")
             signed = [_correlation(line, name, sizes=False) for line in own] if SCORES[name][1] else []
             rows[name] = {
                 "size": _mean_and_half(sizes),
