@@ -38,6 +38,7 @@ from locater.torch_private import tree_map, unwrap_compiled
 Heads = Mapping[int, Sequence[int]]  # heads to remove, by number of layer
 TOGETHER = 18  # removals that share a batch, where the input is a single one
 SAME = 1e-4  # a replay and the pass may differ by this share of the output, or by a few roundings of its type
+read_clock = time.perf_counter
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -359,4 +360,4 @@ def _clock(model: nn.Module) -> float:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return read_clock()
