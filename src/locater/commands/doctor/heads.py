@@ -7,7 +7,6 @@ multiplied with each other, so that a layer of any width is looked at in one pas
 from __future__ import annotations
 
 import math
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

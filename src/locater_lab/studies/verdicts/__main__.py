@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from locater_lab.studies.verdicts import bench
-from locater_lab.studies.verdicts.counting import goal
+from locater_lab.studies.verdicts.counting import goal, of_text
 from locater_lab.studies.verdicts.models import TINY, Model, trained_models
 from locater_lab.studies.verdicts.page import page
 
@@ -41,6 +41,8 @@ def main() -> None:
     lines = bench.compact(args.lines)
     if args.lines == LINES:
         PAGE.write_text(page(lines, WHY))
+    if told := of_text(lines):
+        print(f"doctor --text, by the change of the loss:\n{told}")
     found = goal(lines)
     print(f"{len(lines)} lines: {args.lines}")
     print(f"doctor on models that judge: found {found['harmful'].found_text()}, named {found['harmful'].right_text()}, false alarms {found['alarms'].found} of {found['alarms'].of}")  # fmt: skip
