@@ -1,13 +1,13 @@
 """What a text shows of a model beside its base: the loss, and heads that attend otherwise or lost their role.
 
-Heads are those of `observe`, their roles those of `probe`. Both models read the same tokens, so that losses are compared token by
-token.
+Heads are those of `observe`, their roles those of `probe`. Both models read the same tokens, so that losses are
+compared token by token.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,7 +88,9 @@ def examine_on_text(source: Source, base: Source | None, text: Text, tokenizer: 
     count = sum(batch["input_ids"].numel() for batch in ids or [])
     numbers = {"tokens": count, "loss": own.loss, "base_loss": None if other is None else other.loss}
     found = findings_on_text(own, other)
-    columns = {key: {"entropy_ratio": row.get("entropy_ratio"), "sink": row.get("sink"), "role": row["role"]} for key, row in own.heads.items()}  # fmt: skip
+    columns: dict[HeadKey, dict[str, Any]] = {
+        key: {name: row.get(name) for name in ("entropy_ratio", "sink", "role")} for key, row in own.heads.items()
+    }
     for key, row in {} if other is None else other.heads.items():
         columns.setdefault(key, {})["base_role"] = row["role"]
     return OnText(found, numbers, columns)
@@ -128,7 +130,8 @@ def run_on_tokens(module: nn.Module, ids: list[Batch]) -> Behaviour:
     scores = role_scores(module, ids)
     rows = [{**vars(row), **scores.get((row.layer, row.head), {})} for row in seen.rows]
     length = max(batch["input_ids"].shape[1] for batch in ids)
-    heads = {(row["layer"], row["head"]): {**row, "role": verdict.role} for row, verdict in zip(rows, judge(rows, length), strict=True)}  # fmt: skip
+    pairs = zip(rows, judge(rows, length), strict=True)
+    heads = {(row["layer"], row["head"]): {**row, "role": verdict.role} for row, verdict in pairs}
     size = getattr(getattr(module, "config", None), "vocab_size", None)
     return Behaviour(torch.cat(losses) if losses else None, heads, size)
 
@@ -187,7 +190,7 @@ def _of_loss(own: Behaviour, other: Behaviour | None) -> list[Finding]:
 
 
 def _of_roles(own: Behaviour, other: Behaviour) -> list[Finding]:
-    """Heads whose role in BASE has less than half of its weight left. A head near the threshold of a role loses none."""
+    """Heads that have less than half of the weight of their role in BASE left. One near the threshold loses none."""
     lost: dict[str, list[HeadKey]] = {}
     had: dict[str, int] = {}
     for key, row in other.heads.items():
@@ -203,15 +206,20 @@ def _of_roles(own: Behaviour, other: Behaviour) -> list[Finding]:
     parts = [f"{len(heads)} of {had[role]} {role} ({heads_words(heads)})" for role, heads in lost.items()]
     every = [key for heads in lost.values() for key in heads]
     words = f"lost the role that they have in BASE: {', '.join(parts)}"
-    return [finding("lost-role", f"{len(every)} head{'s' * (len(every) > 1)}", words, heads=[[*key] for key in every])]
+    return [finding("lost-role", _heads(every), words, heads=[[*key] for key in every])]
 
 
 def _of_attention(own: Behaviour, other: Behaviour) -> list[Finding]:
     moved = [key for key, row in other.heads.items() if _moved(row, own.heads.get(key, {}))]
     if not moved:
         return []
-    words = f"of {len(other.heads)} attend otherwise than in BASE: entropy or weight on the first token moved by more than {MOVED}: {heads_words(moved)}"  # fmt: skip
-    return [finding("other-attention", f"{len(moved)} head{'s' * (len(moved) > 1)}", words, heads=[[*key] for key in moved])]  # fmt: skip
+    words = f"of {len(other.heads)} attend otherwise than in BASE: entropy or weight on the first token moved by "
+    words += f"more than {MOVED}: {heads_words(moved)}"
+    return [finding("other-attention", _heads(moved), words, heads=[[*key] for key in moved])]
+
+
+def _heads(some: Sequence[HeadKey]) -> str:
+    return f"{len(some)} head{'s' * (len(some) > 1)}"
 
 
 def _moved(row: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
