@@ -147,7 +147,7 @@ CAUSES = {
             "worse-loss",
             "fault",
             "has a much larger loss than BASE",
-            "do not use it before the cause is known: locater compare BASE MODEL --report changes.html",
+            "where the weights show no cause: locater compare BASE MODEL --report changes.html",
         ),
         Cause(
             "lost-role",
