@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from numbers import Real
 from statistics import median
 
 import torch
@@ -90,6 +91,15 @@ def _mean_ranks(x: Tensor) -> Tensor:
     _, inverse, counts = x.double().unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts - 1) / 2)[inverse]
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite number: no word, and neither True nor NaN.
+
+    >>> is_number(2), is_number("2"), is_number(True), is_number(math.nan)
+    (True, False, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def finite_or_none(x: float | None) -> float | None:

@@ -20,7 +20,7 @@ import pytest
 
 import locater
 from locater.commands.fleet import running
-from locater.commands.fleet.cache_keys import Job, Settings
+from locater.commands.fleet.cache_keys import Job, ScanSettings
 from locater.commands.fleet.parts import read_header
 from locater.commands.fleet.running import _Supervisor, jobs_of, run_in_workers
 from locater.commands.fleet.store import Store
@@ -51,7 +51,7 @@ def undisturbed(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs_in(steps: Path) -> list[Job]:
-    jobs, failed = jobs_of(list_checkpoints([str(steps / "step-*")]).entries, Settings())
+    jobs, failed = jobs_of(list_checkpoints([str(steps / "step-*")]).entries, ScanSettings())
     assert not failed
     return jobs
 
@@ -63,7 +63,7 @@ def assert_whole(out: Path) -> None:
 
 
 def test_a_killed_worker_costs_nothing(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
-    store, jobs = Store.create(tmp_path / "heads", Settings()), jobs_in(steps)
+    store, jobs = Store.create(tmp_path / "heads", ScanSettings()), jobs_in(steps)
     supervisor = _Supervisor(Schedule([tuple(jobs[:5]), tuple(jobs[5:])]), store.folder, workers=2)
     done: list[Outcome] = []
     killed: list[int] = []
@@ -81,7 +81,7 @@ def test_a_killed_worker_costs_nothing(steps: Path, undisturbed: Path, tmp_path:
 
 
 def test_a_job_that_kills_its_workers_is_given_up_alone(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
-    store, jobs = Store.create(tmp_path / "heads", Settings()), jobs_in(steps)
+    store, jobs = Store.create(tmp_path / "heads", ScanSettings()), jobs_in(steps)
     poison = str(steps / "step-00000800")
     jobs = [*jobs[:3], jobs[8], *jobs[3:8]]
     supervisor = _Supervisor(Schedule([tuple(jobs[:5]), tuple(jobs[5:])]), store.folder, workers=2)
@@ -117,7 +117,7 @@ def test_a_job_that_kills_its_workers_is_given_up_alone(steps: Path, undisturbed
 
 
 def test_workers_end_with_whoever_asked_them(steps: Path, tmp_path: Path) -> None:
-    store = Store.create(tmp_path / "heads", Settings())
+    store = Store.create(tmp_path / "heads", ScanSettings())
     outcomes = run_in_workers(Schedule([tuple(jobs_in(steps))]), store.folder, workers=2)
     next(outcomes)
     assert multiprocessing.active_children()

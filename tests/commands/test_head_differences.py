@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater.commands import head_differences as differences
-from locater.commands.head_differences import OFFSETS, HeadDifference, Move, head_differences, moved_heads, responses
+from locater.commands import differences
+from locater.commands.differences import OFFSETS, HeadDifference, Move, head_differences, moved_heads, responses
 from locater.discovery import attention_layers
 from locater.layers import AttentionLayer, Projection, output_maps
 from locater.layers.norm_folding import logit_maps
@@ -93,7 +93,7 @@ def test_differences_are_those_of_dense_maps(label: str, monkeypatch: pytest.Mon
         assert [x.qk_rotated for x in found] == pytest.approx(relative(*turned), rel=1e-5)
     assert min(x.largest or 0.0 for x in found) > 0.1
 
-    monkeypatch.setattr(differences, "AT_ONCE", SMALL // 8)  # and less than a group of heads has
+    monkeypatch.setattr(differences, "MAPS_AT_ONCE", SMALL // 8)  # and less than a group of heads has
     monkeypatch.setattr(output_maps, "AT_ONCE", SMALL)
     assert [y for x in head_differences(a, b) for y in x] == [
         y if y is None else pytest.approx(y, rel=1e-9) for x in found for y in x

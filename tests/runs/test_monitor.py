@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import locater
 from locater import LocaterError, Monitor
 from locater.calls.call import Call
-from locater.discovery import attention_layers, layer_stacks, replayed_maps
+from locater.discovery import attention_layers, replayed_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
@@ -508,7 +508,7 @@ def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
 def test_layers_folded_together_are_those_folded_apart(
     label: str, stacked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_stacks, "STACKED", stacked)
+    monkeypatch.setattr(replayed_maps, "STACKED", stacked)
     model = model_of(next(case for case in CASES if case.label == label)).float()
     count = len(list(attention_layers(model)))
     stacks = replayed_maps.FoldedStacks(model, range(count))

@@ -28,7 +28,7 @@ from locater.torch_private import attention_tables
 # The output of a model's attention and its statistics from one kernel, in place of the model's own attention.
 
 
-def attend_with_statistics(
+def attend_in_one_kernel(
     site: Listener, module: nn.Module, name: str, tensors: tuple[Tensor, Tensor, Tensor], mask: Any, kw: dict[str, Any]
 ) -> tuple[Tensor, Call] | None:
     """Output (B, T, H, V) and the call with its statistics; None where the model's own attention has to run."""
@@ -136,7 +136,7 @@ def listening_function(name: str, original: Callable[..., Any] | None) -> Callab
             base, query, key, kw = request.attend, request.query, request.key, request.kw
         sites = active_listeners(module) if KEY in module.__dict__ else ()
         if len(sites) == 1 and getattr(sites[0], "takes_statistics", False) and INTERCEPTORS not in module.__dict__:
-            both = attend_with_statistics(sites[0], module, name, (query, key, value), attention_mask, kw)
+            both = attend_in_one_kernel(sites[0], module, name, (query, key, value), attention_mask, kw)
             if both is not None:
                 sites[0].receive(both[1])
                 return both[0], None

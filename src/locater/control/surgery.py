@@ -45,7 +45,7 @@ Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ReplacedForward:
     """A module whose forward is replaced by `stand_in(module, forward, *args, **kwargs)`."""
 
     module: nn.Module
@@ -123,10 +123,10 @@ class Surgery(Control):
         for undo in reversed(self._undo):
             undo()
 
-    def _check(self, model: nn.Module) -> list[Cut]:
+    def _check(self, model: nn.Module) -> list[ReplacedForward]:
         """Every replacement, each block once; raises if a part is missing or its forward is already replaced."""
         block = self._block_of(model)
-        weights, cuts = ModuleWeights(model), list[Cut]()
+        weights, cuts = ModuleWeights(model), list[ReplacedForward]()
         for path in dict.fromkeys(block.path(layer) for layer in self_layers(model, self.layers)):
             try:
                 cuts += self._cuts_of(block, BlockModules(weights, path))
@@ -150,16 +150,16 @@ class Surgery(Control):
             raise LocaterError(_refusal(model, reason))
         return block
 
-    def _cuts_of(self, block: Block, modules: BlockModules) -> Iterator[Cut]:
+    def _cuts_of(self, block: Block, modules: BlockModules) -> Iterator[ReplacedForward]:
         """Norms first, since the other stand-ins go on top of theirs."""
         if self.no_norm:
             norms = [modules.module(norm) for norm in block.norms]
             norms += [modules.module(norm) for norm in block.other_norms if modules.find(norm)]
-            yield from (Cut(norm, _return_input) for norm in dict.fromkeys(norms))
+            yield from (ReplacedForward(norm, _return_input) for norm in dict.fromkeys(norms))
         if self.no_mlp:
             yield from _without_mlp(block, modules)
         if self.no_mlp == "sublayer" and block.after_mlp and not self.no_norm:
-            yield Cut(modules.module(block.after_mlp), _return_input)
+            yield ReplacedForward(modules.module(block.after_mlp), _return_input)
         if self.no_skip:
             yield from _without_skip(block, modules)
 
@@ -170,29 +170,29 @@ def _refusal(model: nn.Module, reason: str) -> str:
     return f"Surgery: {type(model).__name__} ({of}): {reason}"
 
 
-def _without_mlp(block: Block, modules: BlockModules) -> Iterator[Cut]:
+def _without_mlp(block: Block, modules: BlockModules) -> Iterator[ReplacedForward]:
     if block.mlp:
-        yield Cut(modules.module(block.mlp), _return_zeros)
+        yield ReplacedForward(modules.module(block.mlp), _return_zeros)
     elif block.down:
-        yield Cut(modules.module(block.up), _return_input)
-        yield Cut(modules.module(block.down), _return_zeros)
+        yield ReplacedForward(modules.module(block.up), _return_input)
+        yield ReplacedForward(modules.module(block.down), _return_zeros)
     else:
         raise LocaterError(f"Surgery: {modules.path} has no MLP to remove")
 
 
-def _without_skip(block: Block, modules: BlockModules) -> Iterator[Cut]:
+def _without_skip(block: Block, modules: BlockModules) -> Iterator[ReplacedForward]:
     if block.added:
         output: list[Tensor] = []
-        yield Cut(modules.module(block.added), partial(_keep_output, output))
-        yield Cut(modules.module(block.after_attention), partial(_norm_output_alone, output))
+        yield ReplacedForward(modules.module(block.added), partial(_keep_output, output))
+        yield ReplacedForward(modules.module(block.after_attention), partial(_norm_output_alone, output))
         return
     readers = [modules.module(block.before_attention or block.attention)]
     if block.parallel and block.before_mlp:
         readers.append(modules.module(block.before_mlp))
     streams: list[list[Tensor]] = [[] for _ in readers]
-    yield Cut(modules.module(""), partial(_run_on_zeros, streams))
+    yield ReplacedForward(modules.module(""), partial(_run_on_zeros, streams))
     for reader, stream in zip(readers, streams, strict=True):
-        yield Cut(reader, partial(_read_stream, stream))
+        yield ReplacedForward(reader, partial(_read_stream, stream))
 
 
 # Stand-ins. Each gets the module, the forward that it replaces, and the arguments.

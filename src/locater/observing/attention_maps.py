@@ -22,7 +22,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.numerics import upcast
 from locater.observing.layer_choice import Choice, choose, choose_heads
-from locater.observing.listen import listening_to
+from locater.observing.listening_site import listening_to
 from locater.observing.row_masks import call_for_heads
 from locater.observing.run_model import as_keywords, check_model, run_checked
 from locater.sources.weights import ModuleWeights

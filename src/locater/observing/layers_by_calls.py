@@ -40,8 +40,7 @@ from locater.families.taps import is_tapped, refuse_unobservable
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulate import StatisticsOptions
 from locater.observing.layer_choice import Choice, ChoiceError, choose_heads
-from locater.observing.listen import parts_that_may_be_compiled
-from locater.observing.listening_site import Site, clear
+from locater.observing.listening_site import Site, clear, parts_that_may_be_compiled
 from locater.observing.repeated_calls import RepeatedLayer, split_into_layers
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import (

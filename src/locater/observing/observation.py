@@ -27,8 +27,7 @@ from locater.observing.attention_maps import pattern_sites
 from locater.observing.layer_choice import Choice, choose, choose_heads
 from locater.observing.layers_by_calls import CalledLayers
 from locater.observing.layers_by_record import KnownLayers, known_layers
-from locater.observing.listen import listening_to
-from locater.observing.listening_site import Site, clear
+from locater.observing.listening_site import Site, clear, listening_to
 from locater.observing.reduce_ranks import combine_ranks, refuse_split_tokens
 from locater.observing.residual_stream import Padding, SeenLayer, listen_to_stream, stream_points
 from locater.observing.row_masks import forget_masks

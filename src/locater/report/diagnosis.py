@@ -166,10 +166,10 @@ def _head_maps(diagnosis: Document) -> list[str]:
         return []
     parts = ["<h2>Heads</h2>"]
     columns = {
+        "logits_difference": "difference of its logits from BASE, as a share of their norm",
+        "output_difference": "difference of what it writes from BASE, as a share of its norm",
         "written": "what a head writes: norm of output times value, over the median of its layer (log2)",
         "spread": "spread of its logits on unit tokens",
-        "logits_difference": "difference of its logits from BASE",
-        "output_difference": "difference of what it writes from BASE",
     }
     for column, label in columns.items():
         if not any(row.get(column) is not None for row in heads):

@@ -26,7 +26,7 @@ from locater_lab.models.family import UNREAD
 from locater_lab.models.transformer import rotate
 from locater_lab.train import Plan, Shape, Transformer, load, run, sweep
 from locater_lab.train import checkpoint as checkpoints
-from locater_lab.train.controls import check_controls
+from locater_lab.train.controls_and_conversion import check_controls
 from locater_lab.train.measures import find_diverged_layer, why_unread
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus

@@ -85,8 +85,9 @@ def _values(facts: Sequence[Facts], broken: set[str]) -> Iterator[Finding]:
 
 
 def _value_cause(fact: Facts) -> str:
-    """Why numbers of a tensor are no weights; empty where they may be."""
-    if max(fact.spread if fact.is_map else 0.0, fact.wild) > RANDOM_SPREAD and (not fact.finite or fact.largest > 1e4):
+    """Why numbers of a tensor are no weights; empty where they may be. Rows of other scales spread a map, not a row."""
+    spread = fact.wild or (fact.spread if fact.is_map else 0.0)
+    if spread > RANDOM_SPREAD and (not fact.finite or fact.largest > 1e4):
         return "random-bits"
     if fact.inf and not fact.nan and (fact.dtype == "float16" or fact.largest > 1e37):
         return "overflow"

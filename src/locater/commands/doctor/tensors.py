@@ -22,6 +22,7 @@ PROBES = 8
 BLOCK = 2**19  # numbers that are looked at together: in float32 they stay in the cache of a core
 READ = 2**22  # numbers that are read together
 SAMPLE = 65_536  # numbers from which the distribution is judged
+QUARTILES = 16_384  # of these, for quartiles
 LEVELS = 512  # groups of numbers whose distinct values are counted, in each piece that is read
 GROUP = 32  # numbers that share a scale in common formats of quantised weights
 KEPT = 65_536  # numbers of a vector that is kept as it is
@@ -242,7 +243,7 @@ class Collector:
 
 def _quartile_range(values: Tensor) -> float:
     """Distance between the quartiles of log2 |x|, which a few scaled rows do not change."""
-    sizes = values[:SAMPLE].abs()
+    sizes = values[:: 1 + len(values) // QUARTILES].abs()
     low, high = (float(sizes.kthvalue(1 + round(share * (len(sizes) - 1))).values) for share in (0.25, 0.75))
     return math.log2(high) - math.log2(low)
 

@@ -27,7 +27,7 @@ from locater_lab.engine.devices_and_processes import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
-from locater_lab.papers.chen2024.trained_simplified_model import divergence
+from locater_lab.papers.chen2024.simplified_model import divergence
 
 SEEDS = {True: 8, False: 16}
 STEPS = {True: 400, False: 2000}

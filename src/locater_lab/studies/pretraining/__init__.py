@@ -2,7 +2,7 @@
 every rival tuned.
 
 docs/results/pretraining-plan.md was written before the runs and says what is judged and why. `plan.py` has the same as
-data, `queue.py` makes the runs, `timing.py` says how long they take; here they are judged, from their lines alone.
+data, `queue.py` makes the runs and says how long they take; here they are judged, from their lines alone.
 """
 
 from __future__ import annotations

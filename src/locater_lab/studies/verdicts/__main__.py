@@ -9,9 +9,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from locater_lab.studies.verdicts import bench
-from locater_lab.studies.verdicts.counting import goal, of_text
 from locater_lab.studies.verdicts.models import TINY, Model, trained_models
-from locater_lab.studies.verdicts.page import page
+from locater_lab.studies.verdicts.page import goal, of_text, page
 
 ROOT = Path()  # of the repository, where make runs
 LINES, PAGE = ROOT / "docs" / "results" / "verdicts.jsonl", ROOT / "docs" / "verdicts.md"
