@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,7 @@ EXAMPLES = (
     "locater doctor path/to/model",
     "locater doctor converted --base original",
     "locater doctor merged --base base --adapter lora",
+    "locater doctor merged --base base --text my.txt",
     "locater doctor runs/first/locater.jsonl",
     "locater doctor org/model --base hf://org/base --report doctor.html",
 )
@@ -48,6 +49,18 @@ def command(
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="An adapter of peft that should be merged into it.")
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Run MODEL, and BASE, on this text: loss, and heads that attend otherwise or lost their role. Needs "
+            "transformers and memory for one model in float32.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Folder of the tokenizer for --text, if neither BASE nor MODEL has one."),
+    ] = None,
     json: JsonPath = None,
     report: ReportPath = None,
     fail_on: Annotated[
@@ -69,10 +82,18 @@ def command(
         if name != WIDER and name not in CAUSES:
             raise LocaterError(f"--fail-on {name!r}: neither {WIDER} nor a cause ({', '.join(CAUSES)})")
     check_writable(json, report)
-    if base is None and adapter is None and holds_run(model):
+    if base is None and adapter is None and text is None and holds_run(model):
         judge_run(model, json, report, asked)
         return
-    result = doctor(model, base, adapter, progress=partial(show_progress, label="reading tensors"), download=download)
+    options: dict[str, Any] = {"download": download, "progress": partial(show_progress, label="reading tensors")}
+    if text is not None:
+        from locater.amx import avoid_broken_amx
+
+        avoid_broken_amx()
+        options |= {"text": Path(text), "tokenizer": tokenizer}
+    elif tokenizer is not None:
+        raise LocaterError("--tokenizer is for --text: give --text too")
+    result = doctor(model, base, adapter, **options)
     if report is not None:
         result.report(report)
     deliver(result.to_json, [], result.show, json, report)
