@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,15 @@ import locater
 from locater import Diagnosis, LocaterError, doctor
 from locater.commands.doctor import tensors as doctor_tensors
 from locater.findings.causes import CAUSES
+from locater_lab.studies.verdicts.checkpoint import Checkpoint
+from locater_lab.studies.verdicts.writing import write
 from tests.commands.planted import (
     DEMO,
     FAULTS,
     HEADS,
     LAYERS,
     SIZE,
+    Config,
     Fault,
     Tensors,
     demo,
@@ -35,6 +39,7 @@ from tests.commands.planted import (
 from tests.conftest import Result
 from tests.families import CASES
 from tests.parity import Case, model_of
+from tests.range_server import served
 
 Run = Callable[..., Result]
 
@@ -128,6 +133,81 @@ def test_what_the_base_has_too_is_no_fault_of_the_model(tmp_path: Path) -> None:
 def test_shards_are_the_same_model(tmp_path: Path) -> None:
     save_shards(*demo(), tmp_path)
     assert doctor(tmp_path, DEMO).causes == ["identical"]
+
+
+def gguf_of(tensors: Tensors, config: Config, folder: Path) -> Path:
+    return write(Checkpoint("demo", DEMO, tensors, config), folder, "gguf")
+
+
+def pickle_of(tensors: Tensors, config: Config, folder: Path) -> Path:
+    return write(Checkpoint("demo", DEMO, tensors, config), folder, "pickle")
+
+
+def dcp_of(tensors: Tensors, config: Config, folder: Path) -> Path:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(tensors, checkpoint_id=folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def remote_of(tensors: Tensors, config: Config, folder: Path) -> Path:
+    save_shards(tensors, config, folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("make", [gguf_of, pickle_of, dcp_of, remote_of])
+def test_files_of_any_format_that_a_scan_reads(make: Callable[..., Path], tmp_path: Path) -> None:
+    """A copy of the base is one, and a NaN is found; alone and beside BASE, which is in another format."""
+    same = {"identical", "dtype"}
+    with served(tmp_path) as server:
+        for label, value in (("copy", None), ("broken", torch.nan)):
+            tensors, config = demo()
+            if value is not None:
+                tensors[name("up")][5, 11] = value
+            path: Path | str = make(tensors, config, tmp_path / label)
+            path = f"{server.url}/files/{label}" if make is remote_of else path
+            alone, beside = doctor(path), doctor(path, DEMO)
+            for one in (alone, beside):
+                assert {x.cause for x in one.findings if x.severity == "fault"} == (
+                    {"nonfinite"} if value else set()
+                ), found(one)
+                assert one.read["tensors"] == one.read["of"] == 56
+            assert value or {*beside.causes} <= same, found(beside)
+
+
+@pytest.mark.slow  # a gigabyte is read
+def test_a_shard_of_a_large_model_is_read_in_little_memory(tmp_path: Path) -> None:
+    """One layer of a model of 70 billion parameters, in a sparse file: zeros, but for a NaN in the last map."""
+    width, between, keys = 8192, 28_672, 1024
+    shapes = {"self_attn.q_proj": (width, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
+              "self_attn.o_proj": (width, width), "mlp.up_proj": (between, width), "mlp.down_proj": (width, between)}  # fmt: skip
+    header, at = {}, 0
+    for part, (rows, columns) in shapes.items():
+        stop = at + 2 * rows * columns
+        header[f"model.layers.0.{part}.weight"] = {
+            "dtype": "BF16",
+            "shape": [rows, columns],
+            "data_offsets": [at, stop],
+        }
+        at = stop
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        start = file.tell()
+        file.truncate(start + at)
+        file.seek(start + at - 2)
+        file.write(b"\xc0\x7f")
+    config = {"model_type": "llama", "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": width,
+              "num_hidden_layers": 1, "intermediate_size": between, "vocab_size": 128_256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    doctor(DEMO)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = doctor(tmp_path)
+    assert "nonfinite" in result.causes
+    assert result.read["bytes"] == at > 10**9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700_000  # kB; float32 would be 2.7 GB
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from locater import LocaterError, Monitor
 from locater.control import Controls, Surgery, Temperature, carried_changes, surgery
 from locater.discovery import attention_layers
-from locater.families.registry import types_with_blocks
+from locater.families.registry import BY_TYPE
 from locater.measures import rank_residual
 from locater.observing import observe
 from locater.sources.open_source import config_of
@@ -748,7 +748,7 @@ def test_other_families_are_refused(label: str, said: str) -> None:
 def test_every_family_with_a_block_is_operated_on() -> None:
     built = [BY_LABEL[label].build() for label in [*LABELS.split(), *MORE.split()]]
     kinds = {config_of(model)["model_type"] for model in built}
-    assert kinds | {"gemma3"} == set(types_with_blocks())
+    assert kinds | {"gemma3"} == {name for name, family in BY_TYPE.items() if family.block is not None}
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,9 @@ With form="measured" M and V are those of tokens that the layer actually reads, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -42,6 +40,7 @@ from locater.layers.layer import AttentionLayer, Projection
 from locater.layers.norm import Norm
 from locater.layers.norm_folding import Effective, effective, folded
 from locater.layers.projection_with_norm import JoinedProjection, NormedProjection, norm_inside
+from locater.numerics import is_number
 from locater.observing.training_tokens import (
     TokenListener,
     TokenSample,
@@ -329,17 +328,17 @@ class LocAteR(Control):
             raise LocaterError(f"part={part!r}: choose symmetric or full")
         if form == "measured" and part == "full":
             raise LocaterError("part='full' is a part of W, and form='measured' penalises all logits: leave part out")
-        if target != "free" and not (isinstance(target, int | float) and math.isfinite(target)):
+        if target != "free" and not is_number(target):
             raise LocaterError(f"target={target!r}: must be a number, or free")
         if schedule is not None and not callable(schedule):
             raise LocaterError(
                 f"schedule={schedule!r}: must be a function of the step, so it can be given only in Python"
             )
-        if not all(isinstance(x, Real) and 0 <= x < math.inf for x in (shrink, hold)):
+        if not (is_number(shrink) and is_number(hold) and shrink >= 0 and hold >= 0):
             raise LocaterError(
-                f"shrink={shrink!r}, hold={hold!r}: both must be numbers from 0 on; below 0 they would reward"
+                f"shrink={shrink!r}, hold={hold!r}: both must be numbers from 0 on (below 0 the penalty rewards)"
             )
-        if not (isinstance(limit, int | float) and 0 <= limit < math.inf):
+        if not (is_number(limit) and limit >= 0):
             raise LocaterError(f"limit={limit!r}: must be a number from 0 on, the V that is not penalised")
         if limit and target == "free":
             raise LocaterError(f"limit={limit} does not apply to target='free': give a number as target")

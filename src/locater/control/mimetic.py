@@ -7,7 +7,6 @@ Most of what LocAteR gains on toy models comes from this start, so a comparison 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +20,7 @@ from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection, effective
 from locater.layers.norm_folding import folded
 from locater.layers.projection_with_norm import JoinedProjection, NormedProjection
+from locater.numerics import is_number
 
 STEPS = 100  # of Newton's method at most; without a norm on the keys the first step is exact
 
@@ -41,7 +41,7 @@ class Mimetic(Control):
     """
 
     def __init__(self, target: float = 2.0, layers: Layers = None) -> None:
-        if not (isinstance(target, int | float) and math.isfinite(target)):
+        if not is_number(target):
             raise LocaterError(f"target={target!r}: must be a number")
         self.target, self.layers = target, layers
 

@@ -271,6 +271,8 @@ class CalledLayers:
         contents and one of positions (LiLT), pictures to text and text to pictures (Grounding DINO). `part`: which of
         the layer's heads, where it attends by some of them at a time.
         """
+        if call.query.is_nested:
+            raise LocaterError(f"{listener.name}: its queries are a nested tensor: pad them")
         at, parts = part
         key = (listener.name, call.query.shape[1] * parts, kind if placed else "local", place, layer)
         if key not in self._by_key:

@@ -74,7 +74,8 @@ def read_words(read: Document) -> str:
         return "nothing: the files could not be opened; nothing was run"
     size = read["bytes"] / 1e6
     shown = f"{size:,.0f} MB" if size >= 10 else f"{size:.1f} MB"
-    return f"{read['tensors']:,} of {read['of']:,} tensors, {shown}, {read['seconds']:.1f} s; nothing was run"
+    run = f"run on {read['text']['tokens']:,} tokens" if read.get("text") else "nothing was run"
+    return f"{read['tensors']:,} of {read['of']:,} tensors, {shown}, {read['seconds']:.1f} s; {run}"
 
 
 def print_diagnosis(diagnosis: Document, console: Console) -> None:
@@ -165,10 +166,10 @@ def _head_maps(diagnosis: Document) -> list[str]:
         return []
     parts = ["<h2>Heads</h2>"]
     columns = {
+        "logits_difference": "difference of its logits from BASE, as a share of their norm",
+        "output_difference": "difference of what it writes from BASE, as a share of its norm",
         "written": "what a head writes: norm of output times value, over the median of its layer (log2)",
         "spread": "spread of its logits on unit tokens",
-        "logits_difference": "difference of its logits from BASE",
-        "output_difference": "difference of what it writes from BASE",
     }
     for column, label in columns.items():
         if not any(row.get(column) is not None for row in heads):

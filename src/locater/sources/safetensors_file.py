@@ -103,8 +103,8 @@ class SafetensorsWeights(StoredTensors[Path]):
         """`size` bytes from `offset` on. The file is opened for each read, so threads do not share a position in it."""
         if not size:
             return torch.empty(0, dtype=dtype)
-        buffer = bytearray(size)
-        rest = memoryview(buffer)
+        buffer = torch.empty(size, dtype=torch.uint8)  # a bytearray would be filled with zeros first
+        rest = buffer.numpy().data
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(offset)
@@ -119,7 +119,7 @@ class SafetensorsWeights(StoredTensors[Path]):
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
         with self._lock:
             self.bytes_read += size
-        return torch.frombuffer(buffer, dtype=dtype)
+        return buffer.view(dtype)
 
 
 def _locate_tensors(path: Path) -> dict[str, tuple[Path, int, Entry]]:

@@ -20,11 +20,17 @@ from locater import scan
 from locater.errors import LocaterError
 from locater.sources.open_source import open_source
 from locater_lab.studies.flags import wilson
-from locater_lab.studies.verdicts import bench, commands, counting, models, writing
-from locater_lab.studies.verdicts.adapters import ALPHA, RANK, LoraAdapter, adapter_for
-from locater_lab.studies.verdicts.checkpoint import Checkpoint, NotHereError, Place
+from locater_lab.studies.verdicts import bench, commands, models, page, writing
+from locater_lab.studies.verdicts.checkpoint import (
+    ALPHA,
+    RANK,
+    Checkpoint,
+    LoraAdapter,
+    NotHereError,
+    Place,
+    adapter_for,
+)
 from locater_lab.studies.verdicts.faults import CAUSES, GROUPS, NEUTRAL, Fault, faults
-from locater_lab.studies.verdicts.page import page
 from tests import ROOT
 
 DEMO = models.trained_models(None)[0]
@@ -386,14 +392,14 @@ def test_lines_are_kept_and_the_page_is_theirs(tmp_path: Path) -> None:
     assert run("nan-in-queries") == []
     made += run("harmless: copy")
     assert all(line["said"]["scan"] == {**line["said"]["scan"], "status": 1, "right": True} for line in made[:3])
-    assert all(line["loss"] == "nan" and counting.does_harm(line) for line in made[:3])
+    assert all(line["loss"] == "nan" and page.does_harm(line) for line in made[:3])
     copies = [line for line in made if line["group"] == "harmless"]
-    assert all(line["said"]["scan"]["status"] == 0 and not counting.does_harm(line) for line in copies)
+    assert all(line["said"]["scan"]["status"] == 0 and not page.does_harm(line) for line in copies)
     lines = bench.compact(path)
     assert len(lines) == len(made)
-    told = page(lines, {})
+    told = page.page(lines, {})
     assert "nan-in-queries" in told
-    assert counting.count(lines[-3:], "scan").found_text() in told
+    assert page.count(lines[-3:], "scan").found_text() in told
 
 
 def line(model: str, role: str, group: str, status: int, right: bool, loss: Any = 3.0) -> dict[str, Any]:
@@ -410,10 +416,10 @@ def test_shares_are_counted_on_judged_models_and_on_faults_that_do_harm() -> Non
         line("b", "chosen on", "values", 0, False),
         line("a", "judged", "harmless", 0, True, 2.0),
     ]
-    found = counting.goal(lines)
-    assert found["harmful"] == counting.Count(9, 8, 10)
+    found = page.goal(lines)
+    assert found["harmful"] == page.Count(9, 8, 10)
     assert found["reached"]
-    assert counting.goal([*lines, line("a", "judged", "harmless", 1, False, 2.0)])["reached"] is False
+    assert page.goal([*lines, line("a", "judged", "harmless", 1, False, 2.0)])["reached"] is False
     low, high = wilson(9, 10)
     assert found["harmful"].found_text() == f"9 of 10: 0.90 ({low:.2f} to {high:.2f})"
 
@@ -432,7 +438,7 @@ def test_the_stored_page_is_that_of_the_stored_lines() -> None:
 
     path = ROOT / "docs" / "results" / "verdicts.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    assert (ROOT / "docs" / "verdicts.md").read_text() == page(lines, WHY), "run make verdicts VERDICTS=--page"
+    assert (ROOT / "docs" / "verdicts.md").read_text() == page.page(lines, WHY), "run make verdicts VERDICTS=--page"
 
 
 def test_places_are_in_the_model() -> None:

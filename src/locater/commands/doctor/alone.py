@@ -85,8 +85,9 @@ def _values(facts: Sequence[Facts], broken: set[str]) -> Iterator[Finding]:
 
 
 def _value_cause(fact: Facts) -> str:
-    """Why numbers of a tensor are no weights; empty where they may be."""
-    if max(fact.spread if fact.is_map else 0.0, fact.wild) > RANDOM_SPREAD and (not fact.finite or fact.largest > 1e4):
+    """Why numbers of a tensor are no weights; empty where they may be. Rows of other scales spread a map, not a row."""
+    spread = fact.wild or (fact.spread if fact.is_map else 0.0)
+    if spread > RANDOM_SPREAD and (not fact.finite or fact.largest > 1e4):
         return "random-bits"
     if fact.inf and not fact.nan and (fact.dtype == "float16" or fact.largest > 1e37):
         return "overflow"
@@ -390,9 +391,8 @@ def _heads(seen: Examined, broken: set[str]) -> Iterator[Finding]:
             norms = sketch.square().sum((1, 2)).sqrt()
             if not bool((norms > 0).any()):
                 continue  # said of the layer
-            usual = float(
-                torch.cat([x.maps()[part].square().sum((1, 2)).sqrt() for x in near if part in x.maps()]).median()
-            )
+            around = torch.cat([x.maps()[part].square().sum((1, 2)).sqrt() for x in near if part in x.maps()])
+            usual = float(around[around > 0].median())  # most of them may be zero: the rest of a file is lost
             own = float(norms.median())
             for head, size in enumerate(norms.tolist()):
                 for number in _query_heads(heads, part, head):

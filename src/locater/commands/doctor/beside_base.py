@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from locater.commands.doctor.alone import findings_alone
+from locater.commands.doctor.heads_beside_base import findings_of_heads
 from locater.commands.doctor.merge import findings_of_merge
-from locater.commands.doctor.moved_rows import MovedRows, moved_rows
-from locater.commands.doctor.pairs import STRUCTURE, HeadPair, Pair, Paired, by_place
-from locater.commands.doctor.places import heads_words, layers_words, tensors_words
+from locater.commands.doctor.pairs import STRUCTURE, TRAINED, Beside, Pair, Paired, by_place
+from locater.commands.doctor.places import layers_words, tensors_words
 from locater.commands.doctor.tensors import place_of
 from locater.findings.causes import Finding, Severity, finding
 from locater.layers.layer import AttentionLayer
-from locater.layers.layout import AttentionLayout
 
 # what the base tells better than the file alone
 BETTER_BESIDE = (
@@ -28,37 +26,10 @@ BETTER_BESIDE = (
     *("shifted-gain", "rotary-order", "quantised", "dtype"),
 )
 NO_RELATION = 0.3  # cosine below which two maps have none
-TRAINED = 0.9  # cosine above which one was trained from the other
 MOST = 0.5  # share of maps
 FEW_NAMES = 0.3  # share of names that both have, below which the architecture is another
 MADE_BY = 0.8  # share of the squares of a difference that makes a cause of it
 STEPS = (1.6, 2.45)  # kurtosis of errors of rounding to steps (1.8 if exact); normal numbers have 2.8 in groups of 32
-
-
-@dataclass
-class Beside:
-    """Findings as they are made, and the tensors that they explain."""
-
-    paired: Paired
-    found: list[Finding] = field(default_factory=list)
-    renamed: bool = False  # tensors have other names than in the base
-
-    @property
-    def pairs(self) -> Mapping[str, Pair]:
-        return self.paired.pairs
-
-    def left(self) -> list[Pair]:
-        """Tensors that changed for no cause named yet."""
-        return [pair for pair in self.pairs.values() if pair.changed and not pair.explained]
-
-    def explain(self, names: Iterable[str], cause: str) -> None:
-        for name in names:
-            if name in self.pairs and self.pairs[name].changed:
-                self.pairs[name].explained = self.pairs[name].explained or cause
-
-    def layers_words(self, layers: Iterable[int]) -> str:
-        known = [place_of(name).layer for name in self.pairs]
-        return layers_words("", sorted(set(layers)), of=len({x for x in known if x is not None}))
 
 
 def findings_beside(paired: Paired, with_adapter: bool = False) -> list[Finding]:
@@ -74,7 +45,7 @@ def findings_beside(paired: Paired, with_adapter: bool = False) -> list[Finding]
     if not _another_model(beside):
         _moved_layers(beside)
         _vectors(beside)
-        _attention(beside)
+        findings_of_heads(beside)
         _maps(beside)
         _leftovers(beside)
     _agreement(beside)
@@ -385,225 +356,6 @@ def _vectors(beside: Beside) -> None:
         beside.found.append(finding("lost-biases", tensors_words(zero), words, tensors=zero))
 
 
-# ---- heads ----
-
-
-Scaled = dict[str, dict[tuple[int, int], float]]  # by map, then by head
-
-
-def _attention(beside: Beside) -> None:
-    """Reordered, scaled and copied heads; a layer that computes the same is equivalent."""
-    same: list[int] = []
-    rows: dict[int, dict[str, MovedRows]] = {}
-    for heads in beside.paired.heads:
-        names = _names_of(beside, heads.number)
-        changed = [beside.pairs[x] for x in names if x in beside.pairs and beside.pairs[x].changed]
-        changed = [x for x in changed if not x.explained and x.difference > 2 * STRUCTURE]
-        if not changed or not heads.comparable:
-            continue
-        if heads.equivalent:
-            same.append(heads.number)
-            beside.explain([*names, *_vectors_of(beside, heads.number)], "equivalent")
-            continue
-        rows[heads.number] = {part: moved_rows(heads.own, heads.base, part) for part in heads.own.maps()}
-    if same:
-        orders = [x.order for x in beside.paired.heads if x.number in same]
-        words = "computes the same: " + (
-            "heads are in another order, with their outputs"
-            if any(order != sorted(order) for order in orders)
-            else "rows or scales of its maps changed together"
-        )
-        beside.found.append(finding("equivalent", beside.layers_words(same), words, layers=same))
-    _fused(beside, rows)
-    _rotary(beside, rows)
-    _reordered(beside, rows)
-    _scaled(beside, rows)
-    _foreign_heads(beside, rows)
-
-
-def _item(beside: Beside, number: int) -> Any:
-    reading = beside.paired.own.model.reading
-    assert reading is not None
-    return reading.found[number]
-
-
-def _names_of(beside: Beside, number: int, part: str = "") -> list[str]:
-    """Tensors of the maps of a layer, or of one of them; with their biases."""
-    item, weights = _item(beside, number), beside.paired.own.model.weights
-    if not isinstance(item, AttentionLayout):
-        return [name for name in beside.pairs if name.startswith(f"{item.name}.") or not item.name]
-    names: dict[str, None] = {}
-    for field_ in (part,) if part else ("query", "key", "value", "out"):
-        layout = getattr(item, field_)
-        if layout is not None:
-            names |= {name: None for name, _ in layout.maps(weights)}
-            names |= {f"{name.removesuffix('.weight')}.bias": None for name in [*names]}
-    return [name for name in names if name in beside.pairs]
-
-
-def _vectors_of(beside: Beside, number: int) -> list[str]:
-    item, weights = _item(beside, number), beside.paired.own.model.weights
-    return [name for name, _ in item.vectors(weights)] if isinstance(item, AttentionLayout) else []
-
-
-def _told(beside: Beside, number: int, parts: Iterable[str], cause: str) -> None:
-    """Explain the tensors of some maps of a layer."""
-    for part in parts:
-        beside.explain(_names_of(beside, number, part), cause)
-
-
-def _fused(beside: Beside, rows: dict[int, dict[str, MovedRows]]) -> None:
-    layers = {n: max(x.foreign for x in parts.values()) for n, parts in rows.items()}
-    layers = {n: share for n, share in layers.items() if share > 0.25}
-    if not layers:
-        return
-    for number in layers:
-        _told(beside, number, rows.pop(number), "fused-order")
-    share = max(layers.values())
-    words = f"has rows of one of queries, keys and values in the place of another ({share:.0%} of the rows of a map)"
-    found = finding("fused-order", beside.layers_words(layers), words, layers=sorted(layers), share=round(share, 3))
-    beside.found.append(found)
-
-
-def _rotary(beside: Beside, rows: dict[int, dict[str, MovedRows]]) -> None:
-    by_parts: dict[tuple[str, ...], dict[str, list[int]]] = {}
-    for number, parts in rows.items():
-        turned = tuple(name for name, x in parts.items() if x.rotary)
-        if turned:
-            order = str(next(x.rotary for x in parts.values() if x.rotary))
-            by_parts.setdefault(turned, {}).setdefault(order, []).append(number)
-            _told(beside, number, turned, "rotary-order")
-    for turned, orders in by_parts.items():
-        for order, layers in orders.items():
-            which = "queries and keys" if len(turned) > 1 else {"query": "queries", "key": "keys"}[turned[0]]
-            other = "halves" if order == "interleaved" else "interleaved"
-            words = f"rows of {which} are in another rotary order than in BASE ({order}, not {other})"
-            found = finding(
-                "rotary-order", beside.layers_words(layers), words, layers=layers, order=order, maps=list(turned)
-            )
-            beside.found.append(found)
-
-
-def _reordered(beside: Beside, rows: dict[int, dict[str, MovedRows]]) -> None:
-    for number, parts in rows.items():
-        permuted = {name: x for name, x in parts.items() if x.permuted}
-        for name, x in permuted.items():
-            at = [head for head, source in enumerate(x.source) if source != head]
-            cause = "swapped-heads" if len(at) == 2 else "permuted-heads"
-            _told(beside, number, [name], cause)
-            others = sorted({*parts} - {*permuted})
-            words = f"{'exchanged places' if len(at) == 2 else 'are in another order'} in the {name} map"
-            words += f", not in {' and '.join(others)}" if others else ", in another way than in other maps"
-            places = [(number, head) for head in at]
-            evidence: dict[str, Any] = {"heads": places, "map": name, "source": [x.source[head] for head in at]}
-            beside.found.append(finding(cause, heads_words(places), words, **evidence))
-        copies: dict[int, tuple[int, list[str]]] = {}
-        for name, x in parts.items():
-            for head, source in x.copies:
-                copies.setdefault(head, (source, []))[1].append(name)
-                _told(beside, number, [name], "copied-head")
-        for head, (source, names) in copies.items():
-            words = f"is a copy of {number}.{source} ({', '.join(names)})"
-            found = finding(
-                "copied-head", heads_words([(number, head)]), words, heads=[(number, head)], source=[number, source]
-            )
-            beside.found.append(found)
-
-
-def _scaled(beside: Beside, rows: dict[int, dict[str, MovedRows]]) -> None:
-    """Scales of single heads, and scales of all queries or keys."""
-    single: Scaled = {}
-    whole: dict[str, dict[int, float]] = {}
-    for number, parts in rows.items():
-        for name, x in parts.items():
-            scaled = x.scaled()
-            if not scaled:
-                continue
-            low, high = min(c for _, c in scaled), max(c for _, c in scaled)
-            if (
-                len(scaled) == x.heads
-                and (x.heads > 1 or _others_scaled(rows, name))
-                and abs(high - low) < STRUCTURE * abs(high)
-            ):
-                whole.setdefault(name, {})[number] = median(c for _, c in scaled)
-                _told(beside, number, [name], "scaled-queries")
-            else:
-                dead = [head for head, c in scaled if abs(c) < 1e-6]
-                alive = {(number, head): c for head, c in scaled if head not in dead}
-                if alive:
-                    single.setdefault(name, {}).update(alive)
-                if x.told:
-                    _told(beside, number, [name], "scaled-head")
-    for name, layers in whole.items():
-        factor = median(layers.values())
-        size = beside.paired.own.layers[0].head_dim if beside.paired.own.layers else 0
-        root = size**0.5
-        times = (
-            " (the square root of the head size)"
-            if root and min(abs(factor / root - 1), abs(factor * root - 1)) < 0.03
-            else ""
-        )
-        words = f"has its {name} maps times {factor:.4g}{times}"
-        cause = "scaled-queries" if name in ("query", "key") else "unknown"
-        evidence: dict[str, Any] = {"layers": sorted(layers), "factor": round(factor, 5), "map": name}
-        severity: Severity | None = None if cause == "scaled-queries" else "fault"
-        beside.found.append(finding(cause, beside.layers_words(layers), words, severity=severity, **evidence))
-    for name, factors in single.items():
-        worst = max(factors.values(), key=lambda c: abs(math.log(abs(c))) if c else math.inf)
-        words = f"has its {name} map times {worst:.4g}" + (" at most" if len(factors) > 1 else "")
-        evidence = {"heads": sorted(factors), "factor": round(worst, 5), "map": name}
-        beside.found.append(finding("scaled-head", heads_words([*factors]), words, **evidence))
-
-
-def _others_scaled(rows: dict[int, dict[str, MovedRows]], name: str) -> bool:
-    """Whether other layers are scaled too, where a map has a single head."""
-    return sum(bool(parts[name].scaled()) for parts in rows.values() if name in parts) > 1
-
-
-def _foreign_heads(beside: Beside, rows: dict[int, dict[str, MovedRows]]) -> None:
-    """Heads that are those of another layer of the base."""
-    takes: dict[tuple[str, int, int], tuple[int, int]] = {}
-    for number, parts in rows.items():
-        heads = next(x for x in beside.paired.heads if x.number == number)
-        for name, x in parts.items():
-            for head, source in enumerate(x.source):
-                if source == -1 and (place := _other_layer(beside, heads, name, head)) is not None:
-                    takes[name, number, head] = place
-    done: set[tuple[str, int, int]] = set()
-    for (name, number, head), (layer, other) in takes.items():
-        if (name, number, head) in done:
-            continue
-        _told(beside, number, [name], "moved-head")
-        if takes.get((name, layer, other)) == (number, head):
-            done |= {(name, number, head), (name, layer, other)}
-            _told(beside, layer, [name], "moved-head")
-            places = [(number, head), (layer, other)]
-            words = f"exchanged places in the {name} map"
-            beside.found.append(finding("swapped-heads", heads_words(places), words, heads=places, map=name))
-        else:
-            words = f"is a copy of {layer}.{other} of BASE ({name})"
-            found = finding(
-                "copied-head", heads_words([(number, head)]), words, heads=[(number, head)], source=[layer, other]
-            )
-            beside.found.append(found)
-
-
-def _other_layer(beside: Beside, heads: HeadPair, part: str, head: int) -> tuple[int, int] | None:
-    own = heads.own.maps()[part][head]
-    size = float(own.norm())
-    before = heads.base.maps()[part][head]
-    if float((own * before).sum()) > TRAINED * size * float(before.norm()):
-        return None  # the same head, trained further
-    for other in beside.paired.base.heads:
-        sketch = other.maps().get(part)
-        if sketch is None or sketch.shape[1:] != own.shape or not size:
-            continue
-        apart = (sketch - own).flatten(1).norm(dim=1) / size
-        if float(apart.min()) < 2 * STRUCTURE:
-            return other.number, int(apart.argmin())
-    return None
-
-
 # ---- whole maps ----
 
 
@@ -662,11 +414,13 @@ def _leftovers(beside: Beside) -> None:
         _low_rank(beside, low)
         beside.explain([pair.name for pair in left], "low-rank")
         return
-    file = _one_file(beside, left)
-    if file and all(pair.rank is None for pair in maps):
-        words = f"comes from another checkpoint: all its maps differ ({len(left)} tensors), and none outside of it"
+    files = _whole_files(beside, left)
+    if files and all(pair.rank is None for pair in maps):
+        words = f"{'comes' if len(files) == 1 else 'come'} from another checkpoint: all maps in there differ "
+        words += f"({len(left)} tensors), and none elsewhere"
         difference = round(median(pair.difference for pair in maps or left), 4)
-        beside.found.append(finding("another-step", file, words, tensors=len(left), difference=difference))
+        where = files[0] if len(files) == 1 else f"{len(files)} shards: {', '.join(files[:2])}"
+        beside.found.append(finding("another-step", where, words, tensors=len(left), difference=difference))
         return
     _vocabulary(beside, maps)
     left, maps = beside.left(), [pair for pair in beside.left() if pair.is_map]
@@ -713,15 +467,24 @@ EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "em
 def _vocabulary(beside: Beside, maps: list[Pair]) -> None:
     """Embeddings that have no relation to the base's, while the rest has: those of another model, or tokenizer."""
     for pair in maps:
-        if not pair.name.endswith(EMBEDDINGS) or pair.cosine >= NO_RELATION:
+        if not pair.name.endswith(EMBEDDINGS):
             continue
-        assert pair.facts is not None
-        assert pair.base_facts is not None
-        moved = math.isclose(pair.facts.rms, pair.base_facts.rms, rel_tol=1e-6)
+        moved = _other_order(pair)
+        if not moved and pair.cosine >= NO_RELATION:
+            continue
         words = "has the rows of BASE in another order: the vocabulary of another tokenizer"
         words = words if moved else f"has no relation to BASE's (cosine {pair.cosine:.2f}): embeddings of another model"
         beside.found.append(finding("another-model", pair.name, words, cosine=round(pair.cosine, 4), moved=moved))
         beside.explain([pair.name], "another-model")
+
+
+def _other_order(pair: Pair) -> bool:
+    """Whether a tensor has the base's numbers in other places."""
+    a, b = pair.facts, pair.base_facts
+    if a is None or b is None or pair.difference < STRUCTURE or (a.least, a.most) != (b.least, b.most):
+        return False
+    same = math.isclose(a.rms, b.rms, rel_tol=1e-6) and math.isclose(a.row_ratio, b.row_ratio, rel_tol=1e-5)
+    return same and math.isclose(a.mean, b.mean, rel_tol=1e-6, abs_tol=1e-6 * b.rms)
 
 
 def _untied(beside: Beside) -> None:
@@ -797,16 +560,15 @@ def _low_rank(beside: Beside, low: list[Pair]) -> None:
     beside.found.append(finding("low-rank", tensors_words([pair.name for pair in low]), words, **evidence))
 
 
-def _one_file(beside: Beside, left: list[Pair]) -> str:
-    """The file that holds all tensors that differ, and no map that does not; empty where there is none."""
-    files = {fact.file for fact in beside.paired.own.facts.values()}
-    changed = {pair.facts.file for pair in left if pair.facts is not None}
-    if len(files) < 2 or len(changed) != 1:
-        return ""
-    (file,) = changed
-    inside = [x for x in beside.pairs.values() if x.is_map and x.facts is not None and x.facts.file == file]
-    maps = [pair for pair in left if pair.is_map]
-    return file if len(maps) >= 0.9 * len(inside) and len(inside) > 2 else ""
+def _whole_files(beside: Beside, left: list[Pair]) -> list[str]:
+    """The files that hold all maps that differ, and none that does not; empty where there are no such files."""
+    maps: dict[str, list[Pair]] = {}
+    for pair in beside.pairs.values():
+        if pair.is_map and pair.facts is not None:
+            maps.setdefault(pair.facts.file, []).append(pair)
+    changed = sorted({pair.facts.file for pair in left if pair.facts is not None})
+    whole = all(len(maps.get(x, ())) > 2 and sum(p in left for p in maps[x]) >= 0.9 * len(maps[x]) for x in changed)
+    return changed if whole and len(changed) < len(maps) else []
 
 
 def _agreement(beside: Beside) -> None:
@@ -823,6 +585,10 @@ def _agreement(beside: Beside) -> None:
         return
     rounded = [pair for pair in pairs if pair.rounded or not pair.same_dtype]
     most = max(pair.difference for pair in pairs)
-    kinds = sorted({f"{x.base_facts.dtype} to {x.facts.dtype}" for x in rounded if x.facts and x.base_facts})
+    kinds = sorted({_cast_words(x.base_facts.dtype, x.facts.dtype) for x in rounded if x.facts and x.base_facts})
     words = f"differs by rounding alone ({', '.join(kinds[:3])}): at most {most:.2g} of the norm of a tensor"
     beside.found.append(finding("dtype", "the model", words, difference=most, tensors=len(rounded)))
+
+
+def _cast_words(before: str, after: str) -> str:
+    return f"{before} to {after}" if before != after else f"to 16 bits, stored as {after}"

@@ -6,6 +6,7 @@ multiplied with each other, so that a layer of any width is looked at in one pas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,7 +58,7 @@ class LayerHeads:
     def forget(self) -> None:
         """Drop what heads do to tokens, the largest part, and keep the numbers made of it."""
         _ = self.spread, self.written
-        self.logits, self.outputs = self.logits[:0], None
+        self.logits, self.outputs = self.logits[:0].clone(), None  # a view would keep all of it
 
     def maps(self) -> dict[str, Tensor]:
         """The sketches by the name of the map."""
@@ -75,8 +76,8 @@ def layer_heads(layer: AttentionLayer, number: int) -> LayerHeads:
     tokens = _tokens(side, probes(memory))
     met = _row_sketch(layer.key, tokens, bias=True)[0].unflatten(0, (layer.kv_heads, -1))
     met = _normed(met, layer.key_norm)
-    size = _size(layer)
-    logits = torch.stack([_back(layer, _turned(layer, met, offset), size) for offset in (0, *OFFSETS)])
+    turned = torch.cat([_turned(layer, met, offset) for offset in (0, *OFFSETS)], 2)
+    logits = _back(layer, turned, _size(layer)).unflatten(2, (-1, met.shape[2])).movedim(2, 0).contiguous()
     value = out = outputs = None
     if layer.value is not None and layer.out is not None:
         value = _row_sketch(layer.value, probes(layer.value.shape[1]))[0].unflatten(0, (layer.kv_heads, -1))
@@ -116,14 +117,14 @@ def _parts(projection: Projection) -> Iterator[tuple[int, Tensor]]:
     step = max(1, BLOCK // max(1, width))
     for start in range(0, rows, step):
         part = upcast(read(start, min(start + step, rows)).detach().cpu()).float()
-        yield start, part if bool(part.isfinite().all()) else part.nan_to_num(0.0, 0.0, 0.0)
+        yield start, part if math.isfinite(float(part.sum())) else part.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _row_sketch(projection: Projection, tokens: Tensor, bias: bool = False) -> tuple[Tensor, Tensor]:
     """(W tokens (rows, P), norms of the rows); `bias` adds that of the map as a last column."""
     sketch, norms = torch.zeros(projection.shape[0], tokens.shape[1]), torch.zeros(projection.shape[0])
     for start, part in _parts(projection):
-        sketch[start : start + len(part)] = part @ tokens
+        sketch[start : start + len(part)] = (tokens.mT @ part.mT).mT
         norms[start : start + len(part)] = part.norm(dim=1)
     if bias:
         c = torch.zeros(len(sketch)) if projection.bias is None else _finite(projection.bias)
@@ -170,8 +171,8 @@ def _size(layer: AttentionLayer) -> Tensor | None:
 
 
 def _back(layer: AttentionLayer, met: Tensor, size: Tensor | None) -> Tensor:
-    """Q^T of turned keys, as queries act on unit tokens: (H, d + 1, P); the last row is that of the query's bias."""
-    met = met.repeat_interleave(layer.group, 0)  # (H, h, P)
+    """Q^T of turned keys, as queries act on unit tokens: (H, d + 1, N); the last row is that of the query's bias."""
+    met = met.repeat_interleave(layer.group, 0)  # (H, h, N)
     if size is not None:
         met = met * size[..., None]
     flat = met.flatten(0, 1)

@@ -5,14 +5,16 @@ D is the difference W - B of a tensor W of the model and B of the base.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from locater.commands.doctor.heads import LayerHeads
+from locater.commands.doctor.places import layers_words
 from locater.commands.doctor.reading import (
     Examined,
     Model,
@@ -31,10 +33,12 @@ from locater.commands.doctor.tensors import (
     Reader,
     as_matrix,
     blocks,
+    file_of,
     place_of,
     probes,
 )
 from locater.errors import DamagedError, LocaterError
+from locater.findings.causes import Finding
 from locater.sources.adapter_folder import AdaptedWeights
 
 RANK_PROBES = 80  # random vectors that D is met by: ranks up to 64 show
@@ -43,8 +47,10 @@ WINDOW = 8  # directions among which the last of a low rank is looked for
 # mean square of the error of rounding to a dtype, as a share of the mean square of the numbers
 ROUNDING_NOISE = {"bfloat16": 2.4e-6, "float16": 4e-8}
 ROUNDING = {"float64": 1e-12, "float32": 2e-6, "float16": 1.5e-3, "bfloat16": 6e-3, "float8_e4m3fn": 0.06}
+TRAINED = 0.9  # cosine above which one map was trained from another
 STRUCTURE = 0.02  # what a reordered or scaled map may differ by: rounding, and no training
 MANY_ROWS = 65_536
+BLOCK_START = 4096  # numbers
 
 
 @dataclass
@@ -73,7 +79,7 @@ class Pair:
     kurtosis: float = 0.0  # of D in groups, summed over them: 1.8 for rounding to steps, 2.8 for normal numbers
     facts: Facts | None = None
     base_facts: Facts | None = None
-    same_levels: bool = True
+    cast: bool = True  # every number is the base's, rounded to 16 bits, whatever type it is stored in now
     expected_dot: float = 0.0  # <D, E> with E what the adapter adds
     expected: float = 0.0  # |E|
     of_adapter: bool = False
@@ -104,12 +110,14 @@ class Pair:
         """What a cast between the two dtypes may change."""
         assert self.facts is not None
         assert self.base_facts is not None
+        if self.cast:
+            return ROUNDING["bfloat16"]
         return max(ROUNDING.get(x.dtype, 0.0) for x in (self.facts, self.base_facts))
 
     @property
     def rounded(self) -> bool:
         """Whether a cast explains D."""
-        return not self.equal and not self.same_dtype and self.difference <= self.rounding
+        return not self.equal and (self.cast or not self.same_dtype) and self.difference <= self.rounding
 
     @property
     def changed(self) -> bool:
@@ -150,7 +158,7 @@ def matched_names(own: Sequence[str], base: Sequence[str]) -> dict[str, str]:
     """Names of the model by those of the base, which may have other parts in front (`model.`, `bert.`).
 
     >>> matched_names(["layers.0.q", "head"], ["model.layers.0.q", "head"])
-    {'layers.0.q': 'model.layers.0.q', 'head': 'head'}
+    {'head': 'head', 'layers.0.q': 'model.layers.0.q'}
     """
     there = set(base)
     found = {name: name for name in own if name in there}
@@ -172,8 +180,7 @@ def _front_parts(names: Iterable[str]) -> set[str]:
 
 def _fronts(own: Sequence[str], base: set[str]) -> Iterator[tuple[str, str]]:
     """Parts in front of names that may be exchanged; at least one of the two is empty."""
-    ours = sorted(_front_parts(own), key=len)
-    theirs = sorted(_front_parts(base), key=len)
+    ours, theirs = (sorted(sorted(_front_parts(names)), key=len) for names in (own, base))
     yield from ((a, b) for a in ours for b in theirs if a != b and not (a and b))
 
 
@@ -189,12 +196,14 @@ class Differ:
         self.dtypes: set[str] = set()
         self._sums = dict.fromkeys(("dot", "own", "base", "delta", "ed", "ee"), 0.0)
 
-    def add(self, stored: Tensor, base_stored: Tensor, x: Tensor, b: Tensor, expected: Tensor | None) -> None:
+    def add(
+        self, stored: Tensor, base_stored: Tensor, x: Tensor, b: Tensor, same: bool, expected: Tensor | None
+    ) -> None:
         """Rows of both as they are stored, and as float matrices; and what the adapter adds to them."""
         pair, sums = self.pair, self._sums
         pair.same_dtype = stored.dtype == base_stored.dtype
         x, b = (x, b) if x.dtype == b.dtype else (x.double(), b.double())
-        same = torch.equal(stored, base_stored) if pair.same_dtype else torch.equal(x, b)
+        same = same or (not pair.same_dtype and torch.equal(x, b))
         own_square = _square(x)
         sums["own"] += own_square
         if same:
@@ -207,41 +216,45 @@ class Differ:
         pair.equal = False
         d = x - b
         delta, base = _square(d), _square(b)
+        pair.cast &= pair.same_dtype and delta <= ROUNDING["bfloat16"] ** 2 * base and _is_cast(x, b)
         sums["base"] += base
         sums["delta"] += delta
-        sums["dot"] += float((x * b).sum(dtype=torch.float64))
-        pair.delta_sum += float(d.sum(dtype=torch.float64))
+        sums["dot"] += _dot(x, b)
+        pair.delta_sum += float(d.sum(1).sum(dtype=torch.float64))
         if expected is not None:
             sums["ee"] += _square(expected)
-            sums["ed"] += float((d * expected).sum(dtype=torch.float64))
+            sums["ed"] += _dot(d, expected)
         self.dtypes |= {str(t.dtype).removeprefix("torch.") for t in (stored, base_stored)}
         limit = max(ROUNDING.get(str(t.dtype).removeprefix("torch."), 0.0) for t in (stored, base_stored))
-        if not pair.same_dtype and delta <= (limit**2) * base:
+        if pair.cast or (not pair.same_dtype and delta <= (limit**2) * base):
             return
         if self.gram is not None:
             y = (d.float() @ probes(self.width, self.count)).double()
             self.gram += y.mT @ y
         if self.width >= GROUP:
-            self._look_at_groups(x, b, d)
+            self._look_at_groups(b, d)
 
-    def _look_at_groups(self, x: Tensor, b: Tensor, d: Tensor) -> None:
+    def _look_at_groups(self, b: Tensor, d: Tensor) -> None:
+        """Each group of numbers by its sums: of b, of d = x - b, and of the products of both."""
         pair, cut = self.pair, self.width // GROUP * GROUP
-        x, b, d = (t[:, :cut].reshape(-1, GROUP) for t in (x, b, d))
-        bb, xx, xb, dd = b.square().sum(1), x.square().sum(1), (x * b).sum(1), d.square().sum(1)
+        b, d = (t[:, :cut].reshape(-1, GROUP) for t in (b, d))
+        ones = torch.ones(GROUP, dtype=d.dtype)
+        squares = d.square()
+        bb, db, dd = b.square() @ ones, (d * b) @ ones, squares @ ones
         tiny = 1e-30
-        factor = xb / bb.clamp_min(tiny)
-        beside = (xx - xb.square() / bb.clamp_min(tiny)).clamp_min(0) / xx.clamp_min(tiny)
-        odd = ((factor - 1).abs() > 0.12) & (beside < 0.05) & (bb > 0)
-        shifted = (d.mean(1).square() * GROUP > 0.85 * dd) & (dd > 0.1 * bb)
+        factor_less_1 = db / bb.clamp_min(tiny)
+        xx = (bb + 2 * db + dd).clamp_min(tiny)
+        beside = (dd - db * factor_less_1).clamp_min(0) / xx
+        odd = (factor_less_1.abs() > 0.12) & (beside < 0.05) & (bb > 0)
+        shifted = ((d @ ones).square() > 0.85 * GROUP * dd) & (dd > 0.1 * bb)
         shifted &= ~odd
-        pair.groups += len(x)
+        pair.groups += len(d)
         pair.odd_groups += int(odd.sum())
         pair.shifted_groups += int(shifted.sum())
         pair.odd_delta += float(dd[odd].sum(dtype=torch.float64))
         pair.shifted_delta += float(dd[shifted].sum(dtype=torch.float64))
-        some = dd > 0
-        pair.changed_groups += int(some.sum())
-        fourth = d[some].square().square().mean(1) / (dd[some] / GROUP).square()
+        pair.changed_groups += int((dd > 0).sum())
+        fourth = GROUP * (squares.square_() @ ones) / dd.square()  # where nothing changed it is NaN
         pair.kurtosis += float(fourth.nan_to_num(0.0, 0.0, 0.0).sum(dtype=torch.float64))
 
     def done(self) -> None:
@@ -280,9 +293,19 @@ def low_rank(values: Tensor, most: int, noise: float = 0.0) -> int | None:
     return rank if known else None
 
 
+def _is_cast(x: Tensor, b: Tensor) -> bool:
+    """Whether one is the other, rounded to a type of 16 bits: what float32 keeps of it."""
+    return any(torch.equal(u, v.to(t).to(v)) for t in (torch.float16, torch.bfloat16) for u, v in ((x, b), (b, x)))
+
+
+def _dot(x: Tensor, y: Tensor) -> float:
+    """The inner product, by rows: a sum over a whole block would round more."""
+    rows = torch.linalg.vecdot(x, y) if x is not y else torch.linalg.vector_norm(x, dim=1).square()
+    return float(rows.sum(dtype=torch.float64))
+
+
 def _square(x: Tensor) -> float:
-    flat = x.reshape(-1)
-    return float(torch.dot(flat, flat)) if x.dtype == torch.float64 else float(x.square().sum(dtype=torch.float64))
+    return _dot(x, x)
 
 
 def examine_pair(
@@ -333,28 +356,36 @@ def _alone(model: Model, read: Reader, name: str) -> Facts:
     return collector.done()[0]
 
 
+def _same(stored: Tensor, base_stored: Tensor) -> bool:
+    """Whether two blocks have the same numbers in the same type."""
+    if stored.dtype != base_stored.dtype:
+        return False
+    first = [x.reshape(-1)[:BLOCK_START] for x in (stored, base_stored)]  # most that differ do so here
+    return torch.equal(*first) and torch.equal(stored, base_stored)
+
+
 def _read_pair(result: Paired, own: tuple[str, Reader], base: tuple[str, Reader], extra: Reader | None) -> None:
     (name, read), (other, base_read) = own, base
-    one, two = Collector(result.own.model.weights, name), Collector(result.base.model.weights, other)
-    shape, base_shape = one.facts.shape, two.facts.shape
-    pair = Pair(name, other, numbers=one.facts.numbers, of_adapter=extra is not None)
+    weights, base_weights = result.own.model.weights, result.base.model.weights
+    shape, base_shape = weights.shape(name), base_weights.shape(other)
+    pair = Pair(name, other, numbers=math.prod(shape), of_adapter=extra is not None)
     if shape != base_shape:
         pair.equal, pair.other_shape = False, True
-        for collector, reader, weights, key in (
-            (one, read, result.own.model.weights, name),
-            (two, base_read, result.base.model.weights, other),
-        ):
-            for start, stop in blocks(weights, key):
-                collector.add(start, reader(start, stop))
+        pair.facts, pair.base_facts = _alone(result.own.model, read, name), _alone(result.base.model, base_read, other)
     else:
+        one, two = Collector(weights, name), None  # of the base there is one from the first block that differs
         differ = Differ(pair, shape)
-        for start, stop in blocks(result.own.model.weights, name):
+        for start, stop in blocks(weights, name):
             stored, base_stored = read(start, stop), base_read(start, stop)
-            x, b = one.add(start, stored), two.add(start, base_stored)
+            same = _same(stored, base_stored)
+            two = copy.deepcopy(one) if two is None and not same else two
+            x = one.add(start, stored)
+            b = x if two is None else two.add(start, base_stored)
             expected = None if extra is None else as_matrix(extra(start, stop)) - b
-            differ.add(stored, base_stored, x, b, expected)
-    pair.facts, pair.base_facts = one.done()[0], two.done()[0]
-    if shape == base_shape:
+            differ.add(stored, base_stored, x, b, same, expected)
+        pair.facts = one.done()[0]
+        facts = pair.facts if two is None else two.done()[0]
+        pair.base_facts = replace(facts, name=other, file=file_of(base_weights, other))
         differ.done()
     result.pairs[name] = pair
     result.own.facts[name], result.base.facts[other] = pair.facts, pair.base_facts
@@ -432,3 +463,29 @@ def by_place(pairs: Mapping[str, Pair]) -> dict[tuple[str, int], list[Pair]]:
         if place.layer is not None:
             places.setdefault((place.stack, place.layer), []).append(pair)
     return places
+
+
+@dataclass
+class Beside:
+    """Findings as they are made, and the tensors that they explain."""
+
+    paired: Paired
+    found: list[Finding] = field(default_factory=list)
+    renamed: bool = False  # tensors have other names than in the base
+
+    @property
+    def pairs(self) -> Mapping[str, Pair]:
+        return self.paired.pairs
+
+    def left(self) -> list[Pair]:
+        """Tensors that changed for no cause named yet."""
+        return [pair for pair in self.pairs.values() if pair.changed and not pair.explained]
+
+    def explain(self, names: Iterable[str], cause: str) -> None:
+        for name in names:
+            if name in self.pairs and self.pairs[name].changed:
+                self.pairs[name].explained = self.pairs[name].explained or cause
+
+    def layers_words(self, layers: Iterable[int]) -> str:
+        known = [place_of(name).layer for name in self.pairs]
+        return layers_words("", sorted(set(layers)), of=len({x for x in known if x is not None}))

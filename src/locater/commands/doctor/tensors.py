@@ -19,8 +19,11 @@ from torch import Tensor
 from locater.sources.weights import ModuleWeights, Rows, Weights, take_rows
 
 PROBES = 8
-BLOCK = 2**22  # numbers that are looked at together
+BLOCK = 2**19  # numbers that are looked at together: in float32 they stay in the cache of a core
+READ = 2**22  # numbers that are read together
 SAMPLE = 65_536  # numbers from which the distribution is judged
+QUARTILES = 16_384  # of these, for quartiles
+LEVELS = 512  # groups of numbers whose distinct values are counted, in each piece that is read
 GROUP = 32  # numbers that share a scale in common formats of quantised weights
 KEPT = 65_536  # numbers of a vector that is kept as it is
 WILD = 1e4  # a number that no weight of a trained model comes near
@@ -28,7 +31,7 @@ HOLD_AT_ONCE = 2**25  # numbers of a map that is kept until its layer is done
 HELD = 2**27  # bytes of maps that stay in memory until their layer is done
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def probes(width: int, count: int = PROBES) -> Tensor:
     """Fixed random vectors of standard normal numbers, (width, count)."""
     generator = torch.Generator().manual_seed(width * 1009 + count)
@@ -128,19 +131,26 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 class Reader:
-    """Reads rows of one tensor, from memory where the whole of it is read at once."""
+    """Reads rows of one tensor, in pieces that are larger than the blocks that are asked for, or all of it at once."""
 
     def __init__(self, weights: Weights, name: str, whole: bool = False) -> None:
         self.weights, self.name = weights, name
         shape = weights.shape(name)
-        most = HOLD_AT_ONCE if whole else BLOCK
+        most = HOLD_AT_ONCE if whole else READ
         one = math.prod(shape) <= most or isinstance(weights, ModuleWeights) or not shape
         self.whole = weights.read(name).detach().cpu() if one else None
+        self._rows = shape[0] if shape else 1
+        self._step = max(1, READ // max(1, math.prod(shape[1:])))
+        self._piece, self._start, self._stop = torch.empty(0), 0, 0
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        if self.whole is None:
-            return self.weights.read(self.name, [(start, stop)])
-        return self.whole[start:stop] if self.whole.ndim else self.whole
+        if self.whole is not None:
+            return self.whole[start:stop] if self.whole.ndim else self.whole
+        if not self._start <= start <= stop <= self._stop:
+            self._piece = torch.empty(0)  # two pieces are never in memory
+            self._start, self._stop = start, min(max(stop, start + self._step), self._rows)
+            self._piece = self.weights.read(self.name, [(self._start, self._stop)])
+        return self._piece[start - self._start : stop - self._start]
 
 
 class Collector:
@@ -153,7 +163,7 @@ class Collector:
         self.facts = Facts(name, shape, "", math.prod(shape), file=file_of(weights, name))
         self.sketch = torch.zeros(self.rows, PROBES if self.width > 1 else 1)
         self._squares, self._sum = 0.0, 0.0
-        self._row_squares: list[Tensor] = []
+        self._row_norms: list[Tensor] = []
         self._samples: list[Tensor] = []
         self._wild: list[float] = []
         self._levels: list[Tensor] = []
@@ -175,13 +185,13 @@ class Collector:
             x = x.nan_to_num(0.0, 0.0, 0.0)
             low, high = (float(v) for v in torch.aminmax(x))
         facts.least, facts.most = min(facts.least, low), max(facts.most, high)
-        squares = torch.einsum("rd,rd->r", x, x)
-        self._row_squares.append(squares)
-        self._squares += float(squares.sum(dtype=torch.float64))
-        self._sum += float(x.sum(dtype=torch.float64))
+        norms = torch.linalg.vector_norm(x, dim=1)
+        self._row_norms.append(norms)
+        self._squares += float(norms.double().square().sum())
+        self._sum += float(x.sum(1).sum(dtype=torch.float64))
         self._sample(x)
         stop = start + len(x)
-        self.sketch[start:stop] = x if self.width == 1 else x.float() @ probes(self.width)
+        self.sketch[start:stop] = x if self.width == 1 else (probes(self.width).mT @ x.float().mT).mT
         return x
 
     def _look_at_wild_rows(self, x: Tensor) -> None:
@@ -194,9 +204,10 @@ class Collector:
     def _sample(self, x: Tensor) -> None:
         flat = x.reshape(-1)
         share = max(1, SAMPLE * len(flat) // max(self.facts.numbers, 1))
-        self._samples.append(flat[:: max(1, len(flat) // share)][:share])
+        self._samples.append(flat[:: max(1, len(flat) // share)][:share].clone())  # a view would keep its block
         if self.width >= GROUP:
-            groups = x[:: max(1, len(x) // 64), : self.width // GROUP * GROUP].reshape(-1, GROUP)[:512]
+            most = max(LEVELS // 8, LEVELS * len(flat) // max(1, min(self.facts.numbers, READ)))
+            groups = x[:: max(1, len(x) * 8 // most), : self.width // GROUP * GROUP].reshape(-1, GROUP)[:most]
             groups = groups[groups.any(1)]
             self._levels.append((groups.sort(-1).values.diff(dim=-1) != 0).sum(-1) + 1)
 
@@ -212,16 +223,16 @@ class Collector:
         facts.wild = sorted(self._wild)[len(self._wild) // 2] if self._wild else 0.0
         if sum(map(len, self._levels)):
             facts.levels = float(torch.cat(self._levels).median())
-        if self._row_squares and self.width > 1:
-            self._of_rows(torch.cat(self._row_squares))
+        if self._row_norms and self.width > 1:
+            self._of_rows(torch.cat(self._row_norms))
         if self.width > 1:
             facts.signature = (probes(self.rows).mT @ self.sketch).flatten()
         elif self.rows <= KEPT:
             facts.values = self.sketch.flatten().clone()
         return facts, self.sketch
 
-    def _of_rows(self, squares: Tensor) -> None:
-        facts, norms = self.facts, squares.sqrt()
+    def _of_rows(self, norms: Tensor) -> None:
+        facts = self.facts
         zeros = norms == 0
         facts.zero_rows = int(zeros.sum())
         facts.longest_zeros = _longest_run(zeros)
@@ -232,8 +243,9 @@ class Collector:
 
 def _quartile_range(values: Tensor) -> float:
     """Distance between the quartiles of log2 |x|, which a few scaled rows do not change."""
-    low, high = torch.quantile(values[:SAMPLE].double().abs().log2(), torch.tensor([0.25, 0.75], dtype=torch.float64))
-    return float(high - low)
+    sizes = values[:: 1 + len(values) // QUARTILES].abs()
+    low, high = (float(sizes.kthvalue(1 + round(share * (len(sizes) - 1))).values) for share in (0.25, 0.75))
+    return math.log2(high) - math.log2(low)
 
 
 def _longest_run(marks: Tensor) -> tuple[int, int]:

@@ -15,17 +15,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
 import locater
 from locater.errors import LocaterError, first_line
 from locater_lab.studies.verdicts import commands, models, writing
-from locater_lab.studies.verdicts.adapters import SIZES, LoraAdapter, adapter_for
-from locater_lab.studies.verdicts.checkpoint import Checkpoint, NotHereError, Place
+from locater_lab.studies.verdicts.checkpoint import SIZES, Checkpoint, LoraAdapter, NotHereError, Place, adapter_for
 from locater_lab.studies.verdicts.faults import Fault, faults
 from locater_lab.studies.verdicts.models import Model
 from locater_lab.train.sweep import append_line, read_lines
@@ -34,6 +34,7 @@ ROOMS = ("commands", "results", "findings", "families", "layers", "sources", "cl
 DOCTOR = ("doctor", "diagnosis", "causes")  # in the names of files that doctor alone reads
 CALLS = ("scan", "compare", "doctor", "doctor --base", "doctor --adapter", "probe")
 PLACES = {"early": 1 / 6, "middle": 1 / 2, "late": 5 / 6}
+LARGE = 10**8  # numbers of a model in which each fault and strength is planted once
 
 
 @cache
@@ -75,17 +76,24 @@ class Bench:
 
     def places(self, fault: Fault) -> Iterator[Place]:
         """Where a fault is planted: every strength in the first of its places, the first strength in the others. Tiny
-        models have one place.
+        models have one place and strength; large ones every strength in one place, another for each fault.
         """
-        count, tiny = len(self.base.stack), self.model.role == "tiny"
-        for number, where in enumerate(fault.places):
-            for strength in fault.strengths:
-                if (number and strength != fault.strengths[0]) or (tiny and (number or strength != fault.strengths[0])):
-                    continue
-                layer = min(count - 1, int(PLACES[where] * count))
-                head = (3 * layer + 1) % self.base.stack[layer].heads
-                name = where if len(fault.strengths) == 1 else f"{where}, {strength:g}"
-                yield Place(layer, head, strength, name)
+        count, (first, *others) = len(self.base.stack), fault.strengths
+        spots = [(fault.places[0], first)]
+        if self.large:
+            turn = crc32(fault.name.encode())
+            spots = [(fault.places[(turn + i) % len(fault.places)], x) for i, x in enumerate(fault.strengths)]
+        elif self.model.role != "tiny":
+            spots += [(fault.places[0], x) for x in others] + [(where, first) for where in fault.places[1:]]
+        for where, strength in spots:
+            layer = min(count - 1, int(PLACES[where] * count))
+            head = (3 * layer + 1) % self.base.stack[layer].heads
+            name = where if not others else f"{where}, {strength:g}"
+            yield Place(layer, head, strength, name)
+
+    @cached_property
+    def large(self) -> bool:
+        return sum(x.numel() for x in self.base.tensors.values()) > LARGE
 
     def measure(self, fault: Fault, place: Place) -> dict[str, Any] | None:
         """The line of a planted model; None where the model has no such part, or the kept line has every answer."""
@@ -174,11 +182,15 @@ class Bench:
         return path
 
     def can_answer(self, call: str, fault: Fault) -> bool:
-        """Whether a call can be made: adapters belong to merging, and a probe needs a folder that runs, and few heads."""
+        """Whether a call can know: merging needs the adapter, and a probe a folder that runs, and few heads."""
         if call.startswith("doctor") and not hasattr(locater, "doctor"):
             return False
         if call == "doctor --adapter":
             return self.adapter is not None and (fault.with_adapter or fault.name == "merged-once")
+        if fault.with_adapter:
+            return False
+        if call == "text":
+            return bool(self.model.kind) and fault.container not in ("gguf", "adapter")
         if call != "probe":
             return True
         few = sum(layer.heads for layer in self.base.stack) <= commands.PROBED
@@ -193,6 +205,7 @@ class Bench:
             "doctor --base": lambda: commands.doctor(path, base),
             "doctor --adapter": lambda: commands.doctor(path, base, adapter),
             "probe": lambda: commands.probe(path, models.ids_of(self.model)),
+            "text": lambda: commands.text(path, base, models.ids_of(self.model)),
         }
         said = asked[call]()
         for folder, name in ((path, "MODEL"), (self.folder, "."), (base, "BASE")):

@@ -1,4 +1,4 @@
-"""A checkpoint in memory, and where its heads are: what faults are planted in.
+"""A checkpoint in memory, where its heads are, and an adapter for it: what faults are planted in.
 
 Tensors are those of the file and are never written to: `edit` puts a copy in their place, so that what is planted is
 known by identity. A part of a layer is read and written in the order of the model's channels, head by head, whatever
@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from locater.errors import LocaterError
@@ -25,7 +27,11 @@ from locater.layers.map_layouts import MapLayout, NormLayout, numbers_in
 from locater.sources.open_source import open_source
 from locater.sources.weights import DictWeights
 
+SHARDS = 3
 Part = Literal["query", "key", "value", "out"]
+RANK, ALPHA = 8, 16
+SIZES = (0.06, 0.03, 0.015, 0.0075)  # norms of the merged delta over those of its maps: steps that are tried
+Gradient = Callable[[], Mapping[str, Tensor]]
 
 
 class NotHereError(LocaterError):
@@ -92,6 +98,10 @@ class Checkpoint:
     def in_block(self, layer: int) -> list[str]:
         """The names of the tensors of a block."""
         return [name for name in self.tensors if name.startswith(self.blocks[layer])]
+
+    def shard_of(self, layer: int) -> int:
+        """The shard that a block is written to, where there are several."""
+        return layer * SHARDS // len(self.stack)
 
     def changed(self, base: Checkpoint) -> list[str]:
         """Tensors that are not those of the base: planted, lost, or new."""
@@ -228,3 +238,84 @@ def quantised(numbers: Tensor, bits: int, block: int = 32, zero_points: bool = F
 def run_length(tensor: Tensor, block: int = 32) -> int:
     """The longest run of at most `block` numbers that divides a tensor."""
     return next(size for size in range(min(block, tensor.numel()), 0, -1) if tensor.numel() % size == 0)
+
+
+# ---- an adapter for any model of the bench: LoRA in the maps of queries and of values ----
+# One step down the gradient of the model's own loss is what training gives, so that merging it with the wrong sign or twice does
+# what it does to a trained adapter. Where there is no loss (tiny models) the two factors are drawn.
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """For each stored map (its name in the file) the factors A (r, in) and B (out, r)."""
+
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+    transposed: bool  # maps are stored (in, out)
+
+    def delta(self, name: str) -> Tensor:
+        """What merging adds to a stored map."""
+        a, b = self.factors[name]
+        whole = (ALPHA / RANK) * (b @ a)
+        return whole.mT if self.transposed else whole
+
+    def shortened(self, share: float) -> LoraAdapter:
+        """The same with a delta of this share."""
+        return replace(self, factors={name: (a, share * b) for name, (a, b) in self.factors.items()})
+
+    def merge(
+        self, checkpoint: Checkpoint, times: float = 1.0, only: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        for name in filter(only, self.factors):
+            stored = checkpoint.tensors[name]
+            checkpoint.put(name, stored.float() + times * self.delta(name).view(stored.shape))
+
+    def save(self, folder: Path, base: Path, alpha: float = ALPHA) -> Path:
+        """The folder that peft writes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for name, factors in self.factors.items():
+            path = f"base_model.model.{name.removesuffix('.weight')}"
+            for letter, factor in zip("AB", factors, strict=True):
+                tensors[f"{path}.lora_{letter}.weight"] = factor.contiguous()
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        ends = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in self.factors})
+        settings = {
+            "peft_type": "LORA", "r": RANK, "lora_alpha": alpha, "target_modules": ends, "lora_dropout": 0.0,
+            "bias": "none", "base_model_name_or_path": str(base), "fan_in_fan_out": self.transposed,
+            "inference_mode": True, "task_type": None,
+        }  # fmt: skip
+        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+        return folder
+
+
+def adapter_for(checkpoint: Checkpoint, gradient: Gradient | None) -> LoraAdapter:
+    """The adapter of a model: of every layer the maps that hold queries and values."""
+    names: dict[str, bool] = {}
+    for layer in range(len(checkpoint.stack)):
+        for part in ("query", "value"):
+            layout = checkpoint.part(layer, part)
+            if layout.axes != 1 or len(layout.shape) != 2:
+                raise NotHereError(f"{checkpoint.name}: {layout.weight} is no matrix, as LoRA needs")
+            names[layout.weight] = layout.transposed
+    downhill = {} if gradient is None else gradient()
+    factors = {}
+    for name, transposed in names.items():
+        stored = checkpoint.tensors[name].float()
+        matrix = stored.mT if transposed else stored
+        a, b = _drawn(matrix, name) if name not in downhill else _step(downhill[name], transposed)
+        size = SIZES[0] * matrix.norm() / ((ALPHA / RANK) * (b @ a).norm())
+        factors[name] = a * size.sqrt(), b * size.sqrt()
+    return LoraAdapter(factors, any(names.values()))
+
+
+def _drawn(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    g = generator("adapter", name)
+    return torch.randn(RANK, matrix.shape[1], generator=g), torch.randn(matrix.shape[0], RANK, generator=g)
+
+
+def _step(gradient: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """The factors of the best step of this rank down a gradient."""
+    whole = -(gradient.mT if transposed else gradient).float()
+    u, s, v = torch.linalg.svd(whole, full_matrices=False)
+    root = s[:RANK].sqrt()
+    return root[:, None] * v[:RANK], u[:, :RANK] * root

@@ -12,7 +12,7 @@ import torch
 
 from locater_lab.studies.verdicts import planting as p
 from locater_lab.studies.verdicts import writing as w
-from locater_lab.studies.verdicts.adapters import LoraAdapter
+from locater_lab.studies.verdicts.checkpoint import LoraAdapter
 
 GROUPS = ("values", "one head", "layers", "conversion", "merging", "quantisation", "files", "another model")
 CAUSES = (
@@ -178,7 +178,7 @@ def _files() -> list[Fault]:
         return Fault(name, "files", tuple(causes.split()), says=says, container="shards", damage=damage, **more)  # type: ignore[arg-type]
 
     return [
-        fault("shard-of-another-step", "another-step", None, "the second half of the blocks is of another step", plant=p.half_of_another_step, strengths=(0.5, 0.2)),
+        fault("shard-of-another-step", "another-step", None, "the last shard is of another step", plant=p.shard_of_another_step, strengths=(0.5, 0.2)),
         fault("stale-index", "stale-index", w.stale_index, "the index names another shard for a layer's tensors"),
         fault("short-index", "stale-index missing-layer", w.short_index, "the index does not name a layer's tensors"),
         fault("truncated-shard", "truncated", w.cut_short, "the last shard ends in the middle", strengths=(0.6,)),

@@ -23,8 +23,7 @@ from torch.nn import functional
 from locater.commands.load_model import load_model
 from locater.errors import LocaterError, first_line
 from locater_lab.studies.flags import CHAINS, RESIDUES, STORIES
-from locater_lab.studies.verdicts.adapters import Gradient
-from locater_lab.studies.verdicts.checkpoint import Checkpoint, generator
+from locater_lab.studies.verdicts.checkpoint import Checkpoint, Gradient, generator
 
 TOKENS = 384  # at most, that a loss is measured on
 LENGTH = 192  # of a sequence

@@ -1,16 +1,17 @@
-"""docs/verdicts.md, made from the lines of the bench alone."""
+"""What the lines of the bench say together, with 95 % intervals of Wilson, and docs/verdicts.md, made from them alone."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from locater_lab.engine.pages import markdown_table
-from locater_lab.studies.verdicts import counting
-from locater_lab.studies.verdicts.adapters import LoraAdapter
+from locater_lab.studies.flags import share_text
 from locater_lab.studies.verdicts.bench import CALLS
+from locater_lab.studies.verdicts.checkpoint import LoraAdapter
 from locater_lab.studies.verdicts.commands import COMPARE_ON, PROBE_ON, PROBED, SCAN_ON
-from locater_lab.studies.verdicts.counting import Line, alarms, best_call, change, count, does_harm, is_fault
 from locater_lab.studies.verdicts.faults import GROUPS, faults
 from locater_lab.studies.verdicts.models import SMALLEST
 
@@ -24,6 +25,106 @@ ASKED = {
     "probe": f"`probe --fail-on {PROBE_ON}`",
 }
 SIGNS = {(False, False): "-", (True, False): "found", (True, True): "named"}
+Line = Mapping[str, Any]
+FOUND, NAMED = 0.9, 0.8  # what doctor has to reach on models that judge
+
+
+# ---- counting ----
+
+
+@dataclass(frozen=True)
+class Count:
+    """Of `of` planted models `found` were found and `right` named rightly."""
+
+    found: int
+    right: int
+    of: int
+
+    def found_text(self) -> str:
+        return share_text(self.found, self.of)
+
+    def right_text(self) -> str:
+        return share_text(self.right, self.of)
+
+
+def change(line: Line) -> float | None:
+    """Of the loss; None where it is NaN, or where there is none."""
+    loss, reference = line["loss"], line["reference"]
+    return None if not isinstance(loss, float) or not isinstance(reference, float) else loss - reference
+
+
+def does_harm(line: Line) -> bool:
+    """A fault that moves the loss by SMALLEST or more, gives NaN, or leaves a file that cannot be run."""
+    if line["group"] == "harmless" or line["reference"] is None:
+        return False
+    moved = change(line)
+    return moved is None or abs(moved) >= SMALLEST
+
+
+def is_fault(line: Line) -> bool:
+    return bool(line["group"] != "harmless")
+
+
+def best_call(line: Line) -> str:
+    """The way to ask doctor that can know a fault: with the adapter where one was merged, else with the base."""
+    return "doctor --adapter" if line["group"] == "merging" else "doctor --base"
+
+
+def count(lines: Iterable[Line], call: str | Callable[[Line], str]) -> Count:
+    """Over the lines on which this command was asked."""
+    asked = [
+        line["said"][name] for line in lines if (name := call if isinstance(call, str) else call(line)) in line["said"]
+    ]
+    found = [said for said in asked if said["status"]]
+    return Count(len(found), sum(said["right"] for said in found), len(asked))
+
+
+def alarms(lines: Iterable[Line], call: str) -> Count:
+    """False alarms on harmless changes; `right` counts those that are called by their name."""
+    asked = [line["said"][call] for line in lines if not is_fault(line) and call in line["said"]]
+    return Count(sum(bool(said["status"]) for said in asked), sum(said["right"] for said in asked), len(asked))
+
+
+def of_text(lines: Iterable[Line]) -> str:
+    """What `doctor --text` adds: how often the loss is called a fault, by how far it moved."""
+    parts: dict[str, list[int]] = {}
+    for line in lines:
+        said = line["said"].get("text")
+        if said is None or line["reference"] is None:
+            continue
+        moved = change(line)
+        harmless = "harmless, " if not is_fault(line) else ""
+        size = "NaN or not run" if moved is None else "from 0.5 nats" if moved >= 0.5 else "0.05 to 0.5" if moved >= SMALLEST else "less"  # fmt: skip
+        told = 2 if said["status"] else int(any(severity == "change" for severity, _ in said["causes"]))
+        parts.setdefault(harmless + size, []).append(told)
+    return "\n".join(
+        f"{name}: fault {share_text(told.count(2), len(told))}, changed {told.count(1)}, nothing {told.count(0)}"
+        for name, told in sorted(parts.items())
+    )
+
+
+def of_role(lines: Sequence[Line], role: str) -> list[Line]:
+    return [line for line in lines if line["role"] == role]
+
+
+def models_of(lines: Iterable[Line]) -> list[str]:
+    order = {"chosen on": 0, "judged": 1, "tiny": 2}
+    found = {line["model"]: order[line["role"]] for line in lines}
+    return sorted(found, key=lambda name: (found[name], name != "demo"))
+
+
+def goal(lines: Sequence[Line]) -> dict[str, Any]:
+    """What issue and plan ask of doctor: on judged models, by faults that do harm."""
+    judged = of_role(lines, "judged")
+    harmful = count([line for line in judged if does_harm(line)], best_call)
+    calls = ("doctor", "doctor --base", "doctor --adapter")
+    false = [alarms(judged, call) for call in calls]
+    alarm = Count(sum(x.found for x in false), sum(x.right for x in false), sum(x.of for x in false))
+    reached = bool(harmful.of) and harmful.found >= FOUND * harmful.of and harmful.right >= NAMED * harmful.of
+    return {"harmful": harmful, "alarms": alarm, "reached": reached and not alarm.found}
+
+
+# ---- the page ----
 
 
 def page(lines: Sequence[Line], why: dict[str, str]) -> str:
@@ -42,8 +143,8 @@ def page(lines: Sequence[Line], why: dict[str, str]) -> str:
 
 def _head(lines: Sequence[Line]) -> str:
     planted, harmless = [x for x in lines if is_fault(x)], [x for x in lines if not is_fault(x)]
-    goal = counting.goal(lines)
-    harmful, alarm = goal["harmful"], goal["alarms"]
+    reached = goal(lines)
+    harmful, alarm = reached["harmful"], reached["alarms"]
     made = Counter(line["commit"] for line in lines)
     commits = ", ".join(f"{commit} ({number:,})" for commit, number in made.most_common())
     kinds = len({x["fault"] for x in planted}), len({x["fault"] for x in harmless})
@@ -51,7 +152,7 @@ def _head(lines: Sequence[Line]) -> str:
         verdict = (
             f"On models that no threshold was chosen on, `locater doctor` finds {harmful.found_text()} of the faults that do "
             f"harm, and names the right cause of {harmful.right_text()}; false alarms: {alarm.found} of {alarm.of}. "
-            f"Aims are {counting.FOUND:.0%}, {counting.NAMED:.0%} and none: {'reached' if goal['reached'] else 'not reached'}."
+            f"Aims are {FOUND:.0%}, {NAMED:.0%} and none: {'reached' if reached['reached'] else 'not reached'}."
         )
     else:
         verdict = "No model that judges was measured."
@@ -77,7 +178,7 @@ Figures: `docs/results/verdicts.jsonl`, a line for each model, fault and place; 
 
 def _models(lines: Sequence[Line]) -> str:
     rows = []
-    for name in counting.models_of(lines):
+    for name in models_of(lines):
         own = [x for x in lines if x["model"] == name]
         if own[0]["role"] == "tiny":
             continue
@@ -106,7 +207,7 @@ def _text(rows: Iterable[dict[str, object]]) -> list[dict[str, object]]:
 def _commands(lines: Sequence[Line]) -> str:
     rows = []
     for role, title in ROLES.items():
-        own = counting.of_role(lines, role)
+        own = of_role(lines, role)
         for call in CALLS:
             merging = [x for x in own if (x["group"] == "merging") == (call == "doctor --adapter")]
             faults = [x for x in merging if is_fault(x)]
@@ -136,7 +237,7 @@ most {PROBED} heads.
 
 
 def _groups(lines: Sequence[Line]) -> str:
-    names = [x for x in counting.models_of(lines) if not x.startswith("tiny ")]
+    names = [x for x in models_of(lines) if not x.startswith("tiny ")]
     rows = []
     for group in GROUPS:
         own = [x for x in lines if x["group"] == group]
@@ -220,7 +321,7 @@ def _loss(line: Line) -> str | None:
 
 def _faults(lines: Sequence[Line]) -> str:
     """Each fault: what it is, and for each model the change of the loss and what doctor makes of it."""
-    names = [x for x in counting.models_of(lines) if not x.startswith("tiny ")]
+    names = [x for x in models_of(lines) if not x.startswith("tiny ")]
     known = {x.name: x for x in faults(LoraAdapter({}, False))}  # for their words alone
     parts = []
     for group in (*GROUPS, "harmless"):

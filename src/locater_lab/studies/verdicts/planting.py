@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from locater_lab.studies.verdicts.adapters import LoraAdapter
 from locater_lab.studies.verdicts.checkpoint import (
     Checkpoint,
+    LoraAdapter,
     NotHereError,
     Part,
     Place,
@@ -524,9 +524,10 @@ def another_step(c: Checkpoint, place: Place) -> None:
     _moved(c, c.maps_of_blocks(), place.strength)
 
 
-def half_of_another_step(c: Checkpoint, place: Place) -> None:
-    """The second half of the blocks is of another step."""
-    layers = range(len(c.stack) // 2, len(c.stack))
+def shard_of_another_step(c: Checkpoint, place: Place) -> None:
+    """The last shard is of another step."""
+    last = c.shard_of(len(c.stack) - 1)
+    layers = [layer for layer in range(len(c.stack)) if c.shard_of(layer) == last]
     _moved(c, [n for layer in layers for n in c.in_block(layer) if c.tensors[n].ndim == 2], place.strength)
 
 

@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from locater_lab.studies.verdicts.checkpoint import Checkpoint, NotHereError, Place
+from locater_lab.studies.verdicts.checkpoint import SHARDS, Checkpoint, NotHereError, Place
 
-SHARDS = 3
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.gguf")
 INDEX = "model.safetensors.index.json"
 Damage = Callable[[Path, Checkpoint, Place], None]  # done to the files of a folder
@@ -58,7 +57,7 @@ def _shards(c: Checkpoint, folder: Path, name: str = "model-{:05d}-of-{:05d}.saf
     parts: list[dict[str, Tensor]] = [{} for _ in range(SHARDS)]
     for key, tensor in _own(c.tensors).items():
         at = next((i for i, path in enumerate(c.blocks) if key.startswith(path)), 0)
-        parts[at * SHARDS // len(c.stack)][key] = tensor
+        parts[c.shard_of(at)][key] = tensor
     parts = [part for part in parts if part]
     file_of: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
