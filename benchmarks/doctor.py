@@ -90,16 +90,21 @@ def rivals(model: str, base: str, files: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = command_line(__doc__, "doctor")
     parser.add_argument("--run", nargs="+", metavar="FOLDER", help="examine one folder, in this process; or two")
+    parser.add_argument(
+        "--within", metavar="FOLDER", help="write both checkpoints here, or take those of an earlier run"
+    )
     args = parser.parse_args()
     if args.run:
         print(json.dumps(examine(*args.run, *[None] * (2 - len(args.run)))))
         return
-    with tempfile.TemporaryDirectory() as place_of_both:
-        base, model = Path(place_of_both) / "base", Path(place_of_both) / "model"
-        base.mkdir(), model.mkdir()
-        size = write_checkpoint(base)
-        write_tuned(model, base)
+    with tempfile.TemporaryDirectory() as folder:
+        base, model = Path(args.within or folder) / "base", Path(args.within or folder) / "model"
+        if not model.is_dir():
+            base.mkdir(), model.mkdir()
+            write_checkpoint(base)
+            write_tuned(model, base)
         files = sorted(map(str, model.glob("*.safetensors")))
+        size = sum(Path(path).stat().st_size for path in files)
         contenders = {
             "sha256sum": partial(time_commands, ["sha256sum", *files]),
             "doctor": partial(in_process, __file__, "--run", str(model)),
