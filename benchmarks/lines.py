@@ -175,6 +175,11 @@ CPU_LINES = (
     Line("LocAteR penalty, GPT-2 small", "the plain step", "penalty-cpu", at("step with / step without")),
     Line("`explain.relevance`, GPT-2 small", "a forward pass", "relevance",
          over(("work", "relevance", "seconds"), ("work", "forward", "seconds"))),
+    Line("`ablate`, a head of SmolLM2-135M: blocks", "the blocks of a pass", "ablate-cpu", at("smollm2", "blocks_over_blocks"),
+         aim=0.55),
+    Line("the same: embeddings and output layer", "those of a pass", "ablate-cpu", at("smollm2", "rest_over_rest")),
+    Line("`ablate`, a head of six layers of 384: blocks", "the blocks of a pass", "ablate-cpu",
+         at("minilm", "blocks_over_blocks"), aim=0.55),
     Line("slowest mechanism, forward, 2,048 tokens", "SDPA", "mechanisms-cpu", slowest(None)),
 )  # fmt: skip
 
@@ -208,6 +213,8 @@ GPU_LINES = (
     Line("statistics of one query, 32,768 keys, 8 key heads of 128", "SDPA", "attention", decoding(0)),
     Line("the same, 8 sequences", "SDPA", "attention", decoding(1)),
     Line("`explain.operator`, a row, Llama of 1B", "a forward pass", "explain-gpu", at("bfloat16", "one_row_over_forward")),
+    Line("`ablate`, a head of a Llama of 1B: blocks", "the blocks of a pass", "ablate-gpu", at("llama-1b", "blocks_over_blocks"),
+         aim=0.55),
     Line("a step of the papers' small runs: queued by the host", "the step", "training-gpu", at("host_share")),
     Line("runs of 1,500 steps, one at a time", "-", "training-gpu", at("runs_per_minute"), "a minute"),
 )  # fmt: skip

@@ -74,6 +74,7 @@ BENCHMARKS = (
     Benchmark("pages"),
     Benchmark("relevance"),
     Benchmark("explain", BOTH),
+    Benchmark("ablate", BOTH),
     Benchmark("penalty", BOTH),
     Benchmark("controls", BOTH),
     Benchmark("observe", BOTH),

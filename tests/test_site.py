@@ -104,6 +104,7 @@ def test_names_of_files_in_sentences_are_links() -> None:
         assert named(kept, "scan.md") == kept
 
 
+@pytest.mark.slow  # it probes every model of the package; tests/report/test_gallery.py makes a smaller one
 def test_the_gallery_of_the_site_is_made() -> None:
     """By the hook that adds it; every page that docs/gallery.md links to is there."""
     linked = set(re.findall(r"\]\(gallery/([\w-]+)\.html\)", HOOKS["_shown"]()))
