@@ -247,6 +247,11 @@ def _circuits(module: nn.Module, batches: list[Batch]) -> dict[HeadKey, Circuit]
         return {}
 
 
+def role_scores(module: nn.Module, batches: list[Batch]) -> dict[HeadKey, dict[str, float | None]]:
+    """The columns that roles are judged by and that repeated random tokens show."""
+    return {key: dict(vars(circuit)) for key, circuit in _circuits(module, batches).items()}
+
+
 def _kinds(sampled: bool) -> dict[str, str]:
     """The kind of number in each column."""
     kinds = dict.fromkeys(MEASURED, "sampled" if sampled else "exact")
