@@ -64,8 +64,9 @@ def check_text(text: Text) -> Text:
     if find_spec("transformers") is None:
         raise LocaterError("--text runs the model, which needs the transformers package: pip install 'locater[hf]'")
     parts = [text] if isinstance(text, str | Path) else text
-    strings = isinstance(parts, list | tuple) and all(isinstance(part, str | Path) for part in parts)
-    return as_text(parts) if strings else text
+    if isinstance(parts, list | tuple) and all(isinstance(part, str | Path) for part in parts):
+        return as_text(parts)
+    return text
 
 
 def examine_on_text(source: Source, base: Source | None, text: Text, tokenizer: Any = None) -> OnText:
