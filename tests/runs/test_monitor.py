@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import locater
 from locater import LocaterError, Monitor
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.discovery import attention_layers, replayed_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.errors import LocaterError
 
 # the attribute with the listeners of a module; in its __dict__, so neither DDP nor state_dict knows of it

@@ -14,7 +14,7 @@ from locater.cli.output_and_exit_status import deliver
 from locater.cli.shell import check_writable, show_progress
 from locater.errors import LocaterError
 from locater.files import write_whole
-from locater.safe_text import one_line
+from locater.redacted_and_escaped_text import one_line
 
 HELP = (
     "Is this checkpoint what it should be? Reads every tensor once and says what is wrong, or what changed. Of a "

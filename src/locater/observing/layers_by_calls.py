@@ -21,7 +21,7 @@ from torch import nn
 
 from locater.calls import attention_interface
 from locater.calls.attention_like import attention_like, folded_paths, is_within
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.flex_attention import listen_to_flex
 from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, SavedTensors
 from locater.calls.listeners import ListeningSwitch, begins_pass, is_listening, is_measured, run_pass

@@ -2,7 +2,7 @@
 
     monitor = locater.Monitor("run.jsonl").attach(model)    # in any loop: monitor.after_step(loss=loss)
 
-`locater.Monitor` is this, and the callbacks that trainers call (`integrations/monitor.py`).
+`locater.Monitor` is this, and the callbacks that trainers call (`integrations/monitor_for_trainers.py`).
 
 Between observed steps nothing is computed and nothing waits for the device. The loss of such a step is written as soon
 as it has arrived from there.

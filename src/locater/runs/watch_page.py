@@ -25,12 +25,12 @@ from urllib.parse import parse_qs, urlsplit
 
 from locater.errors import LocaterError
 from locater.findings import EXPLODING, FLAGS
+from locater.redacted_and_escaped_text import one_line
 from locater.report.pages import assemble, flag_table, short_name
 from locater.runs.page_data import VALUES, Curve, pack, thin
 from locater.runs.records import Record
 from locater.runs.run_log import Run, RunReader, find_log, lines_of
 from locater.runs.verdict import LossCourse
-from locater.safe_text import one_line
 from locater.version import __version__
 
 # ---- the log of a run while it grows, and what is new in it since the last request of a live page ----

@@ -27,7 +27,7 @@ from torch.quasirandom import SobolEngine
 from locater.numerics import as_float64, spread_over_workers
 from locater.spectrum import Moments
 from locater.theory.entropy import variance_at
-from locater.theory.gaussian_surrogate import symmetric_root
+from locater.theory.gaussian_tokens_and_covariance_root import symmetric_root
 
 SKEW_LIMIT = 0.75  # |g1| above which the mixture is used: the closed form of a near-projector is off by 0.05 there
 DRAWS = 4096
