@@ -64,6 +64,7 @@ BOTH: tuple[Device, ...] = ("cpu", "gpu")
 BENCHMARKS = (
     Benchmark("checkpoint"),
     Benchmark("live", BOTH),
+    Benchmark("doctor"),
     Benchmark("large"),
     Benchmark("remote"),
     Benchmark("discovery"),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     )
     from locater.discovery import Discovered, attention_layers, discover
     from locater.families import Block, Family, register
-    from locater.integrations.monitor import Monitor
+    from locater.integrations.monitor_for_trainers import Monitor
     from locater.layers import AttentionLayer
     from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
@@ -126,7 +126,7 @@ _NAMES = {  # module: what it gives to the package
     "discovery": ("Discovered", "attention_layers", "discover"),
     "families": ("Block", "Family", "register"),
     "layers": ("AttentionLayer",),
-    "integrations.monitor": ("Monitor",),
+    "integrations.monitor_for_trainers": ("Monitor",),
     "observing": ("Observation", "attention_pattern", "observe", "statistics"),
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call, call_of_interface
+from locater.calls.call_and_masks import Call, call_of_interface
 from locater.calls.interceptors import INTERCEPTORS, AttentionRequest, intercept_request
 from locater.calls.listeners import KEY, Listener, active_listeners, describe_call
 from locater.kernels.fused import attend_with_numbers, is_fused

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls import attention_interface
 from locater.calls.attention_interface import always_uses_interface
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.function_listener import MULTI_HEAD_SIGNATURE, CallingModule, DirectCall, FunctionListener
 from locater.calls.function_table import FUSED, MULTI_HEAD, PRODUCTS, fused_arguments, name_of
 from locater.calls.head_axes import HeadAxes

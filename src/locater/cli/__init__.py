@@ -15,8 +15,8 @@ import typer
 
 from locater.cli import ablate, compare, demo, doctor, explain, fleet, probe, scan, watch
 from locater.cli.shell import Command, Group, command_name, error_line, examples_text, pipe_safe_output, split_debug
+from locater.redacted_and_escaped_text import escaped_output, without_secrets
 from locater.registry import offered_entries
-from locater.safe_text import escaped_output, without_secrets
 from locater.version import __version__
 
 app = typer.Typer(

@@ -24,7 +24,7 @@ from locater.explain.replayed_pass import head_effects
 from locater.explain.streams import stream_steps
 from locater.inputs.text import read_text
 from locater.inputs.tokenizer import tokenizer_for
-from locater.layers.output_maps import written_norms
+from locater.layers.output_maps_and_written_norms import written_norms
 from locater.numerics import spearman
 from locater.observing.attention_maps import attention_maps
 from locater_lab.engine.claims import Claim, by_seed
