@@ -9,8 +9,8 @@
     weightlens          `lens analyze`, file by file: statistics of every tensor
     weightscope         `weightscope diff` of model and base
 
-The last two are those of .venv-rivals (make bench-rivals), and left out where they are not installed. Contenders take
-turns, ROUNDS times, with one thread each; medians count. Processor time is kept beside the clock.
+The last two are those of .venv-rivals (make bench-rivals), measured once, and left out where they are not installed. The
+others take turns, ROUNDS times, with one thread each; medians count. Processor time is kept beside the clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from random_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).parents[1]
 RIVALS = ROOT / ".venv-rivals" / "bin"
-ROUNDS = 5
+ROUNDS = 3
 
 
 def write_tuned(folder: Path, base: Path) -> None:
@@ -90,24 +90,29 @@ def rivals(model: str, base: str, files: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = command_line(__doc__, "doctor")
     parser.add_argument("--run", nargs="+", metavar="FOLDER", help="examine one folder, in this process; or two")
+    parser.add_argument(
+        "--within", metavar="FOLDER", help="write both checkpoints here, or take those of an earlier run"
+    )
     args = parser.parse_args()
     if args.run:
         print(json.dumps(examine(*args.run, *[None] * (2 - len(args.run)))))
         return
-    with tempfile.TemporaryDirectory() as place_of_both:
-        base, model = Path(place_of_both) / "base", Path(place_of_both) / "model"
-        base.mkdir(), model.mkdir()
-        size = write_checkpoint(base)
-        write_tuned(model, base)
+    with tempfile.TemporaryDirectory() as folder:
+        base, model = Path(args.within or folder) / "base", Path(args.within or folder) / "model"
+        if not model.is_dir():
+            base.mkdir(), model.mkdir()
+            write_checkpoint(base)
+            write_tuned(model, base)
         files = sorted(map(str, model.glob("*.safetensors")))
+        size = sum(Path(path).stat().st_size for path in files)
         contenders = {
             "sha256sum": partial(time_commands, ["sha256sum", *files]),
             "doctor": partial(in_process, __file__, "--run", str(model)),
             "doctor, with base": partial(in_process, __file__, "--run", str(model), str(base)),
             "doctor command": partial(time_commands, [sys.executable, "-m", "locater", "doctor", str(model)]),
-            **rivals(str(model), str(base), files),
         }
         runs = in_turns(contenders, 1 if args.quick else ROUNDS)
+        runs |= in_turns({} if args.quick else rivals(str(model), str(base), files), 1)
     results: dict[str, Any] = {"machine": machine(), "load": os.getloadavg()[1], "bytes": size}
     results |= {name: median_run(of_name, "processor_seconds", "seconds") for name, of_name in runs.items()}
     floor, lines = results["sha256sum"], []

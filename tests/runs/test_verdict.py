@@ -64,7 +64,7 @@ def test_a_rise_that_lasts_is_a_failure_and_a_shorter_one_is_none() -> None:
     risen = judged([*FALLING, *[best + 1] * (LASTING + 5)])
     assert risen.state == "failed"
     assert risen.verdict == "failed: the loss rose since step 123"  # a mean of five is 0.5 above it from the third on
-    assert "before step 123: no head was under stress by then" in risen.next
+    assert "before step 123: no warning of logits came before it" in risen.next
     assert judged([*FALLING, *[best + 1] * (LASTING + 5), *[best] * 20]).state == "recovered"
 
 
@@ -98,6 +98,15 @@ def test_heads_that_were_warned_of_after_the_rise_are_no_reason_for_it() -> None
     late = judged(losses, [warned(151, 1, 3)])
     assert "since step 151, after the loss" in late.why
     assert late.next.startswith("look at the batches")
+
+
+def test_warnings_of_something_else_bring_no_advice_about_rates() -> None:
+    """Of a condition that a user gave: attention that is too even is no reason to lower the rate."""
+    verdict = judged(FALLING, [warned(51, 1, 3, "entropy_ratio>0.9", controls=["SigmaReparam()"])])
+    assert verdict.verdict == "1 head warned of since step 51; the loss has not risen"
+    assert verdict.next == "look at these heads (locater watch)"
+    for flag in ("spread>5", "max_logit > 100", "entropy_ratio<0.1", "locked"):
+        assert "rate" in judged(FALLING, [warned(51, 1, 3, flag)]).next
 
 
 def test_a_run_at_log_v_is_stuck_and_one_that_began_there_is_not() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ RISE, LASTING = 0.5, 30  # nats above its best, steps in a row: the loss has ris
 NEAR = 0.02  # of log V: a loss that never was further below it has learned nothing
 SHORTEST = 30  # steps with a known loss, below which a loss that does not rise says nothing yet
 NAMED = 6  # heads in a line
+# warnings of logits that are far apart, which a lower rate helps; others are of something else that a user asked for
+HOT = re.compile(r"exploding|nonfinite|locked|(max_logit|spread)\s*>.*|entropy(_ratio)?\s*<.*")
 
 State = Literal["healthy", "stressed", "recovered", "failed", "stuck", "too short"]
 FAILED: tuple[State, ...] = ("failed", "stuck")
@@ -91,7 +94,7 @@ class RunVerdict:
     next: str
     heads: tuple[tuple[int, int], ...] = ()
     since: int | None = None  # the step of the first warning
-    stressed_before: bool = False  # whether that was before the loss showed a failure, or it showed none
+    stressed_before: bool = False  # whether logits were far apart before the loss showed a failure, if it showed one
     outputs: int | None = None
 
     def lines(self) -> tuple[str, str, str]:
@@ -128,11 +131,13 @@ def verdict_of(
     the run.
     """
     controls: list[str] = next((w["controls"] for w in warnings if isinstance(w.get("controls"), list)), [])
-    stress = sorted((w for w in warnings if type(w.get("layer")) is int), key=lambda w: w["step"])
+    of_heads = (w for w in warnings if type(w.get("layer")) is int and type(w.get("head")) is int)
+    stress = sorted(of_heads, key=lambda w: w["step"])
+    hot = all(HOT.fullmatch(str(w["flag"])) for w in stress)
     heads = tuple(dict.fromkeys((w["layer"], w["head"]) for w in stress))
     since = stress[0]["step"] if stress else None
     failed_at = _failed_at(course)
-    early = since is not None and (failed_at is None or since < failed_at)
+    early = hot and since is not None and (failed_at is None or since < failed_at)
     state = _state(course, outputs, bool(heads))
     said = _VERDICTS[state]
     if state == "failed":
@@ -140,7 +145,7 @@ def verdict_of(
         said = f"failed: the loss {how} since step {failed_at}"
     elif state == "stressed":
         loss = "the loss has not risen" if course.count else "no loss was logged"
-        said = f"{count_heads(heads)} under stress since step {since}; {loss}"
+        said = f"{count_heads(heads)} {'under stress' if hot else 'warned of'} since step {since}; {loss}"
     elif state == "stuck":
         said = f"stuck: nothing was learned in {course.count} steps"
     if failure:
@@ -220,5 +225,6 @@ def _next_text(state: State, early: bool, failed_at: int | None, controls: Seque
         remedy = AT_HOT_RATES if early else NO_STRESS
         return Remedy(remedy.action.format(step=failed_at), remedy.controls).words(controls if early else [])
     if state == "stressed":
-        return f"look at these heads (locater watch); if the loss suffers: {AT_HOT_RATES.words(controls)}"
+        look = "look at these heads (locater watch)"
+        return f"{look}; if the loss suffers: {AT_HOT_RATES.words(controls)}" if early else look
     return "look at the batches and the learning rate there" if state == "recovered" else "nothing to do"

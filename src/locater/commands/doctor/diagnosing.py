@@ -79,7 +79,7 @@ def doctor(
             pairs = examine_pair(model, original, adapted, progress)
             seen, needs, found = pairs.own, [], findings_beside(pairs, adapted is not None)
     found += [*of_files, *unread_notes(seen)]
-    ran = None if read is None else examine_on_text(source, base, read, tokenizer)
+    ran = None if read is None else examine_on_text(source, base, read, tokenizer, _places(pairs))
     found += [] if ran is None else ran.findings
     return Diagnosis(
         shown,
@@ -97,6 +97,12 @@ def doctor(
         adapter=adapter,
         needs=needs,
     )
+
+
+def _places(pairs: Paired | None) -> dict[HeadKey, HeadKey]:
+    """Where in MODEL each head of BASE is, of layers that are equivalent but for the order of their heads."""
+    equivalent = [] if pairs is None else [pair for pair in pairs.heads if pair.equivalent]
+    return {(pair.number, there): (pair.number, here) for pair in equivalent for here, there in enumerate(pair.order)}
 
 
 def stale_index(model: Model, source: Source) -> list[Finding]:

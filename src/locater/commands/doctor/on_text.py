@@ -35,6 +35,7 @@ SURE = 4.0  # standard errors of the mean difference of losses
 WORSE = 0.5  # nats that no merge, cast or quantisation that keeps a model whole has taken
 MOVED = 0.1  # of the entropy, as a share of that of uniform attention, or of the weight on the first token
 WEIGHTS = {role.name: role.needs[0] for role in ROLES if len(role.needs) == 1}  # roles that are a share of attention
+Heads = Mapping[HeadKey, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,20 @@ def check_text(text: Text) -> Text:
     """Refuse at once what cannot be run on at all: without transformers, or on a file that is no text."""
     if find_spec("transformers") is None:
         raise LocaterError("--text runs the model, which needs the transformers package: pip install 'locater[hf]'")
-    parts = [text] if isinstance(text, str | Path) else text
-    strings = isinstance(parts, list | tuple) and all(isinstance(part, str | Path) for part in parts)
-    return as_text(parts) if strings else text
+    parts = [text] if isinstance(text, str | Path) else text if isinstance(text, list | tuple) else []
+    return as_text(parts) if parts and all(isinstance(part, str | Path) for part in parts) else text
 
 
-def examine_on_text(source: Source, base: Source | None, text: Text, tokenizer: Any = None) -> OnText:
-    """Run MODEL, and BASE on the same tokens. What cannot be run is a note: the weights were judged all the same."""
+def examine_on_text(
+    source: Source,
+    base: Source | None,
+    text: Text,
+    tokenizer: Any = None,
+    places: Mapping[HeadKey, HeadKey] | None = None,
+) -> OnText:
+    """Run MODEL, and BASE on the same tokens. What cannot be run is a note: the weights were judged all the same.
+    `places` says where in MODEL a head of BASE is, where that is elsewhere.
+    """
     runs: dict[str, Behaviour] = {}
     ids: list[Batch] | None = None
     for name, one in (("BASE", base), ("MODEL", source)):
@@ -87,7 +95,7 @@ def examine_on_text(source: Source, base: Source | None, text: Text, tokenizer: 
     own, other = runs["MODEL"], runs.get("BASE")
     count = sum(batch["input_ids"].numel() for batch in ids or [])
     numbers = {"tokens": count, "loss": own.loss, "base_loss": None if other is None else other.loss}
-    found = findings_on_text(own, other)
+    found = findings_on_text(own, other, places)
     columns: dict[HeadKey, dict[str, Any]] = {
         key: {name: row.get(name) for name in ("entropy_ratio", "sink", "role")} for key, row in own.heads.items()
     }
@@ -96,9 +104,12 @@ def examine_on_text(source: Source, base: Source | None, text: Text, tokenizer: 
     return OnText(found, numbers, columns)
 
 
-def findings_on_text(own: Behaviour, other: Behaviour | None) -> list[Finding]:
+def findings_on_text(
+    own: Behaviour, other: Behaviour | None, places: Mapping[HeadKey, HeadKey] | None = None
+) -> list[Finding]:
     """What a text says of a model, and of what it does otherwise than its base."""
-    beside = [] if other is None else [*_of_roles(own, other), *_of_attention(own, other)]
+    found = {} if other is None else {key: own.heads.get((places or {}).get(key, key), {}) for key in other.heads}
+    beside = [] if other is None else [*_of_roles(found, other.heads), *_of_attention(found, other.heads)]
     return [*_of_loss(own, other), *beside]
 
 
@@ -189,17 +200,17 @@ def _of_loss(own: Behaviour, other: Behaviour | None) -> list[Finding]:
     return [finding("loss", "the text", words, severity="change" if difference > 0 else "note", **evidence)]
 
 
-def _of_roles(own: Behaviour, other: Behaviour) -> list[Finding]:
+def _of_roles(now: Heads, before: Heads) -> list[Finding]:
     """Heads that have less than half of the weight of their role in BASE left. One near the threshold loses none."""
     lost: dict[str, list[HeadKey]] = {}
     had: dict[str, int] = {}
-    for key, row in other.heads.items():
+    for key, row in before.items():
         column = WEIGHTS.get(row["role"] or "")
         if column is None:
             continue
         had[row["role"]] = had.get(row["role"], 0) + 1
-        now = own.heads.get(key, {}).get(column)
-        if now is None or not now >= row[column] / 2:
+        weight = now[key].get(column)
+        if weight is None or not weight >= row[column] / 2:
             lost.setdefault(row["role"], []).append(key)
     if not lost:
         return []
@@ -209,11 +220,11 @@ def _of_roles(own: Behaviour, other: Behaviour) -> list[Finding]:
     return [finding("lost-role", _heads(every), words, heads=[[*key] for key in every])]
 
 
-def _of_attention(own: Behaviour, other: Behaviour) -> list[Finding]:
-    moved = [key for key, row in other.heads.items() if _moved(row, own.heads.get(key, {}))]
+def _of_attention(now: Heads, before: Heads) -> list[Finding]:
+    moved = [key for key, row in before.items() if _moved(row, now[key])]
     if not moved:
         return []
-    words = f"of {len(other.heads)} attend otherwise than in BASE: entropy or weight on the first token moved by "
+    words = f"of {len(before)} attend otherwise than in BASE: entropy or weight on the first token moved by "
     words += f"more than {MOVED}: {heads_words(moved)}"
     return [finding("other-attention", _heads(moved), words, heads=[[*key] for key in moved])]
 

@@ -187,10 +187,10 @@ class Bench:
             return False
         if call == "doctor --adapter":
             return self.adapter is not None and (fault.with_adapter or fault.name == "merged-once")
-        if fault.with_adapter:
-            return False
         if call == "text":
             return bool(self.model.kind) and fault.container not in ("gguf", "adapter")
+        if fault.with_adapter:
+            return False
         if call != "probe":
             return True
         few = sum(layer.heads for layer in self.base.stack) <= commands.PROBED
