@@ -9,7 +9,7 @@ from typing import Any
 
 from locater_lab.engine.pages import markdown_table
 from locater_lab.studies.flags import share_text
-from locater_lab.studies.verdicts.bench import CALLS
+from locater_lab.studies.verdicts.bench import CALLS, LARGE
 from locater_lab.studies.verdicts.checkpoint import LoraAdapter
 from locater_lab.studies.verdicts.commands import COMPARE_ON, PROBE_ON, PROBED, SCAN_ON
 from locater_lab.studies.verdicts.faults import GROUPS, faults
@@ -109,6 +109,14 @@ def goal(lines: Sequence[Line]) -> dict[str, Any]:
 # ---- the page ----
 
 
+CHOOSING = """
+No threshold was chosen on a judged model, but earlier states of the rules were tried on them. What these missed there (gains of
+zero, ties that were lost, embeddings of another model or tokenizer, overflow beside other scales, a shard of another step,
+indexes that leave tensors out) they missed on a model of the first kind too, and each was mended by what a rule looks at, not
+by how much it takes.
+"""
+
+
 def page(lines: Sequence[Line], why: dict[str, str]) -> str:
     """The whole page. `why` says of a fault why it is missed, where that is known."""
     parts = [
@@ -146,7 +154,8 @@ def _head(lines: Sequence[Line]) -> str:
 {kinds[0]} faults in {len(GROUPS)} groups and {kinds[1]} harmless changes, planted {len(planted):,} and {len(harmless):,} times in {len({x["model"] for x in lines})} models
 (`src/locater_lab/studies/verdicts/faults.py`), and each command asked about each of them. A fault does harm where it moves the
 loss on a few hundred tokens of what the model was made for by {SMALLEST} nats or more, gives NaN, or leaves a file that cannot be
-run; merging is held against the adapter merged well. A fault is found where the exit status is not 0, and named where the cause
+run; merging is held against the adapter merged well. Models of more than {LARGE:,} numbers have each fault and strength once, in
+one of its places; smaller ones have every place. A fault is found where the exit status is not 0, and named where the cause
 that was planted is among those that the command gives (flags and errors count, where a command gives none). Shares have 95 %
 intervals (Wilson).
 
@@ -178,7 +187,7 @@ def _models(lines: Sequence[Line]) -> str:
     rest = f"\nAnd {len(tiny)} tiny models with drawn numbers, one of each family ({', '.join(sorted(x.removeprefix('tiny ') for x in tiny))}): their loss says nothing.\n" if tiny else ""  # fmt: skip
     columns = {"model": "model", "role": "role", "loss": ("loss", ".3f"), "faults": "planted", "harmful": "do harm",
                "harmless": "harmless"}  # fmt: skip
-    return f"## Models\n\n{markdown_table(_text(rows), columns)}\n{rest}"
+    return f"## Models\n\n{markdown_table(_text(rows), columns)}\n{rest}\n{CHOOSING.strip()}\n"
 
 
 def _text(rows: Iterable[dict[str, object]]) -> list[dict[str, object]]:
