@@ -328,7 +328,7 @@ def _scaled(beside: Beside, rows: dict[int, dict[str, MovedRows]]) -> None:
     for name, factors in single.items():
         worst = max(factors.values(), key=lambda c: abs(math.log(abs(c))) if c else math.inf)
         words = f"has its {name} map times {worst:.4g}" + (" at most" if len(factors) > 1 else "")
-        evidence = {"heads": sorted(factors), "factor": round(worst, 5), "map": name}
+        evidence: dict[str, Any] = {"heads": sorted(factors), "factor": round(worst, 5), "map": name}
         beside.found.append(finding("scaled-head", heads_words([*factors]), words, **evidence))
 
 
