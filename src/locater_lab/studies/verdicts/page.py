@@ -221,7 +221,8 @@ def _commands(lines: Sequence[Line]) -> str:
 ## By command
 
 Faults of merging are asked of `doctor --adapter` alone, which has what it takes to know them. `probe` runs the model, on those of at
-most {PROBED} heads.
+most {PROBED} heads. Where doctor alone was asked again, answers of other commands are of an earlier commit: each has a hash of the
+code that gave it.
 
 {markdown_table(rows, columns)}
 """
