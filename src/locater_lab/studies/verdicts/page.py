@@ -110,10 +110,11 @@ def goal(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 CHOOSING = """
-No threshold was chosen on a judged model, but earlier states of the rules were tried on them. What these missed there (gains of
-zero, ties that were lost, embeddings of another model or tokenizer, overflow beside other scales, a shard of another step,
-indexes that leave tensors out) they missed on a model of the first kind too, and each was mended by what a rule looks at, not
-by how much it takes.
+No threshold was chosen on a judged model, but earlier states of the rules were tried on them. Most of what these missed there
+they missed on a model of the first kind too. Two rules came from Gemma-3-270M, and need no threshold: gains of norms of queries
+are looked at (no model of the first kind has such norms; four faults were not found before), and a zero map of values silences
+its layer (one fault had another cause). Before these two 155 of 159 faults that do harm were found on judged models, and 154 named.
+Tiny models were measured before them, and the lines of AntiBERTy have one place and strength for each fault.
 """
 
 
