@@ -16,7 +16,7 @@ from torch import Tensor
 
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
-from locater_lab.train.controls import attach
+from locater_lab.train.controls_and_conversion import attach
 
 CONTROLS = {  # name in the table: text of the control
     "none": "",

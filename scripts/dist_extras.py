@@ -86,7 +86,7 @@ print("a model with a vocabulary of byte pairs trained")
 """),
     "explain": Trial("""
 import torch
-from locater_lab.models.loading import load
+from locater_lab.models.transformer import load
 model = load(DEMO).eval()
 result = locater.explain.integrated_gradients(model, {"input_ids": torch.arange(8)[None]}, steps=4)
 print(len(result.scores), "attributions by captum")

@@ -23,7 +23,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locater.inputs.corpus import embedded_text, fingerprint
-from locater_lab.train.controls import attach
+from locater_lab.train.controls_and_conversion import attach
 
 OUT = Path(__file__).parents[1] / "src" / "locater" / "demo"
 VOCABULARY = 1024

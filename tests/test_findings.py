@@ -9,6 +9,7 @@ import json
 import re
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -270,13 +271,19 @@ def test_only_faults_are_coloured() -> None:
 
 
 def test_a_comparison_calls_a_thing_by_one_name() -> None:
-    text = printed(compare(spread_out(), scaled(spread_out(), 1, 2, 300)))
-    names = [line[: line.rstrip().rfind("  ")].rsplit("  ", 1)[0].strip() for line in text.splitlines()]
-    for heading in ("M", "√F", "κ", "Λ", "H", "kept"):
-        assert heading in names, "in the medians"
-        assert heading in next(line for line in text.splitlines() if line.startswith("layer")).split(), "of heads"
-    assert not {"F", "concentration", "localization", "expected_entropy", "residual_kept"} & {*names}
-    assert "1 head gained a fault, none lost one" in " ".join(text.split())
+    changed = spread_out()
+    for layer, head in product(range(2), range(4)):
+        scaled(changed, layer, head, 30 * (head + 1))
+    text = printed(compare(spread_out(), changed))
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.split() == ["A", "B"]) + 1
+    names = [line.split()[0] for line in lines[start : start + 4]]
+    assert names == ["M", "√F", "H", "kept"], "in the medians"
+    assert {*names} < {*next(line for line in lines if line.startswith("layer")).split()}, "of heads"
+    assert not {"concentration", "localization", "expected_entropy", "residual_kept"} & {
+        line.split(" ")[0] for line in lines
+    }
+    assert "8 heads gained a fault, none lost one" in " ".join(text.split())
 
 
 # ---- notebooks ----

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import inspect
 import re
 import sys
@@ -39,7 +40,7 @@ def test_every_name_is_tested() -> None:
 def test_torch_private_is_the_only_file_with_private_names() -> None:
     """Of torch's own modules; the reader of pickles has names of them as text, which are a file format."""
     found = []
-    for file in sorted((ROOT / "src" / "locater").rglob("*.py")):
+    for file in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "transformers"):
                 parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
@@ -432,6 +433,10 @@ def test_records_of_a_saved_file(tmp_path: Path) -> None:
     assert "w" in names
     with (tmp_path / "x.pt").open("rb") as file:
         assert private.read_archive_record(file, "data/0") == bytes([0, 1, 2])
+
+
+def test_the_module_of_the_compiler_is_there() -> None:
+    assert hasattr(importlib.import_module(private.compiler_module()), "optimize")
 
 
 # transformers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from locater.redaction import without_secrets
+from locater.redacted_and_escaped_text import without_secrets
 
 
 class LocaterError(Exception):
@@ -38,3 +38,7 @@ def printable(name: str) -> str:
     ('layer.0.weight', "'two\\\\nlines'")
     """
     return name if name.isprintable() and len(name) <= 200 else f"{name!r:.80}"
+
+
+class UnreadableError(LocaterError):
+    """Why an attention cannot be read, without the name of its module."""

@@ -322,6 +322,11 @@ def read_archive_record(file: Any, record: str) -> bytes:
     return content
 
 
+def compiler_module() -> str:
+    """The module that `torch.compile` imports at its first call, so that a server of processes can import it before."""
+    return "torch._dynamo"
+
+
 # transformers
 
 

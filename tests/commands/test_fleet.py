@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import locater
 from locater.commands.fleet import parts, running
 from locater.commands.fleet import running as planning
-from locater.commands.fleet.cache_keys import PACKAGE, UNRELATED, Settings, reader_files
+from locater.commands.fleet.cache_keys import PACKAGE, UNRELATED, ScanSettings, reader_files
 from locater.commands.fleet.running import jobs_of, tasks_of
 from locater.commands.fleet.store import Store
 from locater.commands.fleet.tasks import perform
@@ -120,7 +120,7 @@ def test_layers_of_a_large_checkpoint_are_dealt_out(
 ) -> None:
     monkeypatch.setattr(planning, "LARGE", 2_500)  # of queries and keys there are 6,144 bytes per layer
     found = list_checkpoints([str(steps / "step-00000100")]).entries
-    jobs, _ = jobs_of(found, Settings())
+    jobs, _ = jobs_of(found, ScanSettings())
     assert [job.piece for job in jobs] == [(1, 3), (2, 3), (3, 3)]
     for shard in ((1, 2), (2, 2)):  # fewer checkpoints than shards: pieces are dealt out
         locater.Fleet.run([str(steps / "step-00000100")], tmp_path / "heads", shard=shard)
@@ -142,7 +142,7 @@ def test_pieces_that_nobody_joined_are_joined(
 
 
 def test_small_checkpoints_share_a_task_and_the_largest_come_first(steps: Path) -> None:
-    jobs, _ = jobs_of(list_checkpoints([str(steps / "step-*")]).entries * 40, Settings())
+    jobs, _ = jobs_of(list_checkpoints([str(steps / "step-*")]).entries * 40, ScanSettings())
     tasks = tasks_of(jobs)
     assert 2 < len(tasks) < 8
     assert sum(map(len, tasks)) == 200
@@ -236,8 +236,8 @@ def test_flipped_bytes_are_noticed(scanned: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     (folder,) = make_run(tmp_path / "run", 1)
-    store = Store.create(tmp_path / "heads", Settings())
-    ((job,), _) = jobs_of(list_checkpoints([str(folder)]).entries, Settings())
+    store = Store.create(tmp_path / "heads", ScanSettings())
+    ((job,), _) = jobs_of(list_checkpoints([str(folder)]).entries, ScanSettings())
     rewritten(folder, 1.5)
     outcome = perform(job, store.folder)
     assert "changed while the fleet ran" in str(outcome.reason)
@@ -289,7 +289,7 @@ def test_only_half_written_files_are_swept_away(scanned: Path, tmp_path: Path) -
         (out / name).write_text("")
     for name in old:
         os.utime(out / name, (0, 0))
-    Store.create(out, Settings())
+    Store.create(out, ScanSettings())
     left = {".k.superseded", ".k.damaged", ".k.1-of-2.json", ".new.parquet.x1"}
     assert {name for name in os.listdir(out) if name.startswith(".")} == left
     assert len(Store(out).parts()) == 5
@@ -325,8 +325,8 @@ def test_labels_change_without_a_scan(steps: Path, scanned: Path, tmp_path: Path
 def test_a_job_that_killed_its_process_is_done_in_a_worker(
     steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store.create(tmp_path / "heads", Settings())
-    ((job,), _) = jobs_of(list_checkpoints([str(steps / "step-00000100")]).entries, Settings())
+    store = Store.create(tmp_path / "heads", ScanSettings())
+    ((job,), _) = jobs_of(list_checkpoints([str(steps / "step-00000100")]).entries, ScanSettings())
 
     def work() -> None:
         with store.started(job):
@@ -599,7 +599,7 @@ def test_a_fleet_is_no_checkpoint(scanned: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("item", [{"source": 5, "run": None, "step": None}, {"source": "a", "run": "b", "step": "c"}])
 def test_a_list_of_something_else_is_refused(item: dict[str, Any], tmp_path: Path) -> None:
-    store = Store.create(tmp_path, Settings())
+    store = Store.create(tmp_path, ScanSettings())
     (tmp_path / "list-a.json").write_text(json.dumps({"schema": 1, "sources": [item]}))
     with pytest.raises(LocaterError, match=r"list-a\.json: damaged"):
         store.lists()

@@ -20,7 +20,7 @@ import pytest
 
 import locater
 from locater.commands.fleet import running
-from locater.commands.fleet.cache_keys import Job, Settings
+from locater.commands.fleet.cache_keys import Job, ScanSettings
 from locater.commands.fleet.parts import read_header
 from locater.commands.fleet.running import _Supervisor, jobs_of, run_in_workers
 from locater.commands.fleet.store import Store
@@ -51,7 +51,7 @@ def undisturbed(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs_in(steps: Path) -> list[Job]:
-    jobs, failed = jobs_of(list_checkpoints([str(steps / "step-*")]).entries, Settings())
+    jobs, failed = jobs_of(list_checkpoints([str(steps / "step-*")]).entries, ScanSettings())
     assert not failed
     return jobs
 
@@ -63,7 +63,7 @@ def assert_whole(out: Path) -> None:
 
 
 def test_a_killed_worker_costs_nothing(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
-    store, jobs = Store.create(tmp_path / "heads", Settings()), jobs_in(steps)
+    store, jobs = Store.create(tmp_path / "heads", ScanSettings()), jobs_in(steps)
     supervisor = _Supervisor(Schedule([tuple(jobs[:5]), tuple(jobs[5:])]), store.folder, workers=2)
     done: list[Outcome] = []
     killed: list[int] = []
@@ -81,7 +81,7 @@ def test_a_killed_worker_costs_nothing(steps: Path, undisturbed: Path, tmp_path:
 
 
 def test_a_job_that_kills_its_workers_is_given_up_alone(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
-    store, jobs = Store.create(tmp_path / "heads", Settings()), jobs_in(steps)
+    store, jobs = Store.create(tmp_path / "heads", ScanSettings()), jobs_in(steps)
     poison = str(steps / "step-00000800")
     jobs = [*jobs[:3], jobs[8], *jobs[3:8]]
     supervisor = _Supervisor(Schedule([tuple(jobs[:5]), tuple(jobs[5:])]), store.folder, workers=2)
@@ -117,7 +117,7 @@ def test_a_job_that_kills_its_workers_is_given_up_alone(steps: Path, undisturbed
 
 
 def test_workers_end_with_whoever_asked_them(steps: Path, tmp_path: Path) -> None:
-    store = Store.create(tmp_path / "heads", Settings())
+    store = Store.create(tmp_path / "heads", ScanSettings())
     outcomes = run_in_workers(Schedule([tuple(jobs_in(steps))]), store.folder, workers=2)
     next(outcomes)
     assert multiprocessing.active_children()
@@ -284,7 +284,10 @@ def test_two_hundred_checkpoints_with_random_deaths(many: tuple[Path, Path], tmp
 @pytest.mark.slow
 def test_two_hundred_checkpoints_on_ray_with_two_workers_killed(many: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("ray")
+    from locater.commands.fleet.on_ray import _perform_task
+
     steps, undisturbed = many
+    title = f"ray::{_perform_task.__name__}".encode()  # of a worker that has a task
     out, files = tmp_path / "heads", tempfile.mkdtemp(dir="/tmp")  # paths of sockets have to be short
     code = (
         "import ray, sys\n"
@@ -304,7 +307,7 @@ def test_two_hundred_checkpoints_on_ray_with_two_workers_killed(many: tuple[Path
         killed: set[int] = set()
         while process.poll() is None:
             if len(killed) < 2 and len(list(out.glob("*.parquet"))) > 20 * (len(killed) + 1):
-                at_work = [pid for pid in children_of(cluster.pid) if b"ray::_do" in command_line(pid)]
+                at_work = [pid for pid in children_of(cluster.pid) if title in command_line(pid)]
                 if at_work:
                     os.kill(at_work[0], signal.SIGKILL)
                     killed.add(at_work[0])

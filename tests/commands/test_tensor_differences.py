@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater.commands import tensor_differences as differences
-from locater.commands.tensor_differences import HIGHEST, TensorDifference, difference, tensor_differences
+from locater.commands import differences
+from locater.commands.differences import HIGHEST, TensorDifference, difference, tensor_differences
 from locater.sources.weights import DictWeights
 
 
@@ -76,7 +76,7 @@ def test_numbers_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference("w", weights, broken) == TensorDifference("w", "changed", None, None, 2)
     assert difference("w", broken, weights) == TensorDifference("w", "changed")
     assert difference("w", torch.zeros(4, 4), weights[:4]).relative is None, "of nothing"
-    monkeypatch.setattr(differences, "AT_ONCE", 8)
+    monkeypatch.setattr(differences, "NUMBERS_AT_ONCE", 8)
     assert difference("w", weights, broken) == TensorDifference("w", "changed", None, None, 2)
 
 
@@ -84,7 +84,7 @@ def test_blocks_of_rows_change_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
     weights, change = drawn(384, 20, 10), low_rank(5, 384, 200).view(384, 20, 10)
     whole = difference("w", weights, weights + change)
     assert whole.rank == 5
-    monkeypatch.setattr(differences, "AT_ONCE", 1000)
+    monkeypatch.setattr(differences, "NUMBERS_AT_ONCE", 1000)
     assert difference("w", weights, weights + change) == (
         *whole[:2],
         pytest.approx(whole.relative),

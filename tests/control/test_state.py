@@ -18,7 +18,7 @@ from locater.control.base import Control
 from locater.control.forward_controls import ForwardControl
 from locater_lab.mechanisms.swap import SwapMechanism
 from locater_lab.train import Plan, Shape, Transformer, run
-from locater_lab.train.controls import restore
+from locater_lab.train.controls_and_conversion import restore
 
 # settings under which controls act on weights as small as those of the first steps
 ACTING = {

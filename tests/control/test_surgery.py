@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from locater import LocaterError, Monitor
 from locater.control import Controls, Surgery, Temperature, carried_changes, surgery
 from locater.discovery import attention_layers
-from locater.families.registry import types_with_blocks
+from locater.families.registry import BY_TYPE
 from locater.measures import rank_residual
 from locater.observing import observe
 from locater.sources.open_source import config_of
 from locater_lab.models.transformer import TransformerBlock
 from locater_lab.train import Plan, Shape, Transformer, run
-from locater_lab.train.controls import parse_control
+from locater_lab.train.controls_and_conversion import parse_control
 from tests.families import CASES, blocks
 from tests.lab.train.test_parts import TINY, corpus
 from tests.observing.test_observe import tensors
@@ -748,7 +748,7 @@ def test_other_families_are_refused(label: str, said: str) -> None:
 def test_every_family_with_a_block_is_operated_on() -> None:
     built = [BY_LABEL[label].build() for label in [*LABELS.split(), *MORE.split()]]
     kinds = {config_of(model)["model_type"] for model in built}
-    assert kinds | {"gemma3"} == set(types_with_blocks())
+    assert kinds | {"gemma3"} == {name for name, family in BY_TYPE.items() if family.block is not None}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.control import LocAteR
-from locater.control.locater import traces
-from locater.control.penalty_maps import size_counts, sized_maps
+from locater.control.locater import size_counts, sized_maps, traces
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, effective

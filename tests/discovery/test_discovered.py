@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import locater
-from locater.discovery.errors import UnreadableError
 from locater.discovery.layout_of_call import read_layout
 from locater.discovery.redrawn_copy import RedrawnCopy, TapedPass
 from locater.discovery.verified_search import verify_layout
-from locater.errors import LocaterError
+from locater.errors import LocaterError, UnreadableError
 from locater.layers import AttentionLayer, effective
 from locater.layers.layout import AttentionLayout, RotaryLayout
 from locater.layers.map_layouts import Runs, numbers_in, runs_of

@@ -295,7 +295,7 @@ def _angles(model: nn.Module, example: Any = None) -> Tensor:
 
 def test_maps_on_tokens_do_not_turn() -> None:
     """Tokens of a sample have no place, so that a table of angles neither turns them nor runs out."""
-    from locater.control.penalty_maps import token_maps
+    from locater.control.locater import token_maps
 
     (layer,) = locater.discover(Model(), EXAMPLE).layers
     x = torch.randn(50, 16)

@@ -19,8 +19,8 @@ from locater.calls.attention_like import unread
 from locater.discovery import attention_layers
 from locater.families import families
 from locater.layers import AttentionLayer, Norm, Projection, Rotary, effective
+from locater.layers.position_biases import RelativeTerms
 from locater.layers.projection_with_norm import NormedProjection
-from locater.layers.relative import RelativeTerms
 from locater.sources.weights import DictWeights, ModuleWeights
 from tests.families import CASES
 from tests.parity import STORED, TOLERANCE, Case, Record, disagreement, model_of, record

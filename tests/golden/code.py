@@ -29,7 +29,7 @@ from locater_lab.engine.runs import Row, Runs
 from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from locater_lab.mechanisms import mechanisms
 from locater_lab.papers import PAPERS
-from locater_lab.train.controls import controls
+from locater_lab.train.controls_and_conversion import controls
 from locater_lab.train.loop import run as train
 from locater_lab.train.plan import Plan
 

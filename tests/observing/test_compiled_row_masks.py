@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locater import LocaterError
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import ListeningSwitch
 from locater.kernels import Terms
-from locater.observing import accumulate, compiled_row_masks, observe
+from locater.observing import accumulate, observe, row_masks
 from locater.observing.accumulate import StatisticsOptions
-from locater.observing.compiled_row_masks import Placement, traced_placement
+from locater.observing.row_masks import Placement, traced_placement
 from tests.kernels.test_statistics import NAMES, inputs, masks
 from tests.observing.test_cost import Kernel, Operations, accumulators
 from tests.observing.test_cost import kernels as kernels
@@ -109,13 +109,13 @@ def test_masks_that_cannot_be_read() -> None:
 def test_once_for_all_layers_of_a_compiled_pass(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two masks of one shape, one after the other: memory of a graph may be the same, numbers are not."""
     model, looks = llama().train(), []
-    look = compiled_row_masks._placement
+    look = row_masks._placement
 
     def counted(*args: Any) -> Placement:
         looks.append(args)
         return look(*args)
 
-    monkeypatch.setattr(compiled_row_masks, "_placement", counted)
+    monkeypatch.setattr(row_masks, "_placement", counted)
     others = BATCH | {"attention_mask": BATCH["attention_mask"].flip(0)}
     wanted = []
     for batch in (BATCH, others):

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import locater
 from locater import LocaterError, Monitor
-from locater.calls.call import Call
-from locater.discovery import attention_layers, layer_stacks, replayed_maps
+from locater.calls.call_and_masks import Call
+from locater.discovery import attention_layers, replayed_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
@@ -508,7 +508,7 @@ def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
 def test_layers_folded_together_are_those_folded_apart(
     label: str, stacked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_stacks, "STACKED", stacked)
+    monkeypatch.setattr(replayed_maps, "STACKED", stacked)
     model = model_of(next(case for case in CASES if case.label == label)).float()
     count = len(list(attention_layers(model)))
     stacks = replayed_maps.FoldedStacks(model, range(count))
@@ -940,7 +940,9 @@ def test_a_line_for_each_step_and_reason_and_the_advice_once(tmp_path: Path, cap
     controls = "locater.QKClip(), locater.QKNorm() or locater.LocAteR()"
     assert said[1] == f"step 1: lower the learning rate, or attach {controls}; the log is {path} (locater watch {path})"
     assert said[2].startswith("step 3: largest logit up to ")  # and not the advice again
-    assert len(said) == 3
+    assert said[3].startswith(f"the run has ended; the log is {path}")
+    assert "Verdict   8 heads under stress since step 1" in said[3]
+    assert len(said) == 4
 
 
 def test_many_heads_are_counted_in_a_line() -> None:

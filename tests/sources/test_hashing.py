@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from locater.sources.hashing import HashedWeights, combined_hash
+from locater.commands.fleet.cache_keys import HashedWeights, combined_hash
 from locater.sources.safetensors_file import SafetensorsWeights
 from locater.sources.weights import DictWeights
 

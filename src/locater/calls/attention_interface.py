@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call, call_of_interface
+from locater.calls.call_and_masks import Call, call_of_interface
 from locater.calls.interceptors import INTERCEPTORS, AttentionRequest, intercept_request
 from locater.calls.listeners import KEY, Listener, active_listeners, describe_call
 from locater.kernels.fused import attend_with_numbers, is_fused
@@ -28,7 +28,7 @@ from locater.torch_private import attention_tables
 # The output of a model's attention and its statistics from one kernel, in place of the model's own attention.
 
 
-def attend_with_statistics(
+def attend_in_one_kernel(
     site: Listener, module: nn.Module, name: str, tensors: tuple[Tensor, Tensor, Tensor], mask: Any, kw: dict[str, Any]
 ) -> tuple[Tensor, Call] | None:
     """Output (B, T, H, V) and the call with its statistics; None where the model's own attention has to run."""
@@ -136,7 +136,7 @@ def listening_function(name: str, original: Callable[..., Any] | None) -> Callab
             base, query, key, kw = request.attend, request.query, request.key, request.kw
         sites = active_listeners(module) if KEY in module.__dict__ else ()
         if len(sites) == 1 and getattr(sites[0], "takes_statistics", False) and INTERCEPTORS not in module.__dict__:
-            both = attend_with_statistics(sites[0], module, name, (query, key, value), attention_mask, kw)
+            both = attend_in_one_kernel(sites[0], module, name, (query, key, value), attention_mask, kw)
             if both is not None:
                 sites[0].receive(both[1])
                 return both[0], None
@@ -194,3 +194,18 @@ def _takes_attention_arguments(function: Callable[..., Any]) -> bool:
 def uses_attention_interface(module: nn.Module) -> bool:
     """Whether a module calls its attention through the table: then its file has an eager attention function."""
     return any(hasattr(sys.modules.get(kind.__module__), "eager_attention_forward") for kind in type(module).__mro__)
+
+
+def always_uses_interface(module: nn.Module) -> bool:
+    """Whether the code of a module takes its attention function from the table of transformers, in every case."""
+    if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2 with an attention of its own
+        return False
+    return any("ALL_ATTENTION_FUNCTIONS" in names for names in _code_names(type(module)))
+
+
+def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
+    for base in kind.__mro__:
+        for method in map(inspect.unwrap, filter(callable, vars(base).values())):
+            code = getattr(method, "__code__", None)
+            if code is not None:
+                yield code.co_names

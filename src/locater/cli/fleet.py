@@ -12,7 +12,7 @@ from locater.cli.options import FailOn, JsonPath, Length, Raw, ReportPath
 from locater.cli.output_and_exit_status import deliver
 from locater.cli.shell import check_writable, show_progress
 from locater.defaults import LENGTH
-from locater.escapes import one_line
+from locater.redacted_and_escaped_text import one_line
 
 if TYPE_CHECKING:
     from locater.commands.fleet.result import Fleet
@@ -68,14 +68,14 @@ def command(
     json: JsonPath = None,
     report: ReportPath = None,
 ) -> None:
-    from locater.commands.fleet.request import Request, answer
+    from locater.commands.fleet.request import FleetRequest, answer
     from locater.findings import parse_conditions
     from locater.report.fleet import print_fleet, state_sentence
     from locater.results.scan import NUMERIC_COLUMNS, SCAN_FLAGS
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)
-    request = Request(tuple(sources), out, run, step_pattern, length, raw, eigenvalues, workers, shard, ray)
+    request = FleetRequest(tuple(sources), out, run, step_pattern, length, raw, eigenvalues, workers, shard, ray)
     fleet, asked, notes = answer(request, status, retry_failed, _progress)
     for note in notes:
         print(one_line(f"note: {note}"), file=sys.stderr)

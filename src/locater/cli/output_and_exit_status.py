@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from locater.cli.shell import stdout_console
-from locater.escapes import one_line
 from locater.files import write_whole
+from locater.redacted_and_escaped_text import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,17 +11,18 @@ from typing import Any, overload
 
 from torch import nn
 
-from locater.commands.head_differences import (
+from locater.commands.differences import (
     HeadDifference,
     Move,
     Place,
+    TensorDifference,
     head_differences,
     moved_heads,
     responses,
-    same_shape,
+    same_head_shapes,
+    tensor_differences,
 )
 from locater.commands.scanning import scan
-from locater.commands.tensor_differences import TensorDifference, tensor_differences
 from locater.defaults import LENGTH, Progress
 from locater.discovery import read_source
 from locater.errors import LocaterError
@@ -223,7 +224,7 @@ def _differences(
     base: dict[int, AttentionLayer], other: dict[int, AttentionLayer], raw: bool
 ) -> dict[Place, HeadDifference] | None:
     """Those of all heads; None where the shapes of two layers differ."""
-    if not all(same_shape(layer, other[number]) for number, layer in base.items()):
+    if not all(same_head_shapes(layer, other[number]) for number, layer in base.items()):
         return None
     return {
         (number, head): row

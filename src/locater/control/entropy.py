@@ -11,8 +11,6 @@ smooth and a mean.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from locater.control.base import Layers, device_of
 from locater.control.forward_controls import MEASURE, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.row_entropy import row_entropy
 from locater.errors import LocaterError
+from locater.numerics import is_number
 from locater.torch_private import in_backward_pass
 
 
@@ -61,14 +60,15 @@ class EntropyPenalty(ForwardControl["_PenaltySum"]):
                 "EntropyPenalty: give floor, ceiling or both, as fractions of the largest entropy a row can have"
             )
         low, high = 0.0 if floor is None else floor, 1.0 if ceiling is None else ceiling
-        if not 0 <= low <= high <= 1:
+        if not (is_number(low) and is_number(high) and 0 <= low <= high <= 1):
             raise LocaterError(
                 f"floor={floor}, ceiling={ceiling}: both must be between 0 and 1, the floor not above the ceiling"
             )
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise LocaterError(f"weight={weight}: must be a number from 0 on")
-        if not margin >= 0 or (floor is not None and ceiling is not None and 2 * margin > high - low):
-            raise LocaterError(f"margin={margin}: must be from 0 to half of the band")
+        if not (is_number(weight) and weight >= 0):
+            raise LocaterError(f"weight={weight!r}: must be a number from 0 on")
+        most = (high - low) / 2 if floor is not None and ceiling is not None else 1.0
+        if not (is_number(margin) and 0 <= margin <= most):
+            raise LocaterError(f"margin={margin!r}: must be from 0 to half of the band")
         self.floor, self.ceiling, self.weight, self.margin, self.layers = floor, ceiling, weight, margin, layers
 
     def _change(self, controlled: ControlledLayer) -> _PenaltySum:

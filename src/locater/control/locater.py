@@ -23,21 +23,24 @@ With form="measured" M and V are those of tokens that the layer actually reads, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, chosen_layers, device_of
-from locater.control.penalty_maps import size_counts, sized_maps, stored_maps, token_maps
 from locater.discovery import attention_layers
 from locater.discovery.replayed_maps import FoldedStacks, Inputs, Maps
 from locater.errors import LocaterError
-from locater.layers import AttentionLayer
-from locater.layers.norm_folding import Effective
+from locater.layers.layer import AttentionLayer, Projection
+from locater.layers.norm import Norm
+from locater.layers.norm_folding import Effective, effective, folded
+from locater.layers.projection_with_norm import JoinedProjection, NormedProjection, norm_inside
+from locater.numerics import is_number
 from locater.observing.training_tokens import (
     TokenListener,
     TokenSample,
@@ -48,6 +51,101 @@ from locater.observing.training_tokens import (
     share_sizes,
     sizes_of,
 )
+
+
+def size_counts(layer: AttentionLayer) -> bool:
+    """Whether the logits of a self-attention layer depend on the size of the tokens that it reads: no norm in front of
+    it fixes this size, and none of both queries and keys undoes it.
+
+    >>> plain = Projection(lambda: torch.eye(2), (2, 2))
+    >>> layer = AttentionLayer("attention", 0, 1, 1, 2, query=plain, key=plain, scale=1.0)
+    >>> size_counts(layer), size_counts(replace(layer, norm=Norm("rms")))
+    (True, False)
+    >>> size_counts(replace(layer, query_norm=Norm("rms"), key_norm=Norm("rms")))
+    False
+    """
+    sides = ((layer.query, layer.query_norm), (layer.key, layer.key_norm))
+    return layer.norm.kind == "none" and not all(_undoes_size(*side) for side in sides)
+
+
+def _undoes_size(projection: Projection, norm: Norm | None) -> bool:
+    """Whether a norm behind the map makes the same of tokens of any size. A bias in front of that norm does not grow
+    with the tokens, and rotary channels beside a latent do not pass through it.
+    """
+    if isinstance(projection, NormedProjection):
+        return projection.down.bias is None and projection.shared is None
+    if isinstance(projection, JoinedProjection):
+        return all(_undoes_size(part, norm) for part in projection.parts)
+    return norm is not None and projection.bias is None
+
+
+def sized_maps(layer: AttentionLayer, mean_square: Float[Tensor, " 1"] | None = None) -> Effective:
+    """The effective maps; given r^2 = E |z|^2 / d of the tokens that the layer reads, those of tokens of this size in
+    place of unit tokens: M = s r^2 tr W and V = s^2 r^4 tr W_sym^2.
+
+    r is a gain in front of the maps, so a norm behind one of them has its mean field over tokens of this size.
+    """
+    if mean_square is None:
+        return effective(layer)
+    norm = Norm(gain=mean_square.sqrt().expand(layer.width))
+    query, key = (side.linear(partial(folded, norm=norm)) for side in (layer.query, layer.key))
+    return effective(replace(layer, norm=norm, query=query, key=key))
+
+
+def stored_maps(layer: AttentionLayer) -> Effective:
+    """The query and key maps as the parameters are stored: no norm is folded in, and none of queries and keys.
+
+    Refused for latent attention: a norm stands between its two matrices, so no product of them is in use.
+    """
+    return effective(
+        replace(layer, query=_stored_projection(layer, layer.query), key=_stored_projection(layer, layer.key)), raw=True
+    )
+
+
+def _stored_projection(layer: AttentionLayer, projection: Projection) -> Projection:
+    if not norm_inside(projection):
+        return projection
+    if not isinstance(projection, NormedProjection) or projection.up is not None:
+        raise LocaterError(
+            f"{layer.name}: latent attention has no query-key map as stored, since a norm stands between its two "
+            "matrices: use the effective or the measured form"
+        )
+    return projection.down
+
+
+def token_maps(layer: AttentionLayer, x: Float[Tensor, "n d"], real: Bool[Tensor, " n"]) -> Effective:
+    """Queries and keys of n tokens that a layer reads, as maps from the numbers of the tokens.
+
+    `x` is the input of the attention module itself, behind the norm in front of it. Tokens that are not `real` do not
+    count. Column i of `query` (H, h, n) is the query of token i divided by the number of tokens; column j of `key`
+    (K, h, n) is the key of token j minus the mean key. So with L_ij = s q_i . (k_j - mean k) over N real tokens,
+
+        s tr(Q^T K) = sum_i L_ii / N            the mean logit of a token with itself
+        s^2 ||Q^T K||_F^2 = sum_ij L_ij^2 / N^2     the mean square over all pairs
+
+    Norms and biases of queries and keys are exact. There is no rotation, so these are logits at distance zero;
+    position terms and soft-caps are left out.
+
+    >>> x = torch.eye(2)
+    >>> plain = Projection(lambda: torch.eye(2), (2, 2))
+    >>> layer = AttentionLayer("attention", 0, 1, 1, 2, query=plain, key=plain, scale=1.0)
+    >>> maps = token_maps(layer, x, torch.tensor([True, True]))
+    >>> maps.query[0].mT @ maps.key[0] * 2                             # L: the mean key is (1/2, 1/2)
+    tensor([[ 0.5000, -0.5000],
+            [-0.5000,  0.5000]])
+    """
+    counted = real.to(x.dtype)
+    number = counted.sum().clamp_min(1)
+    at_zero = replace(layer, norm=Norm(), memory_norm=None, rotary=None, rotary_table=None)
+    query, key = (side(x[None])[0].mT for side in (at_zero.queries, at_zero.keys))  # (heads, h, n)
+    if layer.rotary is not None and layer.rotary.amplitude != 1:
+        turning = torch.ones(layer.head_dim, dtype=x.dtype, device=x.device)
+        turning[: layer.rotary.channels] = layer.rotary.amplitude
+        query, key = query * turning[:, None], key * turning[:, None]
+    key = key - (key * counted).sum(-1, keepdim=True) / number
+    query, key = query * (counted / number), key * counted
+    return Effective(query, key, query.new_zeros(layer.heads, len(x)), layer.scale, layer.kind == "cross")
+
 
 # The query and key maps of a live model in the form that a penalty acts on; re-read at each step.
 
@@ -230,17 +328,17 @@ class LocAteR(Control):
             raise LocaterError(f"part={part!r}: choose symmetric or full")
         if form == "measured" and part == "full":
             raise LocaterError("part='full' is a part of W, and form='measured' penalises all logits: leave part out")
-        if target != "free" and not (isinstance(target, int | float) and math.isfinite(target)):
+        if target != "free" and not is_number(target):
             raise LocaterError(f"target={target!r}: must be a number, or free")
         if schedule is not None and not callable(schedule):
             raise LocaterError(
                 f"schedule={schedule!r}: must be a function of the step, so it can be given only in Python"
             )
-        if not (0 <= shrink < math.inf and 0 <= hold < math.inf):
+        if not (is_number(shrink) and is_number(hold) and shrink >= 0 and hold >= 0):
             raise LocaterError(
-                f"shrink={shrink}, hold={hold}: both must be numbers from 0 on; below 0 the penalty would be a reward"
+                f"shrink={shrink!r}, hold={hold!r}: both must be numbers from 0 on (below 0 the penalty rewards)"
             )
-        if not (isinstance(limit, int | float) and 0 <= limit < math.inf):
+        if not (is_number(limit) and limit >= 0):
             raise LocaterError(f"limit={limit!r}: must be a number from 0 on, the V that is not penalised")
         if limit and target == "free":
             raise LocaterError(f"limit={limit} does not apply to target='free': give a number as target")

@@ -7,7 +7,6 @@ Most of what LocAteR gains on toy models comes from this start, so a comparison 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, self_layers
 from locater.control.locater import traces
-from locater.control.writing import check_writable, rewrite
+from locater.control.writing import check_weights_writable, rewrite
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection, effective
-from locater.layers.joined_projection import JoinedProjection
 from locater.layers.norm_folding import folded
-from locater.layers.projection_with_norm import NormedProjection
+from locater.layers.projection_with_norm import JoinedProjection, NormedProjection
+from locater.numerics import is_number
 
 STEPS = 100  # of Newton's method at most; without a norm on the keys the first step is exact
 
@@ -42,7 +41,7 @@ class Mimetic(Control):
     """
 
     def __init__(self, target: float = 2.0, layers: Layers = None) -> None:
-        if not (isinstance(target, int | float) and math.isfinite(target)):
+        if not is_number(target):
             raise LocaterError(f"target={target!r}: must be a number")
         self.target, self.layers = target, layers
 
@@ -51,7 +50,7 @@ class Mimetic(Control):
         layers = self_layers(model, self.layers)
         with torch.no_grad():
             for layer in layers:
-                check_writable(model, layer.name, _stored_map(layer.key, layer.name))
+                check_weights_writable(model, layer.name, _stored_map(layer.key, layer.name))
             return [(layer, self._key(layer)) for layer in layers]
 
     def _attach(self, model: nn.Module) -> None:

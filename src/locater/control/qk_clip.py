@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from locater.control.base import Control
-from locater.control.writing import check_writable, rewrite
+from locater.control.writing import check_weights_writable, rewrite
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer, Projection
-from locater.layers.joined_projection import JoinedProjection
-from locater.layers.projection_with_norm import NormedProjection
+from locater.layers.projection_with_norm import JoinedProjection, NormedProjection
+from locater.numerics import is_number
 from locater.observing.accumulate import StatisticsOptions
 from locater.observing.observation import Observation
 
@@ -51,12 +51,12 @@ class QKClip(Control):
     state_attributes = ("clipped", "step")
 
     def __init__(self, limit: float = 100.0, alpha: float = 0.5, every: int = 1) -> None:
-        if not limit > 0:
-            raise LocaterError(f"limit={limit}: must be above 0")
-        if not 0 <= alpha <= 1:
-            raise LocaterError(f"alpha={alpha}: the share of the queries in the scaling must be from 0 to 1")
-        if every < 1:
-            raise LocaterError(f"every={every}: must be a whole number from 1 (each step) on")
+        if not (is_number(limit) and limit > 0):
+            raise LocaterError(f"limit={limit!r}: must be a number above 0")
+        if not (is_number(alpha) and 0 <= alpha <= 1):
+            raise LocaterError(f"alpha={alpha!r}: the share of the queries in the scaling must be from 0 to 1")
+        if not (isinstance(every, int) and every >= 1):
+            raise LocaterError(f"every={every!r}: must be a whole number from 1 (each step) on")
         self.limit, self.alpha, self.every = limit, alpha, every
         self.clipped = self.step = 0
 
@@ -64,7 +64,7 @@ class QKClip(Control):
         for layer in attention_layers(model):
             _refuse(layer)
             for part in (_query, _key):
-                check_writable(model, layer.name, part(layer))
+                check_weights_writable(model, layer.name, part(layer))
         return Observation(model, StatisticsOptions(0), every=0)
 
     def _attach(self, model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
@@ -28,6 +27,7 @@ from locater.layers import AttentionLayer
 from locater.layers.norm import Norm
 from locater.layers.norm_folding import Effective
 from locater.layers.projection_with_norm import normed
+from locater.numerics import is_number
 
 NormKind = Literal["rms", "layer"]
 
@@ -88,12 +88,10 @@ class QKNorm(ForwardControl["_NormChange"]):
     ) -> None:
         if kind not in ("rms", "layer"):
             raise LocaterError(f"kind={kind!r}: choose rms or layer")
-        if isinstance(init, str) and init != "keep":
+        if init != "keep" and not (is_number(init) and init > 0):
             raise LocaterError(f"init={init!r}: must be a number above 0, or keep")
-        if not isinstance(init, str) and not (init > 0 and math.isfinite(init)):
-            raise LocaterError(f"init={init}: must be a number above 0, or keep")
-        if not (eps >= 0 and math.isfinite(eps)):
-            raise LocaterError(f"eps={eps}: must be 0 or a little above")
+        if not (is_number(eps) and eps >= 0):
+            raise LocaterError(f"eps={eps!r}: must be 0 or a little above")
         self.kind, self.learn, self.eps, self.init, self.layers = kind, learn, eps, init, layers
         self.needs_softmax = init == "keep"
 

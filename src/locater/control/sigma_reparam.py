@@ -21,7 +21,7 @@ from locater.discovery import layers_of
 from locater.discovery.replayed_maps import Recorder
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
-from locater.numerics import upcast
+from locater.numerics import is_number, upcast
 from locater.observing.residual_stream import stream_points
 from locater.sources.live_tensors import LiveTensor, is_a, stored_map
 from locater.sources.open_source import config_of
@@ -53,7 +53,7 @@ class SigmaReparam(Control):
     def __init__(
         self, layers: Layers = None, gamma: Literal["spectral"] | float = "spectral", only: Only = "linear"
     ) -> None:
-        if isinstance(gamma, str) and gamma != "spectral":
+        if gamma != "spectral" and not is_number(gamma):
             raise LocaterError(f"gamma={gamma!r}: must be a number, or spectral")
         if only not in ("linear", "query-key"):
             raise LocaterError(f"only={only!r}: choose linear or query-key")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,13 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import ADD, hidden_by
+from locater.calls.call_and_masks import ADD, hidden_by
 from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward_controls import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
 from locater.control.row_entropy import terms_of
 from locater.errors import LocaterError
 from locater.kernels import Terms
+from locater.numerics import is_number
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -86,8 +86,8 @@ class LogitSoftcap(ForwardControl["_SoftcapChange"]):
     needs_softmax = True
 
     def __init__(self, cap: float = 50.0, layers: Layers = None) -> None:
-        if not (cap > 0 and math.isfinite(cap)):
-            raise LocaterError(f"cap={cap}: must be a number above 0")
+        if not (is_number(cap) and cap > 0):
+            raise LocaterError(f"cap={cap!r}: must be a number above 0")
         self.cap, self.layers = cap, layers
 
     def _change(self, controlled: ControlledLayer) -> _SoftcapChange:

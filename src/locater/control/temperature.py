@@ -22,6 +22,7 @@ from locater.control.forward_controls import (
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
 from locater.layers.norm_folding import Effective
+from locater.numerics import is_number
 
 
 class Temperature(ForwardControl["_TemperatureChange"]):
@@ -38,8 +39,8 @@ class Temperature(ForwardControl["_TemperatureChange"]):
     """
 
     def __init__(self, init: float = 1.0, learn: bool = True, layers: Layers = None) -> None:
-        if not (init > 0 and math.isfinite(init)):
-            raise LocaterError(f"init={init}: a temperature must be a number above 0")
+        if not (is_number(init) and init > 0):
+            raise LocaterError(f"init={init!r}: a temperature must be a number above 0")
         self.init, self.learn, self.layers = init, learn, layers
 
     def _change(self, controlled: ControlledLayer) -> _TemperatureChange:

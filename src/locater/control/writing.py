@@ -35,7 +35,7 @@ def rewrite(model: nn.Module, name: str, read: Read, weight: Tensor | None = Non
             _write(model, name, lambda part=part: part(read()), new)  # type: ignore[misc]
 
 
-def check_writable(model: nn.Module, name: str, projection: Projection) -> None:
+def check_weights_writable(model: nn.Module, name: str, projection: Projection) -> None:
     """Refuse a projection whose weight `rewrite` would refuse, without writing: if a weight is a selection of parameter
     entries, writing it unchanged would change none of them.
     """

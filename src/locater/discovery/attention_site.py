@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from locater.discovery.errors import UnreadableError
 from locater.discovery.linear_per_token import TapePath, as_rows, token_rows
-from locater.discovery.norm_fit import fit_norm, may_be_norm
+from locater.discovery.norm_and_rotary_fit import fit_norm, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
 from locater.discovery.tape.linear_maps import LinearMap, linear_map, moved_from, upstream
 from locater.discovery.taped_calls import TapedCall, arguments_of_fused
+from locater.errors import UnreadableError
 from locater.layers.map_layouts import NormLayout
 
 # Which leading index of an attention call is which sequence and head, however its axes are ordered: told by the

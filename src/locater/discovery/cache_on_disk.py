@@ -19,7 +19,7 @@ from locater.discovery.verified_search import Refusal
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
 from locater.layers.layout import AttentionLayout
-from locater.sources.renamed_weights import StoredRows
+from locater.sources.renamed_weights import TensorOrigin
 from locater.sources.weights import Weights, quantised_names
 from locater.version import __version__, code_version
 
@@ -36,7 +36,7 @@ class CachedLayouts:
     """Layouts by names of the model, and where its tensors are in the checkpoint."""
 
     searched: SearchResult
-    origins: dict[str, StoredRows]
+    origins: dict[str, TensorOrigin]
 
 
 def cache_folder() -> Path | None:
@@ -80,7 +80,7 @@ def read_cached(path: Path | None) -> CachedLayouts | None:
             [str(name) for name in document["unreached"]],
         )
         origins = {
-            name: StoredRows(tuple(names), from_json(rows)) for name, (names, rows) in document["origins"].items()
+            name: TensorOrigin(tuple(names), from_json(rows)) for name, (names, rows) in document["origins"].items()
         }
     except (LocaterError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None

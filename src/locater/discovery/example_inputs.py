@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.discovery.example_settings import BATCH, TOKENS, WIDTH, Make, Request, Settings
+from locater.discovery.example_settings import BATCH, TOKENS, WIDTH, InputRequest, InputSettings, Make
 from locater.discovery.example_tensors import group_of, ids, makers
 from locater.errors import LocaterError, first_line
 from locater.sources.open_source import config_of
@@ -46,7 +46,7 @@ def put_placeholders(model: nn.Module, guess: dict[str, Tensor], quietly: Callab
     _make_room(model, guess)
     for tokens, method, inputs in KINDS:
         given = {name: guess[name] for name in inputs if name in guess}
-        token = Settings(config_of(model)).number(tokens, -1)
+        token = InputSettings(config_of(model)).number(tokens, -1)
         compute = next((getattr(part, method) for part in model.modules() if hasattr(part, method)), None)
         if token < 0 or not given or guess.get("input_ids", torch.zeros(())).ndim != 2:
             continue
@@ -67,7 +67,7 @@ def more_placeholders(model: nn.Module, guess: dict[str, Tensor], message: str) 
         return None
     missing = (int(match["features"]) - int(match["tokens"])) // BATCH
     for tokens, method, inputs in KINDS:
-        token = Settings(config_of(model)).number(tokens, -1)
+        token = InputSettings(config_of(model)).number(tokens, -1)
         known = any(name in guess for name in inputs) and method.split("_")[1] in message.lower()
         if token >= 0 and known and missing > 0:
             changed = dict(guess)
@@ -78,7 +78,7 @@ def more_placeholders(model: nn.Module, guess: dict[str, Tensor], message: str) 
 
 def _make_room(model: nn.Module, guess: dict[str, Tensor]) -> None:
     """A longer text where a mask says which tokens the features of a picture replace, and they are many."""
-    count = Settings(config_of(model)).number(("latent_query_num",), 0)
+    count = InputSettings(config_of(model)).number(("latent_query_num",), 0)
     if count and "image_embeds_position_mask" in guess and guess["input_ids"].shape[1] < count + BEFORE:
         _put(model, guess, int(guess["input_ids"][0, 0]), count)
         mask = torch.zeros_like(guess["input_ids"])
@@ -218,6 +218,15 @@ def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     raise LocaterError(f"{name}: no inputs could be guessed: {problem}. Give them: example={{{given}}}")
 
 
+def check_example(example: object) -> None:
+    """Refuse inputs that have no names."""
+    if example is None or (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
+        return
+    raise LocaterError(
+        f"example is a {type(example).__name__}: give a mapping from names of arguments of forward to inputs"
+    )
+
+
 def left_out(model: nn.Module, given: Collection[str]) -> list[str]:
     """Contents that a model takes and that are not given: with them other parts of it may run."""
     required, optional = _arguments(model)
@@ -338,17 +347,17 @@ def _made(model: nn.Module, names: list[str], arguments: set[str], seed: int) ->
     unknown = next((name for name, makes in ways.items() if not makes), None)
     if unknown is not None:
         raise LocaterError(f"the argument {unknown!r} is not known")
-    return itertools.islice(_guesses(model, ways, Settings(config or _config_of_parts(model)), seed), MOST_WAYS)
+    return itertools.islice(_guesses(model, ways, InputSettings(config or _config_of_parts(model)), seed), MOST_WAYS)
 
 
 def _guesses(
-    model: nn.Module, ways: Mapping[str, tuple[Make, ...]], settings: Settings, seed: int
+    model: nn.Module, ways: Mapping[str, tuple[Make, ...]], settings: InputSettings, seed: int
 ) -> Iterator[dict[str, Tensor]]:
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(0))
     groups = sorted({group_of(name) for name in ways})
     most = [max(len(makes) for name, makes in ways.items() if group_of(name) == group) for group in groups]
     for choice in sorted(itertools.product(*map(range, most)), key=lambda choice: (sum(choice), choice[::-1])):
-        request = Request(settings, torch.Generator().manual_seed(seed), _words(model))
+        request = InputRequest(settings, torch.Generator().manual_seed(seed), _words(model))
         guess: dict[str, Tensor] = {}
         for name, makes in ways.items():
             x = makes[min(choice[groups.index(group_of(name))], len(makes) - 1)](request)

@@ -26,21 +26,21 @@ BATCH, TOKENS = 2, 9
 
 
 @dataclass(frozen=True)
-class Settings:
+class InputSettings:
     """A configuration as a mapping, with the configurations of its parts."""
 
     values: Mapping[str, Any]
 
-    def part(self, names: Sequence[str]) -> Settings:
+    def part(self, names: Sequence[str]) -> InputSettings:
         """The first of the named parts that there is, here and then in parts of this configuration, or the whole."""
         return self._part(names) or self
 
-    def _part(self, names: Sequence[str]) -> Settings | None:
+    def _part(self, names: Sequence[str]) -> InputSettings | None:
         direct = next((self.values[name] for name in names if isinstance(self.values.get(name), Mapping)), None)
         if direct is not None:
-            return Settings(direct)
+            return InputSettings(direct)
         inner = (value for value in self.values.values() if isinstance(value, Mapping) and "model_type" in value)
-        return next((part for value in inner if (part := Settings(value)._part(names)) is not None), None)
+        return next((part for value in inner if (part := InputSettings(value)._part(names)) is not None), None)
 
     def number(self, names: Iterable[str], default: int) -> int:
         """The first whole number above zero under one of the names, here and then in parts of this configuration."""
@@ -50,7 +50,7 @@ class Settings:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
         inner = [value for value in self.values.values() if isinstance(value, Mapping)]
-        numbers = (Settings(value).number(names, 0) for value in inner if "model_type" in value)
+        numbers = (InputSettings(value).number(names, 0) for value in inner if "model_type" in value)
         return next((number for number in numbers if number), default)
 
     def sides(self, names: Sequence[str], default: tuple[int, int]) -> tuple[int, int]:
@@ -66,15 +66,15 @@ class Settings:
             if isinstance(value, (list, tuple)) and len(value) >= 2 and all(isinstance(side, int) for side in value):
                 return value[-2], value[-1]
         inner = [value for value in self.values.values() if isinstance(value, Mapping)]
-        sides = (Settings(value).sides(names, (0, 0)) for value in inner if "model_type" in value)
+        sides = (InputSettings(value).sides(names, (0, 0)) for value in inner if "model_type" in value)
         return next((pair for pair in sides if pair[0]), default)
 
 
 @dataclass(frozen=True)
-class Request:
+class InputRequest:
     """What a maker needs: the configuration, and where random numbers come from."""
 
-    settings: Settings
+    settings: InputSettings
     random: torch.Generator
     words: int | None = None  # how many embeddings the model has for tokens, where it says so
 
@@ -85,4 +85,4 @@ class Request:
         return torch.randint(low, max(high, low + 1), shape, generator=self.random)
 
 
-Make = Callable[[Request], Tensor]
+Make = Callable[[InputRequest], Tensor]

@@ -28,12 +28,12 @@ from locater.discovery.cache_on_disk import CachedLayouts, cache_file, read_cach
 from locater.discovery.carried_layouts import UNLIKE, SearchResult, carry_layouts, unlike_modules
 from locater.discovery.layer_kinds import Kinds
 from locater.discovery.layout_json import tensor_names
-from locater.discovery.small_config import CUTS, DEPTH, PICTURE_SETTINGS, Cut, changed_settings, small_config
+from locater.discovery.small_config import CUTS, DEPTH, PICTURE_SETTINGS, Reduction, changed_settings, small_config
 from locater.discovery.verified_search import Discovered, Refusal, search
 from locater.errors import LocaterError
 from locater.layers.layout import TableLayout
 from locater.sources.open_source import Config
-from locater.sources.renamed_weights import Origins, RenamedWeights, StoredRows, origins_of
+from locater.sources.renamed_weights import Origins, RenamedWeights, TensorOrigin, origins_of
 from locater.sources.weights import ModuleWeights, Weights, quantised_names
 
 # A small model of the class that a config.json names, and what a search finds in it for the full one.
@@ -234,7 +234,7 @@ def _candidates(weights: Weights, kind: type, settings: Any, whole: ModuleWeight
     """Small configurations that build, without repetitions, the smallest first."""
     known: set[str] = set()
     for start in CUTS:
-        cut: Cut | None = start
+        cut: Reduction | None = start
         while cut is not None:  # with more and more layers, until all kinds are among them
             small = small_config(settings, cut)
             if repr(small.to_dict()) in known:
@@ -256,7 +256,7 @@ def _numbers(model: nn.Module) -> int:
     return buffers + sum(parameter.numel() for parameter in model.parameters())
 
 
-def _deeper(cut: Cut, kinds: Kinds, missing: list[str]) -> Cut | None:
+def _deeper(cut: Reduction, kinds: Kinds, missing: list[str]) -> Reduction | None:
     """The same with the first layer that was missing; None where that does not help."""
     places = [stack.place(path) for path in missing if (stack := kinds.stack_of(path)) is not None]
     layers = min((place[0] + 1 for place in places if place is not None), default=0)
@@ -318,7 +318,7 @@ def _search_checkpoint(weights: Weights, config: Config, example: Mapping[str, A
     origins, whole = origins_of(weights, full), ModuleWeights(full)
     _refuse_other_attention(weights, origins, whole)
     searched = search_small(weights, kind, settings, whole, example, _numbers_stored(weights, origins, full))
-    unused = RenamedWeights(weights, {name: StoredRows((name,)) for name in origins.unused})
+    unused = RenamedWeights(weights, {name: TensorOrigin((name,)) for name in origins.unused})
     refused = [*searched.refused, *(Refusal(path, NO_PLACE) for path in attention_like(unused))]
     known = set(whole.names())
     names = dict.fromkeys(name for layout in searched.layouts for name in tensor_names(layout, known))
@@ -345,7 +345,7 @@ def _numbers_stored(weights: Weights, origins: Origins, full: nn.Module) -> int:
     return plain + sum(p.numel() for name, p in full.named_parameters() if name in held)
 
 
-def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...]) -> StoredRows:
+def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...]) -> TensorOrigin:
     """Where a tensor of the model is on disk; refused where it is not there, or not of the shape that it has."""
     if name in origins.changed:
         raise LocaterError(

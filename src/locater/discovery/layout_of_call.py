@@ -18,16 +18,15 @@ from locater.discovery.attention_site import (
     site_of,
     trace_projection,
 )
-from locater.discovery.errors import UnreadableError
 from locater.discovery.linear_per_token import TapePath, Wiring, token_rows, wiring_of
 from locater.discovery.logits import read_logits
 from locater.discovery.masks import read_mask
-from locater.discovery.norm_fit import fit_norm, unwrapped_path
+from locater.discovery.norm_and_rotary_fit import HeadRows, Rotation, fit_norm, frequencies, head_rows, unwrapped_path
 from locater.discovery.output_map import OutputMap, output_map_of
-from locater.discovery.rotary_fit import HeadRows, Rotation, frequencies, head_rows
 from locater.discovery.tape import Node, Tape
 from locater.discovery.tape.linear_maps import LinearMap
 from locater.discovery.taped_calls import TapedCall, mixed_values
+from locater.errors import UnreadableError
 from locater.layers.layer import FUNCTIONS
 from locater.layers.layout import AttentionLayout, LogitsLayout, PairTermsLayout, RotaryLayout
 from locater.layers.map_layouts import AnyMap, JoinedLayout, MapLayout, NormLayout, VectorLayout, runs_of
@@ -172,7 +171,7 @@ def _stored_rows_of_heads(tape: Tape, part: ProjectionTrace, whole: HeadRows, wi
         if not own.numel():
             continue
         rows, inverse = _without_repetitions((channels[own] - starts[number]).tolist())
-        layouts.append(stored_map(tape, linear, rows, latent))
+        layouts.append(layout_of_map(tape, linear, rows, latent))
         places[own] = torch.tensor(inverse) + offset
         offset += len(rows)
     if len(layouts) == 1:
@@ -236,7 +235,7 @@ def _learned_factors(tape: Tape, passage: TapePath, factors: Tensor) -> VectorLa
     raise UnreadableError("channels of its queries, keys or values have factors of their own")
 
 
-def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: LatentMap | None = None) -> MapLayout:
+def layout_of_map(tape: Tape, linear: LinearMap, channels: list[int], latent: LatentMap | None = None) -> MapLayout:
     """The stored tensors of a map, with the stored row of each of `channels`."""
     name = tape.parameter(linear.constant)
     assert name is not None
@@ -272,7 +271,7 @@ def _map_of_latent(tape: Tape, latent: LatentMap) -> tuple[MapLayout, NormLayout
     if whole.turn is not None or whole.factors is not None or whole.factor != 1 or wiring.shift.abs().max() > 0:
         raise UnreadableError("what is between its two maps is no norm")
     norm = None if latent.norm.kind == "none" else latent.norm
-    return stored_map(tape, latent.map, whole.rows[0].tolist()), norm
+    return layout_of_map(tape, latent.map, whole.rows[0].tolist()), norm
 
 
 def _stored_rows(tape: Tape, name: str, weight: Tensor) -> tuple[list[int], bool, int]:
@@ -394,13 +393,13 @@ def _repeated_heads(whole: AnyMap, heads: int, size: int, times: int) -> AnyMap:
 
 def _with_output_map(tape: Tape, layout: AttentionLayout, out: OutputMap) -> AttentionLayout:
     """The layout with its output map, and the norm or the gate in front of that."""
-    stored = stored_map(tape, out.map, list(range(out.map.weight.shape[0])))
+    stored = layout_of_map(tape, out.map, list(range(out.map.weight.shape[0])))
     layout = replace(
         layout, out=replace(stored, columns=out.columns), mixed_norm=out.norm, mixed_norm_apart=out.norm_apart
     )
     if out.gate is None:
         return layout
-    return replace(layout, gate=stored_map(tape, out.gate.map, list(out.gate.rows)), gate_function=out.gate.function)
+    return replace(layout, gate=layout_of_map(tape, out.gate.map, list(out.gate.rows)), gate_function=out.gate.function)
 
 
 def _with_rotation(tape: Tape, layout: AttentionLayout, query: ProjectedHeads, key: ProjectedHeads) -> AttentionLayout:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from locater.discovery.errors import UnreadableError
 from locater.discovery.tape import Node, replay
+from locater.errors import UnreadableError
 
 CLOSE = 1e-6  # of a probe that should be equal
 SMALL, LARGE = 1e-3, 1e6  # sizes of probes: where they do not agree, numbers are clipped or not linear

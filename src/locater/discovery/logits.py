@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from locater.discovery.attention_site import AttentionSite, with_products
-from locater.discovery.errors import UnreadableError
-from locater.discovery.norm_fit import relative_difference, unwrapped_path
+from locater.discovery.norm_and_rotary_fit import relative_difference, unwrapped_path
 from locater.discovery.tape import Node, Tape
 from locater.discovery.tape.linear_maps import linear_map
 from locater.discovery.taped_calls import MASKED, arguments_of_fused
+from locater.errors import UnreadableError
 from locater.layers.layout import AlibiLayout, LogitsLayout, PairTermsLayout, SinksLayout, TableLayout
 
 CLOSE = 1e-9
@@ -44,10 +44,10 @@ def read_logits(
         shifted = True
         scale, cap = _scale_of_differences(site, products, logits, constant, seen), None
     layout = LogitsLayout(scale, cap, sinks=None if sinks is None else SinksLayout(sinks), shifted=shifted)
-    bias = centred(constant, seen) if shifted else constant.masked_fill(~seen, 0.0)
+    bias = centred_logits(constant, seen) if shifted else constant.masked_fill(~seen, 0.0)
     if bias.abs().max() <= CLOSE:
         return layout, None
-    if sinks is None and centred(bias, seen).abs().max() <= CLOSE * bias.abs().max():
+    if sinks is None and centred_logits(bias, seen).abs().max() <= CLOSE * bias.abs().max():
         return replace(layout, shifted=True), None
     slopes = _alibi_slopes(bias, seen)
     if slopes is not None:
@@ -92,10 +92,10 @@ def _scale_of_differences(
     site: AttentionSite, products: Tensor, logits: Tensor, constant: Tensor, seen: Tensor
 ) -> float:
     """The factor from products to logits without what a row has in common, the same for products of any size."""
-    start, products = centred(constant, seen), centred(products, seen)
-    scale = _ratio(centred(logits, seen) - start, products, seen)
+    start, products = centred_logits(constant, seen), centred_logits(products, seen)
+    scale = _ratio(centred_logits(logits, seen) - start, products, seen)
     for factor in (1e-6, 1e6) if site.call.product is not None else ():
-        ours = centred(site.grid.products_by_head(with_products(site.call, factor)), seen) - start
+        ours = centred_logits(site.grid.products_by_head(with_products(site.call, factor)), seen) - start
         if relative_difference(ours, factor * scale * products, seen) > 1e-6:
             raise UnreadableError("its logits are a nonlinear function of the products that is no soft-cap")
     return scale
@@ -113,13 +113,13 @@ def _alibi_slopes(bias: Tensor, seen: Tensor) -> tuple[float, ...] | None:
     """Slopes with bias = -slope |distance| plus what a row has in common, wherever a query may look."""
     length, keys = bias.shape[-2:]
     distance = (torch.arange(length)[:, None] + (keys - length) - torch.arange(keys)).abs().to(bias)
-    distance, bias = centred(distance.expand(bias.shape), seen), centred(bias, seen)
+    distance, bias = centred_logits(distance.expand(bias.shape), seen), centred_logits(bias, seen)
     slopes = -(bias * distance).sum((0, 2, 3)) / distance.square().sum((0, 2, 3)).clamp_min(1e-30)
     rest = bias + slopes[:, None, None] * distance
     return tuple(slopes.tolist()) if rest.abs().max() < 1e-6 * bias.abs().max() else None
 
 
-def centred(logits: Tensor, seen: Tensor) -> Tensor:
+def centred_logits(logits: Tensor, seen: Tensor) -> Tensor:
     """Logits without what a row has in common, which softmax does not see; 0 where masked."""
     logits = logits.masked_fill(~seen, 0.0)
     return (logits - logits.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)).masked_fill(~seen, 0.0)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from locater.discovery.errors import UnreadableError
 from locater.discovery.taped_calls import MASKED
+from locater.errors import UnreadableError
 from locater.layers.layout import LogitsLayout
 
 

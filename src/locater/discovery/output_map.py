@@ -11,10 +11,10 @@ from torch import Tensor
 
 from locater.calls.function_table import KEEPING, MULTIPLIES
 from locater.discovery.attention_site import AttentionSite, nearest_map
-from locater.discovery.errors import UnreadableError
-from locater.discovery.norm_fit import fit_norm, may_be_norm
+from locater.discovery.norm_and_rotary_fit import fit_norm, may_be_norm
 from locater.discovery.tape import Node, Tape, replay
 from locater.discovery.tape.linear_maps import LinearMap, linear_map, with_bias
+from locater.errors import UnreadableError
 from locater.layers.layer import FUNCTIONS
 from locater.layers.map_layouts import NormLayout
 

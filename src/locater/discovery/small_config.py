@@ -32,7 +32,7 @@ PATCHES = 4  # of a picture, in each direction
 
 
 @dataclass(frozen=True)
-class Cut:
+class Reduction:
     """What is made smaller."""
 
     layers: int | None  # layers that are left of each stack, at least; None: all
@@ -44,17 +44,17 @@ class Cut:
 
 
 CUTS = (
-    Cut(DEEP),
-    Cut(DEEP, pictures=False),
-    Cut(DEEP, pictures=False, experts=False),
-    Cut(DEEP, pictures=False, experts=False, mlp=False),
-    Cut(DEEP, pictures=False, experts=False, mlp=False, words=False),
-    Cut(None, pictures=False, experts=False, mlp=False, words=False),
+    Reduction(DEEP),
+    Reduction(DEEP, pictures=False),
+    Reduction(DEEP, pictures=False, experts=False),
+    Reduction(DEEP, pictures=False, experts=False, mlp=False),
+    Reduction(DEEP, pictures=False, experts=False, mlp=False, words=False),
+    Reduction(None, pictures=False, experts=False, mlp=False, words=False),
 )
 PICTURE_SETTINGS = {"image_size", "max_source_positions"}
 
 
-def small_config(config: Any, cut: Cut) -> Any:
+def small_config(config: Any, cut: Reduction) -> Any:
     """A copy of a configuration of transformers, made smaller."""
     small = copy.deepcopy(config)
     tokens: dict[int, int] = {}  # special tokens in the small vocabulary
@@ -93,7 +93,7 @@ def _plain(value: Any) -> bool:
     return isinstance(value, int | float | str | list | tuple | None)
 
 
-def _smaller(name: str, value: int, cut: Cut) -> int:
+def _smaller(name: str, value: int, cut: Reduction) -> int:
     if cut.words and VOCABULARY.fullmatch(name):
         return min(value, WORDS)
     if cut.mlp and MLP.fullmatch(name):

@@ -14,8 +14,8 @@ import torch
 
 from locater.calls.function_table import CASTS, FUSED, JOINS, KEEPING, LARGEST, fused_arguments
 from locater.calls.recognise import makes_logits, softmax_axis
-from locater.discovery.errors import UnreadableError
 from locater.discovery.tape import Node, Tape, replay
+from locater.errors import UnreadableError
 
 PRODUCTS = frozenset({"matmul", "baddbmm"})  # others are written down as these
 TRANSPOSING = frozenset("transpose permute movedim mT T t mH H adjoint".split())

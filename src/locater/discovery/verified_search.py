@@ -21,19 +21,18 @@ from locater.brief import brief
 from locater.calls.attention_like import attention_like, folded_paths, unread
 from locater.calls.recognise import NO_SOFTMAX
 from locater.discovery.attention_site import AttentionSite, call_logits, site_of, trace_projection
-from locater.discovery.errors import UnreadableError
-from locater.discovery.example_inputs import CONTENT, left_out
+from locater.discovery.example_inputs import CONTENT, check_example, left_out
 from locater.discovery.layout_json import nearly_equal, tensor_names
 from locater.discovery.layout_of_call import read_layout
-from locater.discovery.logits import centred
+from locater.discovery.logits import centred_logits
 from locater.discovery.masks import VisibleKeys, read_mask, visible_keys
-from locater.discovery.norm_fit import relative_difference, unwrapped_path
+from locater.discovery.norm_and_rotary_fit import relative_difference, unwrapped_path
 from locater.discovery.output_map import output_map_of
 from locater.discovery.redrawn_copy import NoInputsError, RedrawnCopy, TapedPass, preserve_process_state
 from locater.discovery.search_cache import SearchCache, example_signature, facts_of
 from locater.discovery.taped_calls import TapedCall, mixed_values
 from locater.discovery.windows import window_settings, with_windows
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError, UnreadableError, first_line
 from locater.layers.layer import AttentionLayer
 from locater.layers.layout import AlibiLayout, AttentionLayout, LogitsLayout
 from locater.sources.weights import ModuleWeights, Weights
@@ -112,7 +111,7 @@ def _logits_apart(
     ours = layer.logits(site.x, site.memory)
     shift_free = layout.logits.sinks is None  # a sink sees what is added to a whole row
     if shift_free and (isinstance(layout.logits.bias, AlibiLayout) or layout.logits.shifted):
-        ours, logits = centred(ours, seen), centred(logits, seen)
+        ours, logits = centred_logits(ours, seen), centred_logits(logits, seen)
     return relative_difference(ours, logits, seen)
 
 
@@ -122,7 +121,7 @@ def _scale_apart(layout: AttentionLayout, site: AttentionSite, varying: Tensor, 
         return float("inf")
     ours = layout.logits.scale / layout.product_scale * (site.queries @ site.keys.mT)
     if layout.logits.shifted:
-        ours, varying = centred(ours, seen), centred(varying, seen)
+        ours, varying = centred_logits(ours, seen), centred_logits(varying, seen)
     return relative_difference(ours, varying, seen)
 
 
@@ -216,10 +215,6 @@ def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Disc
     """
     if not isinstance(model, nn.Module):
         raise LocaterError(f"{model!r:.60} is not a live model: discovery runs an nn.Module, so load the model first")
-    if example is not None and not isinstance(example, Mapping):
-        raise LocaterError(
-            f"example is a {type(example).__name__}: give a mapping from names of arguments of forward to inputs"
-        )
     return discovered_in(ModuleWeights(model), example)
 
 
@@ -239,6 +234,7 @@ def _cached_search(weights: ModuleWeights, example: Mapping[str, Any] | None) ->
     """A search, or one from before that still holds. Where no example is given and none can be guessed, an earlier one
     of the user's serves.
     """
+    check_example(example)
     model, key, facts = weights.module, example_signature(example), facts_of(weights.module)
     result = _MEMORY.get(model, key, facts)
     if result is None:

@@ -18,12 +18,11 @@ from typing import Any
 from torch import nn
 
 from locater.discovery.attention_site import call_logits, site_of
-from locater.discovery.errors import UnreadableError
 from locater.discovery.masks import read_mask
-from locater.discovery.module_settings import Setting, settings_of
-from locater.discovery.norm_fit import unwrapped_path
+from locater.discovery.norm_and_rotary_fit import unwrapped_path
 from locater.discovery.redrawn_copy import RedrawnCopy, TapedPass
-from locater.errors import LocaterError
+from locater.discovery.search_cache import Setting, settings_of
+from locater.errors import LocaterError, UnreadableError
 from locater.layers.layout import AttentionLayout, LogitsLayout
 
 SETTING = re.compile(r"(?!max_window_layers).*window.*|attention_chunk_size|local_attention")

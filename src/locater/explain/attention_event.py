@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.layers import AttentionLayer
 from locater.numerics import upcast
-from locater.observing.attention_inputs import AttentionInput
 from locater.observing.attention_maps import attention_maps, without_autocast
+from locater.observing.input_covariances import AttentionInput
 from locater.observing.residual_stream import time_first
 
 # Values of attention whose calls come without them: computed again from the input of the module, checked by its output.

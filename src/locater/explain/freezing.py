@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.errors import LocaterError
 from locater.explain.linear_steps import Expert, ExpertMixture, FrozenLatent, FrozenNorm, GatedMlp, HeadBranch, Step
 from locater.explain.path_sums import Paths
@@ -21,9 +21,8 @@ from locater.explain.recorded_run import BlockRecord, Inputs, Run, as_run
 from locater.families.record import Part
 from locater.layers import AttentionLayer
 from locater.layers.build import norm, optional
-from locater.layers.joined_projection import JoinedProjection
 from locater.layers.layer import Projection
-from locater.layers.projection_with_norm import NormedProjection
+from locater.layers.projection_with_norm import JoinedProjection, NormedProjection
 from locater.numerics import upcast
 from locater.observing.attention_maps import attention_maps
 from locater.torch_private import apply_expert_gate

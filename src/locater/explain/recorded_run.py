@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.interceptors import AttentionRequest, Interceptor, add_interceptor, remove_interceptor
 from locater.calls.listeners import ListeningSwitch
 from locater.calls.patching import replace_method
@@ -30,9 +30,9 @@ from locater.families.record import Block, BlockModules, Part
 from locater.families.registry import block_of, family_of
 from locater.families.taps import is_tapped
 from locater.layers import AttentionLayer
-from locater.observing.attention_inputs import attention_input
 from locater.observing.attention_maps import attention_maps, without_autocast
-from locater.observing.listen import listening_to
+from locater.observing.input_covariances import attention_input
+from locater.observing.listening_site import listening_to
 from locater.observing.run_model import IDS, as_keywords, check_tokens, run_checked
 from locater.sources.open_source import config_of
 from locater.sources.weights import ModuleWeights

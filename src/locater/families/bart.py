@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from locater.families.encoder_decoder import encoder_decoder_layers
 from locater.families.record import Block, Family
+from locater.families.shared_shapes import encoder_decoder_layers
 from locater.layers.layout import AttentionLayout
 from locater.sources.open_source import Config
 from locater.sources.weights import Weights

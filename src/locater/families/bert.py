@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.families.encoder import BERT, BERT_BLOCK, encoder_layers
 from locater.families.record import Family
+from locater.families.shared_shapes import BERT, BERT_BLOCK, encoder_layers
 from locater.layers.build import map_layout, norm_layout
 from locater.layers.layout import AttentionLayout
 from locater.layers.map_layouts import NormLayout

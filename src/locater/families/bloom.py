@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.patching import RecordedCall, Undo, cached_keys, record_parts
 from locater.errors import LocaterError
 from locater.families.gpt_neox import per_head
 from locater.families.record import Block, Family
 from locater.kernels import Terms
-from locater.layers.bias import published_slopes
 from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
 from locater.layers.layout import AlibiLayout, AttentionLayout, LogitsLayout
+from locater.layers.position_biases import published_slopes
 from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 from locater.torch_private import split_bloom

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
+from locater.families.shared_shapes import LLAMA_BLOCK, decoder_layers
 from locater.layers.build import norm_layout, normed_rows
 from locater.layers.layout import AttentionLayout
 from locater.layers.rotary import halves

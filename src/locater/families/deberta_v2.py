@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import active_listeners
 from locater.calls.patching import RecordedCall, Undo, record_parts, replace_method
-from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.record import Family
+from locater.families.shared_shapes import BERT_BLOCK, Names, encoder_layers
 from locater.kernels import Terms
 from locater.layers.build import expect, integer, map_layout, norm_layout, shape_of
 from locater.layers.layout import AttentionLayout, DistanceLayout, EmbeddingLayout

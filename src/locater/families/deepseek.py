@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from locater.families.decoder import LLAMA_BLOCK
 from locater.families.record import Family
+from locater.families.shared_shapes import LLAMA_BLOCK
 from locater.layers.build import expect_layers, integer, map_layout, norm_layout
 from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
 from locater.layers.map_layouts import JoinedLayout, MapLayout, runs_of, shared_in_front

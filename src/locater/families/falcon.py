@@ -2,7 +2,7 @@
 
 With ALiBi, transformers' sdpa path adds the bias once, as the model was trained, and its eager path twice: this family
 reads the model as sdpa runs it. The bias is computed in bfloat16, so far keys share one value: see `RoundedAlibi`
-in layers/bias.py.
+in layers/position_biases.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.patching import RecordedCall, Undo, cached_keys, record_parts
 from locater.errors import LocaterError
 from locater.families.record import Block, Family, Part
 from locater.kernels import Terms
-from locater.layers.bias import published_slopes
 from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
 from locater.layers.layout import AlibiLayout, AttentionLayout, LogitsLayout, rotary_layout
+from locater.layers.position_biases import published_slopes
 from locater.sources.open_source import Config
 from locater.sources.weights import Rows, Weights, numbered
 from locater.torch_private import attention_implementation, split_falcon

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from locater.errors import LocaterError
 from locater.families.clip import sub_config, tower_layers
-from locater.families.decoder import decoder_layers
 from locater.families.gemma2 import GEMMA_BLOCK
 from locater.families.record import Block, Family
+from locater.families.shared_shapes import decoder_layers
 from locater.families.siglip import TOWER
 from locater.layers.build import norm_layout
 from locater.layers.layout import AttentionLayout, RotaryLayout, rotary_layout

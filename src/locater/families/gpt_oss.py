@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Family
+from locater.families.shared_shapes import LLAMA_BLOCK, decoder_layers
 from locater.layers.build import present
 from locater.layers.layout import AttentionLayout, SinksLayout
 from locater.sources.open_source import Config

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Block, Family
+from locater.families.shared_shapes import LLAMA_BLOCK, decoder_layers
 from locater.layers.layout import AttentionLayout
 from locater.sources.open_source import Config
 from locater.sources.weights import Weights

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.patching import RecordedCall, Undo, record_parts
-from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.record import Family
+from locater.families.shared_shapes import BERT_BLOCK, Names, encoder_layers
 from locater.kernels import Terms
 from locater.layers.build import expect, shape_of
 from locater.layers.layout import AttentionLayout, BucketLayout

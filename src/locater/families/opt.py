@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.families.decoder import decoder_layers
 from locater.families.record import Block, Family
+from locater.families.shared_shapes import decoder_layers
 from locater.layers.build import norm_layout
 from locater.layers.layout import AttentionLayout
 from locater.layers.map_layouts import NormLayout

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.families.decoder import LLAMA_BLOCK
 from locater.families.record import Family
+from locater.families.shared_shapes import LLAMA_BLOCK
 from locater.layers.build import expect, expect_layers, integer, map_layout, norm_layout, shape_of
 from locater.layers.layout import AttentionLayout, LogitsLayout, rotary_layout
 from locater.sources.open_source import Config

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from locater.brief import brief
 from locater.errors import LocaterError
-from locater.layers.bias import PositionBias
 from locater.layers.norm import Norm
-from locater.layers.position_tables import PairTerms, PositionsError
-from locater.layers.relative import RelativeTerms
+from locater.layers.position_biases import PairTerms, PositionBias, PositionsError, RelativeTerms
 from locater.layers.rotary import Rotary, RotaryTable
 
 Kind = Literal["self", "cross"]

@@ -12,12 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.layers.bias import Alibi, PairBias, RelativeBias, RoundedAlibi
 from locater.layers.layer import AttentionLayer, Gate, Kind, Provenance
 from locater.layers.map_layouts import AnyMap, MapLayout, NormLayout, Reads
 from locater.layers.norm import Norm
-from locater.layers.position_tables import PairTable, PairTerms
-from locater.layers.relative import RelativeTerms, bucket, sinusoid
+from locater.layers.position_biases import (
+    Alibi,
+    PairBias,
+    PairTable,
+    PairTerms,
+    RelativeBias,
+    RelativeTerms,
+    RoundedAlibi,
+    bucket,
+    sinusoid,
+)
 from locater.layers.rotary import Rotary, RotaryTable, rotary_from_config
 from locater.layers.row_readers import read_floats
 from locater.numerics import upcast

@@ -13,10 +13,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from locater.layers.joined_projection import joined_maps
 from locater.layers.layer import FUNCTIONS, Projection
 from locater.layers.norm import Norm, NormKind
-from locater.layers.projection_with_norm import normed
+from locater.layers.projection_with_norm import joined_maps, normed
 from locater.layers.row_readers import PickedRows, StoredRows, read_floats
 from locater.numerics import upcast
 from locater.sources.weights import ModuleWeights, Rows, Weights, take_rows

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from locater.brief import brief
 from locater.errors import LocaterError
-from locater.layers.position_tables import PositionsError, refuse_other_length
+from locater.layers.position_biases import PositionsError, refuse_other_length
 
 
 @dataclass(frozen=True)

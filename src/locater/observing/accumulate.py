@@ -14,13 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import report_uncounted
 from locater.kernels import SUMMED, AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
-from locater.observing.compiled_row_masks import Placement, placed_rows, traced_placement
-from locater.observing.row_masks import CountedRows, call_for_heads, counted_rows, next_sample, sample_rows, spans
+from locater.observing.row_masks import (
+    CountedRows,
+    Placement,
+    call_for_heads,
+    counted_rows,
+    next_sample,
+    placed_rows,
+    sample_rows,
+    spans,
+    traced_placement,
+)
 from locater.torch_private import add_to_each, disable_dynamo, in_backward_pass
 
 STACKED = 1 << 25  # numbers that are brought together to be summed at once

@@ -16,13 +16,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import ListeningSwitch
 from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.numerics import upcast
 from locater.observing.layer_choice import Choice, choose, choose_heads
-from locater.observing.listen import listening_to
+from locater.observing.listening_site import listening_to
 from locater.observing.row_masks import call_for_heads
 from locater.observing.run_model import as_keywords, check_model, run_checked
 from locater.sources.weights import ModuleWeights

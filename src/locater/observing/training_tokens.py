@@ -28,7 +28,7 @@ from locater.calls.listeners import ListeningSwitch, is_listening, run_pass
 from locater.calls.patching import replace_method
 from locater.errors import LocaterError
 from locater.layers import AttentionLayer
-from locater.observing.attention_inputs import attention_input
+from locater.observing.input_covariances import attention_input
 from locater.observing.residual_stream import Padding
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import in_backward_pass

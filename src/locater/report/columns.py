@@ -17,7 +17,7 @@ VARIES = 0.25  # of the colours: a map that uses less of them is blank
 IDENTITY = frozenset(("layer", "head", "kv_head", "width", "head_dim", "rows"))
 
 
-class Quantity(NamedTuple):
+class HeadQuantity(NamedTuple):
     """A number per head, as it is drawn. `least` is the smallest end of the colour scale, so that noise stays pale."""
 
     name: str
@@ -71,7 +71,7 @@ PROBE_HEADINGS: dict[str, Read] = {
 }
 
 
-def quantities(length: int) -> dict[str, Quantity]:
+def quantities(length: int) -> dict[str, HeadQuantity]:
     """By name, in the order of the page's menu, for `length` tokens in view. Names are columns of a scan, and `sqrtF`
     and `symmetry`, which are computed from them.
     """
@@ -136,7 +136,7 @@ def quantities(length: int) -> dict[str, Quantity]:
         ),
     )
     derived = {"sqrtF": root_of_F, "symmetry": symmetry}
-    return {entry[0]: Quantity(*entry, derived.get(entry[0]) or column_reader(entry[0])) for entry in table}
+    return {entry[0]: HeadQuantity(*entry, derived.get(entry[0]) or column_reader(entry[0])) for entry in table}
 
 
 def quantity_words() -> dict[str, str]:
@@ -144,7 +144,7 @@ def quantity_words() -> dict[str, str]:
     return {x.name: f"{x.words} {x.symbol}".strip() for x in quantities(2).values()}
 
 
-def quantity_named(name: str, length: int, columns: Sequence[str]) -> Quantity:
+def quantity_named(name: str, length: int, columns: Sequence[str]) -> HeadQuantity:
     """A quantity of the page, or any other of the scan's numeric `columns`."""
     known = quantities(length)
     if name in known:
@@ -152,10 +152,10 @@ def quantity_named(name: str, length: int, columns: Sequence[str]) -> Quantity:
     if name not in columns:
         derived = [x for x in known if x not in columns]
         raise LocaterError(f"column {name!r}: there is none of this name; there are {', '.join([*columns, *derived])}")
-    return Quantity(name, "", name.replace("_", " "), False, 0.0, "", column_reader(name))
+    return HeadQuantity(name, "", name.replace("_", " "), False, 0.0, "", column_reader(name))
 
 
-def opening_quantity(rows: Sequence[Row], length: int) -> Quantity:
+def opening_quantity(rows: Sequence[Row], length: int) -> HeadQuantity:
     """The quantity to open on: the first whose map is not blank, or the one that varies most."""
     spans = {name: _span(rows, quantity) for name, quantity in quantities(length).items()}
     best = next((name for name, span in spans.items() if span >= VARIES), max(spans, key=lambda name: spans[name]))
@@ -171,17 +171,17 @@ def numeric_columns(rows: Sequence[Row]) -> list[str]:
     return [name for name, number in found.items() if number and name not in IDENTITY]
 
 
-def _span(rows: Sequence[Row], quantity: Quantity) -> float:
+def _span(rows: Sequence[Row], quantity: HeadQuantity) -> float:
     numbers = known_numbers(rows, quantity)
     return (quantile(numbers, 0.98) - quantile(numbers, 0.02)) / range_of(numbers, quantity)
 
 
-def known_numbers(rows: Sequence[Row], quantity: Quantity) -> list[float]:
+def known_numbers(rows: Sequence[Row], quantity: HeadQuantity) -> list[float]:
     """The number of each row that has one."""
     return [x for x in map(quantity.read, rows) if x is not None]
 
 
-def range_of(numbers: Sequence[float], quantity: Quantity) -> float:
+def range_of(numbers: Sequence[float], quantity: HeadQuantity) -> float:
     """Where the colours of a quantity end, which is what a change of it is divided by."""
     return max(quantity.least, quantile([abs(x) for x in numbers], 0.98))
 
@@ -424,7 +424,7 @@ KINDS = {
 }
 
 
-class Pair(NamedTuple):
+class MeasuredAndPredicted(NamedTuple):
     """A measured column and its predictions in one chart, with words for both sides of the diagonal."""
 
     measured: str
@@ -436,14 +436,16 @@ class Pair(NamedTuple):
 
 _SELECTIVE = ("more selective than predicted", "less selective than predicted")
 PAIRS = (
-    Pair("entropy", "predicted_entropy", "prior_entropy", *_SELECTIVE),
-    Pair("rest_entropy", "predicted_rest_entropy", None, *_SELECTIVE),
-    Pair(
+    MeasuredAndPredicted("entropy", "predicted_entropy", "prior_entropy", *_SELECTIVE),
+    MeasuredAndPredicted("rest_entropy", "predicted_rest_entropy", None, *_SELECTIVE),
+    MeasuredAndPredicted(
         "typical_kept",
         "predicted_typical_kept",
         "prior_typical_kept",
         "keeps less than predicted",
         "keeps more than predicted",
     ),
-    Pair("sink", "predicted_sink", None, "less weight there than predicted", "more weight there than predicted"),
+    MeasuredAndPredicted(
+        "sink", "predicted_sink", None, "less weight there than predicted", "more weight there than predicted"
+    ),
 )

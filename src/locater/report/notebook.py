@@ -8,7 +8,7 @@ from locater.findings import Verdict, judge
 from locater.markup import display, heat_map, table
 from locater.report.columns import PROBE_HEADINGS, Read, Row
 from locater.report.plots import HeadMap, map_of_measured
-from locater.report.verdict_sentences import amount, choose_heads, notes_sentence, number, summary
+from locater.report.verdict_sentences import amount, heads_to_show, notes_sentence, number, summary
 
 LISTED = 10  # heads in the table
 OBSERVED = ("H", "first", "max logit", "distance", "top")  # headings of a probe that an observation has too
@@ -39,7 +39,7 @@ def heads_display(
     verdicts: Sequence[Verdict],
 ) -> str:
     """A result with a row per head: sentences, the map of one number, and the heads with faults first."""
-    shown = choose_heads(rows, verdicts, LISTED)
+    shown = heads_to_show(rows, verdicts, LISTED)
     lines = [
         [str(row["layer"]), str(row["head"]), *(number(read(row)) for read in columns.values()), _flags(verdict)]
         for row, verdict in shown

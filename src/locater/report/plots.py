@@ -14,7 +14,7 @@ from typing import Any
 
 from locater.errors import LocaterError
 from locater.markup import HIGH, LOW, MOST, Grid, colour_range
-from locater.report.columns import COLUMNS, Quantity, Row, numeric_columns, opening_quantity, quantity_named
+from locater.report.columns import COLUMNS, HeadQuantity, Row, numeric_columns, opening_quantity, quantity_named
 from locater.report.pages import short_name
 
 Document = Mapping[str, Any]
@@ -85,7 +85,7 @@ def map_of_comparison(document: Document, a: Document, b: Document, column: str 
     return HeadMap(f"{names[1]} - {names[0]}", f"{quantity.label}, B - A", quantity.least / 2, True, values)
 
 
-def _of_quantity(title: str, quantity: Quantity, rows: Sequence[Row]) -> HeadMap:
+def _of_quantity(title: str, quantity: HeadQuantity, rows: Sequence[Row]) -> HeadMap:
     values = {(row["layer"], row["head"]): quantity.read(row) for row in rows}
     return HeadMap(title, quantity.label, quantity.least, quantity.diverging, values)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.findings import FLAGS
-from locater.report.columns import COLUMNS, KINDS, PAIRS, PROBE_HEADINGS, Pair
+from locater.report.columns import COLUMNS, KINDS, PAIRS, PROBE_HEADINGS, MeasuredAndPredicted
 from locater.report.notebook import heads_display
 from locater.report.pages import assemble, excuses, flag_table, layer_note, round_significant, short_name
 from locater.report.plots import map_of_measured
@@ -237,7 +237,7 @@ def _streams_data(probe: Document, entries: Sequence[dict[str, Any]]) -> list[di
     ]
 
 
-def _pair_data(probe: Document, pair: Pair) -> dict[str, Any]:
+def _pair_data(probe: Document, pair: MeasuredAndPredicted) -> dict[str, Any]:
     return {
         **pair._asdict(),
         "agreement": agreement_of(probe, pair.predicted),

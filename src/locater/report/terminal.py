@@ -16,7 +16,7 @@ from rich.text import Text
 from locater.findings import FLAGS, Verdict
 from locater.numerics import known_median
 from locater.report.columns import Read, Row
-from locater.report.verdict_sentences import MOST_SHOWN, amount, choose_heads, number
+from locater.report.verdict_sentences import MOST_SHOWN, amount, heads_to_show, number
 
 GAP = 2  # spaces between columns
 ALL_HEADS = 48  # up to this many heads are listed one by one
@@ -40,7 +40,7 @@ def print_heads(
     tables = []
     lines: list[Line] = [
         ((row["layer"], row["head"]), [number(read(row)) for read in columns.values()], verdict.faults, verdict.notes)
-        for row, verdict in choose_heads(rows, verdicts, ALL_HEADS if every else min(faulty, MOST_SHOWN))
+        for row, verdict in heads_to_show(rows, verdicts, ALL_HEADS if every else min(faulty, MOST_SHOWN))
     ]
     if lines:
         title = "every head" + ", faults first" * bool(faulty)

@@ -20,7 +20,7 @@ from rich.markup import escape
 from locater.findings import FLAGS
 from locater.markup import quantile
 from locater.numerics import known_median
-from locater.report.columns import Quantity, quantities
+from locater.report.columns import HeadQuantity, quantities
 from locater.report.pages import assemble, flag_table, short_name
 from locater.report.terminal import empty_table, fitting_columns
 from locater.report.verdict_sentences import amount, number
@@ -204,7 +204,7 @@ def trajectory_page(document: Document) -> str:
 # ---- columns ----
 
 
-def _quantities(document: Document) -> dict[str, Quantity]:
+def _quantities(document: Document) -> dict[str, HeadQuantity]:
     return quantities(document["length"] or UNKNOWN_LENGTH)
 
 

@@ -155,7 +155,7 @@ def directions_sentence(rows: Sequence[Row]) -> str:
     return f"H{'; h'.join(parts)} (medians)." if parts else ""
 
 
-def choose_heads(rows: Sequence[Row], verdicts: Sequence[Verdict], most: int) -> list[tuple[Row, Verdict]]:
+def heads_to_show(rows: Sequence[Row], verdicts: Sequence[Verdict], most: int) -> list[tuple[Row, Verdict]]:
     """At most `most` heads: first those with faults, then the others, both in model order.
 
     If too many heads are faulty, those with the rarest flags are chosen, so that no flag hides another.

@@ -21,7 +21,7 @@ MOST_SOURCES = 16  # tensors that one tensor of the model is made of; more are e
 
 
 @dataclass(frozen=True)
-class StoredRows:
+class TensorOrigin:
     """Where a tensor of the model is stored."""
 
     names: tuple[str, ...]  # tensors of the checkpoint; the rows of several are counted one tensor after the other
@@ -32,7 +32,7 @@ class StoredRows:
 class Origins:
     """Where the tensors of a model are stored, by their names in the model."""
 
-    stored: dict[str, StoredRows]
+    stored: dict[str, TensorOrigin]
     changed: dict[str, str] = field(default_factory=dict)  # tensors whose rows cannot be followed, and the reason
     unused: list[str] = field(default_factory=list)  # tensors of the checkpoint that the model has no place for
 
@@ -40,7 +40,7 @@ class Origins:
 class RenamedWeights:
     """A checkpoint by the names of the model. Only the rows that are asked for are read."""
 
-    def __init__(self, stored: Weights, origins: Mapping[str, StoredRows]) -> None:
+    def __init__(self, stored: Weights, origins: Mapping[str, TensorOrigin]) -> None:
         self.where = stored.where
         self._stored, self._origins = stored, origins
 
@@ -95,7 +95,7 @@ def origins_of(stored: Weights, model: Any) -> Origins:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
-    origins: dict[str, StoredRows] = {}
+    origins: dict[str, TensorOrigin] = {}
     sources: dict[str, tuple[Any, list[tuple[str, str]]]] = {}  # first target -> (rule, (pattern, name on disk))
     unused: list[str] = []
     for name in sorted(stored.names(), key=dot_natural_key):  # some rules depend on the order of the names
@@ -103,7 +103,7 @@ def origins_of(stored: Weights, model: Any) -> Origins:
         if target not in state:
             unused.append(name)
         elif pattern is None:
-            origins[target] = StoredRows((name,))
+            origins[target] = TensorOrigin((name,))
         else:
             rule = next(rule for rule in converters if pattern in rule.source_patterns)
             sources.setdefault(target, (rule, []))[1].append((pattern, name))
@@ -130,7 +130,7 @@ def _name_in_model(name: str, renamings: Any, converters: Any, prefix: str, stat
 
 def _follow_rows(
     stored: Weights, model: Any, rule: Any, target: str, names: list[tuple[str, str]]
-) -> dict[str, StoredRows]:
+) -> dict[str, TensorOrigin]:
     """Origins of all tensors that one rule makes of some: it is applied to row numbers."""
     if len(names) > MOST_SOURCES:
         raise LocaterError(f"it is made of {len(names)} tensors")
@@ -143,7 +143,7 @@ def _follow_rows(
         rule.add_tensor(target, name, pattern, numbers if len(shape) == 1 else torch.stack([numbers, -numbers], 1))
         start += shape[0]
     made = rule.convert(target, model=model, config=model.config)
-    return {live: StoredRows(tuple(name for _, name in names), _row_numbers(rows)) for live, rows in made.items()}
+    return {live: TensorOrigin(tuple(name for _, name in names), _row_numbers(rows)) for live, rows in made.items()}
 
 
 def _row_numbers(numbers: Any) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def _row_numbers(numbers: Any) -> tuple[int, ...]:
     return tuple(int(row) for row in rows.tolist())
 
 
-def _add_tied(origins: dict[str, StoredRows], tied: Mapping[str, str]) -> None:
+def _add_tied(origins: dict[str, TensorOrigin], tied: Mapping[str, str]) -> None:
     """A tensor that shares its numbers with another is stored once."""
     for one, other in tied.items():
         for name, shared in ((one, other), (other, one)):

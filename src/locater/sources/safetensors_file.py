@@ -104,7 +104,7 @@ class SafetensorsWeights(StoredTensors[Path]):
         if not size:
             return torch.empty(0, dtype=dtype)
         buffer = torch.empty(size, dtype=torch.uint8)  # a bytearray would be filled with zeros first
-        rest = memoryview(buffer.numpy())
+        rest = buffer.numpy().data
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(offset)

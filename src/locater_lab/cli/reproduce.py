@@ -100,10 +100,6 @@ Earlier = Annotated[
 ]
 
 
-KEPT = Path(__file__).parents[3] / "docs" / "results"  # in the tree; a wheel has no training runs
-SHARED = ("bao2024-runs.jsonl", "mechanisms-runs.jsonl")  # of papers that have no file of their own
-
-
 def run(
     papers: Names = None,
     quick: Quick = False,
@@ -214,18 +210,10 @@ def _rests_on_runs(paper: Paper, claim: Claim) -> bool:
     return any(study.on_runs and claim in study.claims for study in paper.studies)
 
 
-def kept_runs(paper: Paper) -> list[Path]:
-    """The training runs that the tree keeps for a paper: a file of its own, or the shared ones; the last counts most."""
-    if paper.kept:
-        return [KEPT / name for name in paper.kept if (KEPT / name).is_file()]
-    own = KEPT / f"{paper.name}-runs.jsonl"
-    shared = [KEPT / name for name in SHARED if any(study.on_runs and study.needs_data for study in paper.studies)]
-    return [own] if own.is_file() else [path for path in shared if path.is_file()]
-
-
 def _find_kept_runs(paper: Paper, claim: str | None, log: Callable[[str], None]) -> list[Path]:
     """The kept runs, where these claims rest on any; a line says which they are, or that there are none."""
     from locater_lab.engine.reproduction import select_claims
+    from locater_lab.engine.runs import kept_runs
 
     run_claims = [c.id for c in select_claims(paper, claim) if _rests_on_runs(paper, c)]
     if not run_claims:

@@ -26,10 +26,11 @@ from typing import Any
 import locater
 from locater.errors import LocaterError, first_line
 from locater.runs.run_log import LOG, read_run
+from locater.torch_private import compiler_module
 from locater.version import __version__
-from locater_lab.data.tokens import TOKENS_FOLDER, shared_tokens
-from locater_lab.engine.reproduction import round_numbers
-from locater_lab.train.measures import SINK
+from locater_lab.data.word_tokenizer import TOKENS_FOLDER, shared_tokens
+from locater_lab.engine.reproduction import Paper, round_numbers
+from locater_lab.train.map_measures_and_diverged_layer import SINK
 from locater_lab.train.plan import Plan
 from locater_lab.train.run_folder import PACE
 from locater_lab.train.sweep import append_line, read_lines
@@ -58,7 +59,7 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
         *(plan.layers, plan.width, plan.batch, plan.length, plan.positions),
     )
     if plan.compile and _last_trained != [kind]:
-        torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
+        torch.compiler.reset()  # graphs of other controls are of no use, and too many of them are refused
     _last_trained[:] = [kind]
     folder = Path(tempfile.mkdtemp(prefix="locater-run-"))
     try:
@@ -79,8 +80,8 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
 def image_samples(model: str, device: str) -> str:
     """A few images drawn from a model of --task diffusion, as a strip."""
     from locater_lab.engine.figures import png_strip
-    from locater_lab.models.loading import load
     from locater_lab.models.noise_and_patches import sample_images
+    from locater_lab.models.transformer import load
     from locater_lab.train.optimizer_and_learning_rate import device_of
 
     return png_strip(sample_images(load(model).to(device_of(device)), SAMPLES))
@@ -250,7 +251,7 @@ def _train_missing(
 ) -> None:
     asked: set[str] = set()
     broken: list[str] = []
-    with ProcessPoolExecutor(jobs, _processes(), _set_token_folder, (os.environ.get(TOKENS_FOLDER),)) as pool:
+    with ProcessPoolExecutor(jobs, process_context(), _set_token_folder, (os.environ.get(TOKENS_FOLDER),)) as pool:
         waiting: dict[Any, Row] = {}
         while True:
             for row in runs.missing(rows(runs)):
@@ -272,14 +273,14 @@ def _train_missing(
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
 
-def _processes() -> Any:
+def process_context() -> Any:
     """New processes that CUDA can be used in. Where there is a server for it they are forked from one that has imported
     what a run needs: a dozen that import it at the same time take a dozen times as long.
     """
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "locater_lab.train.loop", "locater_lab.engine.runs"])
+    context.set_forkserver_preload([compiler_module(), "locater_lab.train.loop", "locater_lab.engine.runs"])
     return context
 
 
@@ -398,3 +399,18 @@ class Arm:
         """The same of all seeds; None while one is missing."""
         found = self.lines_so_far(runs)
         return found if len(found) == self.seeds else None
+
+
+# ---- runs that the tree keeps ----
+
+KEPT = Path(__file__).parents[3] / "docs" / "results"  # in the tree; a wheel has no training runs
+SHARED = ("bao2024-runs.jsonl", "mechanisms-runs.jsonl")  # of papers that have no file of their own
+
+
+def kept_runs(paper: Paper) -> list[Path]:
+    """The training runs that the tree keeps for a paper: a file of its own, or the shared ones; the last counts most."""
+    if paper.kept:
+        return [KEPT / name for name in paper.kept if (KEPT / name).is_file()]
+    own = KEPT / f"{paper.name}-runs.jsonl"
+    shared = [KEPT / name for name in SHARED if any(study.on_runs and study.needs_data for study in paper.studies)]
+    return [own] if own.is_file() else [path for path in shared if path.is_file()]

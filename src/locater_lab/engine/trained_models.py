@@ -24,7 +24,7 @@ from locater.discovery import attention_layers
 from locater.errors import LocaterError, first_line
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
-from locater.observing.attention_inputs import AttentionInput, listen_to_input
+from locater.observing.input_covariances import AttentionInput, listen_to_input
 from locater.observing.run_model import run_model
 from locater_lab.engine.reproduction import Setting
 

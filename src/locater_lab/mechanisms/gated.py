@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater_lab.mechanisms.inputs import Inputs
+from locater_lab.mechanisms.mechanism_record import Inputs
 from locater_lab.mechanisms.softmax import softmax_attention, softmax_map
 
 Per = Literal["head", "element"]

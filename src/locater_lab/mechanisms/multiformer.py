@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms
-from locater_lab.mechanisms.inputs import Inputs, widen
 from locater_lab.mechanisms.kernels.weighted import has_weighted_kernel, weighted_attention
+from locater_lab.mechanisms.mechanism_record import Inputs, widen
 from locater_lab.mechanisms.softmax import ROWS, fused_attention, softmax_attention, softmax_map
 
 KINDS = {"f": "full", "l": "local", "c": "convolutional"}

@@ -10,12 +10,11 @@ from functools import partial
 
 from torch import Tensor
 
-from locater.calls.call import OtherAttention
+from locater.calls.call_and_masks import OtherAttention
 from locater.errors import LocaterError
 from locater.kernels import Terms
 from locater.registry import Registry
 from locater_lab.mechanisms import delta, doubly_normalized, gated, linear, multiformer, softmax
-from locater_lab.mechanisms import softmax_variants as variants
 from locater_lab.mechanisms.mechanism_record import Mechanism
 
 _OVER_QUERIES = "it normalises over queries first, later ones included; for encoders and cross-attention"
@@ -25,45 +24,45 @@ TABLE = (
     Mechanism("softmax", softmax.softmax_attention, softmax.softmax_map, "stochastic", "softmax(s q k^T) v"),
     Mechanism(
         "softcap",
-        variants.capped_attention,
-        variants.capped_map,
+        softmax.capped_attention,
+        softmax.capped_map,
         "stochastic",
         "softmax(c tanh(s q k^T / c)) v",
         path="kernel",
     ),
     Mechanism(
         "qk_norm",
-        variants.qk_norm_attention,
-        variants.qk_norm_map,
+        softmax.qk_norm_attention,
+        softmax.qk_norm_map,
         "stochastic",
         "softmax(s g_q g_k (q/rms q) (k/rms k)^T) v",
         learned=("query_gain", "key_gain"),
     ),
     Mechanism(
         "sigmoid",
-        variants.sigmoid_attention,
-        variants.sigmoid_map,
+        softmax.sigmoid_attention,
+        softmax.sigmoid_map,
         "non-negative",
         "sigmoid(s q k^T - ln n) v",
         path="kernel",
     ),
     Mechanism(
         "softmax_plus_one",
-        variants.softmax_plus_one_attention,
-        variants.softmax_plus_one_map,
+        softmax.softmax_plus_one_attention,
+        softmax.softmax_plus_one_map,
         "sub-stochastic",
         "exp(x_j) / (1 + sum exp(x)), x = s q k^T",
     ),
     Mechanism(
         "learned_sink",
-        variants.learned_sink_attention,
-        variants.learned_sink_map,
+        softmax.learned_sink_attention,
+        softmax.learned_sink_map,
         "sub-stochastic",
         "exp(x_j) / (exp(sinks_h) + sum exp(x)), x = s q k^T",
         learned=("sinks",),
     ),
     Mechanism(
-        "centred", variants.centred_attention, variants.centred_map, "signed", "softmax(s q k^T) v - mean of v in view"
+        "centred", softmax.centred_attention, softmax.centred_map, "signed", "softmax(s q k^T) v - mean of v in view"
     ),
     Mechanism(
         "doubly_normalized",
@@ -128,16 +127,16 @@ TABLE = (
     ),
     Mechanism(
         "binary",
-        variants.binary_attention,
-        variants.binary_map,
+        softmax.binary_attention,
+        softmax.binary_map,
         "stochastic",
         "softmax(s mu_q mu_k sign(q) sign(k)^T + bias) v",
         learned=("bias",),
     ),
     Mechanism(
         "differential",
-        variants.differential_attention,
-        variants.differential_map,
+        softmax.differential_attention,
+        softmax.differential_map,
         "signed",
         "(softmax(s q1 k1^T) - lam softmax(s q2 k2^T)) v",
         learned=("lam",),
@@ -205,7 +204,7 @@ def why_unmeasurable(name: str) -> str | None:
     return f"{name} attention cannot be measured: {reason}"
 
 
-def other_attention(name: str, cap: float = variants.DEFAULT_CAP) -> OtherAttention:
+def other_attention(name: str, cap: float = softmax.DEFAULT_CAP) -> OtherAttention:
     """What a call at the attention interface says of the mechanism called `name`."""
     as_softmax = partial(_as_softmax, name, cap) if name in SOFTMAXES else None
     return OtherAttention(name, why_unmeasurable(name), mechanism(name).kind == "signed", as_softmax)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.families import register
-from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.record import Block, Family, Part
+from locater.families.shared_shapes import LLAMA_BLOCK, decoder_layers
 from locater.layers.build import norm_layout
 from locater.layers.layer import AttentionLayer
 from locater.layers.layout import AttentionLayout, SinksLayout
@@ -25,7 +25,7 @@ from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.modules import AttentionModule
-from locater_lab.mechanisms.softmax_variants import DEFAULT_CAP
+from locater_lab.mechanisms.softmax import DEFAULT_CAP
 from locater_lab.mechanisms.stack import LayerAttention, parse_attention
 
 MODEL_TYPE, VARIANT = "locater", "locater_variant"
@@ -175,7 +175,7 @@ def block(config: Config) -> Block:
 
 
 def _load(folder: Path) -> nn.Module:
-    from locater_lab.models.loading import load  # it imports the transformer, which imports this file
+    from locater_lab.models.transformer import load  # it imports the transformer, which imports this file
 
     model = load(folder)
     if model.shape.image is not None:

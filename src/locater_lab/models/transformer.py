@@ -9,8 +9,10 @@ Axes in comments: B sequences, T tokens, d channels, H heads.
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.calls.attention_interface import listening_function
-from locater.calls.call import OtherAttention
-from locater.errors import LocaterError
+from locater.calls.call_and_masks import OtherAttention
+from locater.errors import LocaterError, first_line
+from locater.sources.open_source import open_source
 from locater_lab.mechanisms.fusion import Fusion, layer_fusion
 from locater_lab.mechanisms.registry import mechanism, other_attention
-from locater_lab.mechanisms.softmax_variants import DEFAULT_CAP
+from locater_lab.mechanisms.softmax import DEFAULT_CAP
 from locater_lab.models.family import EPS
 from locater_lab.models.noise_and_patches import NoiseLevel, to_patches
 from locater_lab.models.shape import THETA, Shape
@@ -346,3 +349,28 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def patches(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """(B, height, width, channels) in 0..255 to (B, patches, size * size * channels) around 0."""
     return to_patches(images.to(dtype), size) / 127.5 - 1.0
+
+
+def load(folder: str | os.PathLike[str]) -> Transformer:
+    """The model in a folder that `locater train` wrote, in evaluation mode."""
+    weights, config = open_source(Path(folder))
+    try:
+        model = Transformer(Shape.of(config))
+        model.load_state_dict({name: weights.read(name) for name in names_of(model)}, strict=False)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise LocaterError(f"{folder}: not a model that locater train saved ({first_line(error)})") from None
+    return model.eval()
+
+
+def names_of(model: Transformer) -> list[str]:
+    """Names of the model's tensors without those of controls. The output map of text models is left out: it is the
+    embedding.
+    """
+    return list(_names_of_shape(model.shape))
+
+
+@lru_cache(maxsize=64)  # a run asks for them at every checkpoint
+def _names_of_shape(shape: Shape) -> tuple[str, ...]:
+    with torch.device("meta"):
+        plain = Transformer(shape)
+    return tuple(name for name in plain.state_dict() if name != "lm_head.weight" or not shape.is_tied)

@@ -3,6 +3,7 @@
 from locater_lab.theory import approximation
 from locater_lab.theory.collapse import (
     FunctionalBlock,
+    Walks,
     attention_bound,
     beta,
     contraction_order,
@@ -11,6 +12,7 @@ from locater_lab.theory.collapse import (
     hidden_states,
     layer_bound,
     mlp_lipschitz,
+    simulate,
     skip_bound,
 )
 from locater_lab.theory.path_sums import (
@@ -27,7 +29,6 @@ from locater_lab.theory.path_sums import (
     skip_weight,
     terms_by_length,
 )
-from locater_lab.theory.random_walk_simulation import Walks, simulate
 
 __all__ = [
     "FrozenLayer",

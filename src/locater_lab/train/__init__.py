@@ -5,9 +5,8 @@ result.report_loss, result.report_entropy
 model = locater_lab.train.load(result.model)
 """
 
-from locater_lab.models.loading import load
 from locater_lab.models.shape import Shape
-from locater_lab.models.transformer import Transformer
+from locater_lab.models.transformer import Transformer, load
 from locater_lab.train.loop import DivergedError, run
 from locater_lab.train.plan import Plan
 from locater_lab.train.run_folder import Result

@@ -25,8 +25,7 @@ from locater.errors import LocaterError, first_line
 from locater.inputs.tokenizer import CONFIG, FILE
 from locater.sources.pickle_file import load_pickle
 from locater.sources.safetensors_file import DTYPES
-from locater_lab.models.loading import names_of
-from locater_lab.models.transformer import Transformer
+from locater_lab.models.transformer import Transformer, names_of
 
 # Files that are on the disk once they are written, with their SHA-256.
 

@@ -26,10 +26,16 @@ from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.models.transformer import Attention, Transformer
 from locater_lab.train import checkpoint
 from locater_lab.train.batches import Batch, Data
-from locater_lab.train.controls import attach, check_controls, restore
-from locater_lab.train.conversion import Conversion, check_conversion, conversion_of
+from locater_lab.train.controls_and_conversion import (
+    Conversion,
+    attach,
+    check_controls,
+    check_conversion,
+    conversion_of,
+    restore,
+)
 from locater_lab.train.data import open_data
-from locater_lab.train.measures import SEQUENCES, find_diverged_layer, measure, why_unread
+from locater_lab.train.map_measures_and_diverged_layer import SEQUENCES, find_diverged_layer, measure, why_unread
 from locater_lab.train.optimizer_and_learning_rate import (
     compile_model,
     deterministic_algorithms,

@@ -19,7 +19,7 @@ from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.bao2024 import arms, training
-from locater_lab.train.controls import parse_control
+from locater_lab.train.controls_and_conversion import parse_control
 from locater_lab.train.plan import Plan
 from tests import ROOT
 from tests.lab.made_runs import known_measurements
@@ -126,10 +126,10 @@ def test_a_run_that_breaks_stops_no_other_and_is_told(tmp_path: Path) -> None:
 PROCESSES = """
 import os
 from concurrent.futures import ProcessPoolExecutor
-from locater_lab.engine.runs import _set_token_folder, _processes
-from locater_lab.data.tokens import TOKENS_FOLDER
+from locater_lab.engine.runs import _set_token_folder, process_context
+from locater_lab.data.word_tokenizer import TOKENS_FOLDER
 for folder in ("first", "second"):
-    with ProcessPoolExecutor(1, _processes(), _set_token_folder, (folder,)) as pool:
+    with ProcessPoolExecutor(1, process_context(), _set_token_folder, (folder,)) as pool:
         assert pool.submit(os.getenv, TOKENS_FOLDER).result() == folder
         assert pool.submit(eval, "'torch._dynamo' in __import__('sys').modules").result()
         assert not pool.submit(eval, "__import__('torch').cuda.is_initialized()").result(), "it could not be forked"

@@ -8,18 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from locater_lab.engine.claims import (
-    LEVEL,
-    Claim,
-    by_seed,
-    decided_by_holm,
-    interval,
-    judge_together,
-    p_value,
-    probability_within,
-    quantile,
-    verdict_of,
-)
+from locater.numerics import LEVEL, interval, probability_within, quantile
+from locater_lab.engine.claims import Claim, by_seed, decided_by_holm, judge_together, p_value, verdict_of
 
 SAMPLES, PAGES, CLAIMS = 100_000, 2_000, 20
 BETTER = Claim("x", "it is better", "change of loss", "at most", 0.0)

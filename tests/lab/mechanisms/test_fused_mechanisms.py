@@ -14,8 +14,9 @@ from torch import Tensor
 
 from locater.kernels.dispatch import default_backend
 from locater.kernels.terms import LARGEST_CAP, Terms
-from locater_lab.mechanisms.kernels import delta, weighted
-from locater_lab.mechanisms.kernels.delta import chunk_scan
+from locater_lab.mechanisms import delta
+from locater_lab.mechanisms.delta import chunk_scan
+from locater_lab.mechanisms.kernels import weighted
 from tests.processes import interpreted
 
 # what is seen, batch, query heads, key heads, queries, keys, channels of queries and of values

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from locater_lab.mechanisms.kernels import delta, doubly, features, weighted
+from locater_lab.mechanisms import delta, doubly_normalized, linear
+from locater_lab.mechanisms.kernels import weighted
 from tests.processes import interpreted
 
 # batch, query heads, key heads, queries, keys, channels of queries and of values, whether keys are padded
@@ -112,20 +113,20 @@ def delta_call(*operands: Tensor, **options: Any) -> Tensor:
 
 FEATURES = {"unit": False, "scale": 0.7}
 CASES = {
-    "polynomial": Case(features.polynomial_attention, polynomial_formula, {"order": 2, "unit": True, "scale": 0.9}),
+    "polynomial": Case(linear.polynomial_attention, polynomial_formula, {"order": 2, "unit": True, "scale": 0.9}),
     "polynomial, all keys, no norm": Case(
-        features.polynomial_attention, polynomial_formula, {"order": 2, "unit": False, "scale": 0.3}, causal=False
+        linear.polynomial_attention, polynomial_formula, {"order": 2, "unit": False, "scale": 0.3}, causal=False
     ),
     "polynomial, order 1": Case(
-        features.polynomial_attention, polynomial_formula, {"order": 1, "unit": True, "scale": 0.9}
+        linear.polynomial_attention, polynomial_formula, {"order": 1, "unit": True, "scale": 0.9}
     ),
-    "features": Case(features.feature_attention, feature_formula, FEATURES),
-    "features, all keys": Case(features.feature_attention, feature_formula, FEATURES, causal=False),
-    "features with a constant": Case(features.feature_attention, feature_formula, {"unit": True, "scale": 0.9}),
+    "features": Case(linear.feature_attention, feature_formula, FEATURES),
+    "features, all keys": Case(linear.feature_attention, feature_formula, FEATURES, causal=False),
+    "features with a constant": Case(linear.feature_attention, feature_formula, {"unit": True, "scale": 0.9}),
     "delta": Case(delta_call, delta_formula, {"scale": 0.8}, ("beta",), only_causal=True),
     "gated delta": Case(delta_call, delta_formula, {"scale": 0.8}, ("beta", "log_decay"), only_causal=True),
-    "doubly": Case(doubly.doubly_attention, doubly_formula, {"scale": 0.5}, causal=False, only_causal=True),
-    "doubly, mixed": Case(doubly.doubly_attention, doubly_formula, {"scale": 0.5}, ("mix",), False, True),
+    "doubly": Case(doubly_normalized.doubly_attention, doubly_formula, {"scale": 0.5}, causal=False, only_causal=True),
+    "doubly, mixed": Case(doubly_normalized.doubly_attention, doubly_formula, {"scale": 0.5}, ("mix",), False, True),
     "window": Case(weighted.weighted_attention, window_formula, {"scale": 0.5, "window": 9}, causal=False),
 }
 
@@ -179,7 +180,7 @@ def check_faint_rows(device: str) -> None:
     """A row whose weights are far below those of all others: less than float32 has before they are divided."""
     q, k, v = (drawn(1, 1, 80, 16, seed=n, device=device, dtype=torch.float32).mul(2).round() for n in range(3))
     q[:, :, 5] = 0
-    out = doubly.doubly_attention(q, k, v, scale=6.0)
+    out = doubly_normalized.doubly_attention(q, k, v, scale=6.0)
     exact = [x.double().cpu() for x in (q, k, v)]
     assert (6 * exact[0] @ exact[1].mT).log_softmax(2).logsumexp(3)[0, 0, 5] < -50
     want = doubly_formula(*exact, seen_keys(*exact[:2], None, False), scale=6.0)
@@ -190,10 +191,10 @@ def check_operations(device: str) -> None:
     """What PyTorch asks of an operation: shapes without data, gradients, no input changed."""
     q, k, v = (drawn(1, 2, 40, 16, seed=n, device=device, dtype=torch.float32).requires_grad_() for n in range(3))
     beta, mix = (torch.rand(*shape, device=device).requires_grad_() for shape in ((1, 2, 40), (2,)))
-    torch.library.opcheck(features._polynomial, (q, k, v, None, 0.5, 2, True, True))
-    torch.library.opcheck(features._features, (q, k, v, None, 0.5, True, True))
+    torch.library.opcheck(linear._polynomial, (q, k, v, None, 0.5, 2, True, True))
+    torch.library.opcheck(linear._features, (q, k, v, None, 0.5, True, True))
     torch.library.opcheck(delta._rule, (q, k, v, beta, None, None, 0.5, True))
-    torch.library.opcheck(doubly._doubly, (q, k, v, mix, None, None, 0.5))
+    torch.library.opcheck(doubly_normalized._doubly, (q, k, v, mix, None, None, 0.5))
     torch.library.opcheck(weighted._weighted, (q, k, v, None, None, 0.5, 0.0, False, 7))
 
 

@@ -23,7 +23,7 @@ from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import PAPERS
 from locater_lab.papers.bao2024 import arms, entropy_or_mean, measured_logits, paper_experiment
-from locater_lab.train.controls import parse_control
+from locater_lab.train.controls_and_conversion import parse_control
 from tests import ROOT
 from tests.lab.made_runs import known_measurements, made_line
 from tests.lab.papers import bao2024_run_plans as run_plans

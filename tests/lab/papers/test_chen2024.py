@@ -23,7 +23,6 @@ from locater_lab.papers.chen2024 import (
     PAPER,
     real_transformer,
     simplified_model,
-    trained_simplified_model,
     training_order,
 )
 from locater_lab.papers.chen2024.simplified_model import Counts, Model, draw_sequences, fit, loss, subsets
@@ -119,7 +118,7 @@ def test_the_best_probabilities_in_that_form_against_a_grid() -> None:
 @pytest.mark.parametrize("parents", [(), (1,), (1, 2), (1, 2, 3)])
 def test_rivals_against_a_loop(parents: tuple[int, ...]) -> None:
     rows = draw_sequences(5, 10, 20)
-    got = trained_simplified_model.counting_posterior(rows, parents, 0.3, 3)
+    got = simplified_model.counting_posterior(rows, parents, 0.3, 3)
     for row, p in zip(rows.tolist(), got, strict=True):
         end, start = len(row) - 1, max((*parents, 0))
         past = [row[s] for s in range(start, end) if all(row[s - d] == row[end - d] for d in parents)]
@@ -140,20 +139,20 @@ def test_information_of_a_cycle() -> None:
     """0, 1, 2, 0, 1, 2: each of three contexts has 1/3 and one successor, so D = 3 - 1, I = 2 and J = 2/3."""
     rows = (torch.arange(3003) % 3)[None]
     for parents in ((1,), (2,), (1, 2)):
-        assert trained_simplified_model.chi_square_informations(
-            trained_simplified_model.joint_counts(rows, parents, 3)
+        assert simplified_model.chi_square_informations(
+            simplified_model.joint_counts(rows, parents, 3)
         ) == pytest.approx((2.0, 2 / 3))
     even = torch.tensor(list(product(range(2), repeat=4))).flatten()[None]
-    assert trained_simplified_model.chi_square_informations(
-        trained_simplified_model.joint_counts(even, (), 2)
-    ) == pytest.approx((0.0, 0.0), abs=1e-12)
+    assert simplified_model.chi_square_informations(simplified_model.joint_counts(even, (), 2)) == pytest.approx(
+        (0.0, 0.0), abs=1e-12
+    )
 
 
 def test_the_first_gradient_is_counted() -> None:
-    assert trained_simplified_model.gradient_difference() < 1e-12
+    assert simplified_model.gradient_difference() < 1e-12
     rows = draw_sequences(1, 60, 30)
     rows = rows[(rows[:, :-1] == rows[:, -1:]).any(1)]
-    gradient = trained_simplified_model.first_gradient(Counts.of(rows, 3))
+    gradient = simplified_model.first_gradient(Counts.of(rows, 3))
     assert gradient[subsets(3, 3).index((1, 2))] > 0.01
     assert float(gradient[0]) == pytest.approx(0, abs=1e-12), "the empty subset changes nothing"
 
@@ -162,7 +161,7 @@ def test_a_sharp_model_is_close_to_bayes_and_far_from_shorter_contexts() -> None
     model = Model(w_plus=50.0)
     model.c = torch.zeros_like(model.c)
     model.c[training_order.PAIR], model.a = 1.0, torch.tensor(12.0, dtype=torch.float64)
-    entry = trained_simplified_model.compare_with_rivals(model, 0, 400, 100, 0.1)
+    entry = simplified_model.compare_with_rivals(model, 0, 400, 100, 0.1)
     assert entry["loss"]["model"] == pytest.approx(entry["loss"]["trigram"], abs=0.06)
     assert entry["loss"]["model"] < entry["loss"]["bigram"] - 0.1 < entry["loss"]["unigram"]
     assert entry["divergence"]["trigram"] < 0.1 < entry["divergence"]["bigram"] < entry["divergence"]["unigram"]
@@ -197,23 +196,23 @@ def test_a_reading_of_the_transformer() -> None:
 @pytest.fixture(scope="module")
 def document() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (training_order, trained_simplified_model):
+        for module in (training_order, simplified_model):
             patch.setattr(module, "SEEDS", 2)
         of_study = (
             training_order.JOINT_ROWS,
             training_order.STAGE_ROWS,
-            trained_simplified_model.SOURCE_ROWS,
-            trained_simplified_model.RIVAL_ROWS,
+            simplified_model.SOURCE_ROWS,
+            simplified_model.RIVAL_ROWS,
         )
         for rows in of_study:
             patch.setitem(rows, True, 60)
         patch.setattr(training_order, "HELD_OUT_ROWS", 40)
-        patch.setattr(trained_simplified_model, "SOURCE_EPOCHS", 4)
-        patch.setitem(trained_simplified_model.LONG_SEQUENCES, True, (20, 40))
+        patch.setattr(simplified_model, "SOURCE_EPOCHS", 4)
+        patch.setitem(simplified_model.LONG_SEQUENCES, True, (20, 40))
         patch.setitem(training_order.STAGE_EPOCHS, True, (3, 3, 3))
         patch.setitem(training_order.TOGETHER_EPOCHS, True, 6)
-        patch.setitem(trained_simplified_model.RIVAL_EPOCHS, True, 3)
-        patch.setitem(trained_simplified_model.TESTED_ROWS, True, 30)
+        patch.setitem(simplified_model.RIVAL_EPOCHS, True, 3)
+        patch.setitem(simplified_model.TESTED_ROWS, True, 30)
         patch.setitem(real_transformer.SEEDS, True, 2)
         patch.setitem(real_transformer.STEPS, True, 4)
         patch.setitem(real_transformer.EVERY, True, 2)

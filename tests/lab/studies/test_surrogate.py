@@ -16,7 +16,7 @@ from locater.discovery import attention_layers
 from locater_lab.engine.claims import judge_together, verdict_of
 from locater_lab.studies import surrogate
 from locater_lab.studies.surrogate import antibody_and_reaction_inputs as inputs
-from locater_lab.studies.surrogate import errors_and_claims, head_predictions, tables_of_page
+from locater_lab.studies.surrogate import errors_and_claims, tables_of_page, training_runs
 from locater_lab.studies.surrogate import training_runs as runs
 from locater_lab.train import Shape, Transformer
 from tests import ROOT
@@ -117,8 +117,8 @@ def test_rows_of_logits_have_the_shape_that_scipy_gives_them() -> None:
     torch.manual_seed(0)
     layer = next(iter(attention_layers(Transformer(SHAPE, scale=0.5))))
     x = torch.randn(2, 12, 16)
-    ours = head_predictions._shape_of_rows(layer, x)
-    logits = head_predictions._without_norm(layer).logits(x).double()
+    ours = training_runs._shape_of_rows(layer, x)
+    logits = training_runs._without_norm(layer).logits(x).double()
     rows = [[logits[b, h, t, 1 : t + 1].numpy() for b in range(2) for t in range(6, 12)] for h in range(2)]
     assert ours["spread"].tolist() == pytest.approx([np.mean([row.std() for row in each]) for each in rows])
     assert ours["skew"].tolist() == pytest.approx([np.mean([stats.skew(row) for row in each]) for each in rows])
@@ -127,17 +127,17 @@ def test_rows_of_logits_have_the_shape_that_scipy_gives_them() -> None:
 
 def test_omega_squared_is_one_where_groups_say_all_and_zero_where_they_say_nothing() -> None:
     groups = torch.arange(8).repeat_interleave(50)
-    assert head_predictions.omega_squared(groups.double(), groups) == pytest.approx(1)
+    assert training_runs.omega_squared(groups.double(), groups) == pytest.approx(1)
     noise = torch.randn(400, generator=torch.Generator().manual_seed(0))
-    assert head_predictions.omega_squared(noise, groups) == pytest.approx(0, abs=0.03)
-    half = head_predictions.omega_squared(groups.double() / groups.double().std() + noise, groups)
+    assert training_runs.omega_squared(noise, groups) == pytest.approx(0, abs=0.03)
+    half = training_runs.omega_squared(groups.double() / groups.double().std() + noise, groups)
     assert half == pytest.approx(0.5, abs=0.06)
-    assert head_predictions.omega_squared(noise[:6], torch.arange(6)) is None  # every group too small
+    assert training_runs.omega_squared(noise[:6], torch.arange(6)) is None  # every group too small
 
 
 def test_shuffling_keeps_first_tokens_and_all_others_somewhere() -> None:
     x = torch.arange(24.0).view(2, 4, 3)
-    mixed = head_predictions.shuffle_tokens(x)
+    mixed = training_runs.shuffle_tokens(x)
     assert torch.equal(mixed[:, 0], x[:, 0])
     assert sorted(mixed[:, 1:].flatten(0, 1).tolist()) == sorted(x[:, 1:].flatten(0, 1).tolist())
     assert not torch.equal(mixed, x)
@@ -151,7 +151,7 @@ def test_a_head_that_sees_nothing_is_predicted_by_every_kind_of_tokens() -> None
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.zero_()  # type: ignore[union-attr]
     parts = [[{"inputs": torch.randint(12, (4, 12))}] for _ in range(2)]
-    entry = head_predictions.measure_heads(model, *parts)
+    entry = training_runs.measure_heads(model, *parts)
     even = np.mean(np.log(np.arange(1, 13)))
     for columns in (entry["heads"], *entry["predicted"].values()):
         assert columns["entropy"] == pytest.approx([even] * 4, abs=1e-5)

@@ -15,7 +15,7 @@ from locater.control import LocAteR
 from locater_lab.mechanisms import mechanisms
 from locater_lab.mechanisms.stack import parse_attention
 from locater_lab.train import Plan, Shape, Transformer, run
-from locater_lab.train.controls import controls
+from locater_lab.train.controls_and_conversion import controls
 from locater_lab.train.loop import Training, check_plan
 from tests.conftest import Result as Ran
 

@@ -20,9 +20,9 @@ from locater.inputs.corpus import read_documents
 from locater.inputs.tokenizer import ByteTokenizer, make_tokenizer
 from locater_lab.train import Plan, Shape, Transformer, load, run
 from locater_lab.train import checkpoint as checkpoints
-from locater_lab.train.controls import controls, parse_control
+from locater_lab.train.controls_and_conversion import controls, parse_control
 from locater_lab.train.data import open_data
-from locater_lab.train.measures import find_diverged_layer
+from locater_lab.train.map_measures_and_diverged_layer import find_diverged_layer
 from locater_lab.train.run_folder import plan_difference
 from locater_lab.train.text_data import split
 from tests.parity import redraw
@@ -357,7 +357,12 @@ def test_controls_by_name() -> None:
         ("locater(target=2", "write it as"),
         ("", "write it as"),
         ("os.system('x')", "write it as"),
-        ("locater(shrink='a')", "--control locater(shrink='a'): not supported between"),
+        ("locater(shrink='a')", "shrink='a', hold=0.01: both must be numbers from 0 on"),
+        ("qk_clip(limit='a')", "limit='a': must be a number above 0"),
+        ("qk_norm(init=[1])", "init=[1]: must be a number above 0, or keep"),
+        ("sigmareparam(gamma=[1])", "gamma=[1]: must be a number, or spectral"),
+        ("entropy_penalty(ceiling=True)", "must be"),
+        ("temperature(init='a')", "init='a': a temperature must be a number above 0"),
         ("locater(part=half)", "choose symmetric or full"),
         ("locater(layers=2)", "layers=2: give a list of numbers, such as [0, 2]"),
         ("locater(target=[1])", "target=[1]: must be a number, or free"),

@@ -25,7 +25,7 @@ from locater_lab.cli.train import ProgressLine
 from locater_lab.models.transformer import Transformer
 from locater_lab.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater_lab.train import checkpoint as checkpoints
-from locater_lab.train.controls import controls
+from locater_lab.train.controls_and_conversion import controls
 from locater_lab.train.data import open_data
 from locater_lab.train.optimizer_and_learning_rate import compile_model
 from locater_lab.train.sweep import RESULTS, parse_sweep, read_results

@@ -134,7 +134,7 @@ def test_a_run_on_a_stream_repeats_itself(stream: Path, tmp_path: Path, task: st
 
 def test_a_model_without_positions_sees_none(stream: Path, tmp_path: Path) -> None:
     """Without them the last token's output does not depend on the order of those before it, in one layer."""
-    from locater_lab.models.loading import load
+    from locater_lab.models.transformer import load
 
     model = load(run(plan_of(stream, positions="none", out=str(tmp_path / "run"))).model)
     tokens = torch.tensor([[5, 6, 7, 8]])

@@ -158,7 +158,7 @@ def matched_names(own: Sequence[str], base: Sequence[str]) -> dict[str, str]:
     """Names of the model by those of the base, which may have other parts in front (`model.`, `bert.`).
 
     >>> matched_names(["layers.0.q", "head"], ["model.layers.0.q", "head"])
-    {'layers.0.q': 'model.layers.0.q', 'head': 'head'}
+    {'head': 'head', 'layers.0.q': 'model.layers.0.q'}
     """
     there = set(base)
     found = {name: name for name in own if name in there}
@@ -180,8 +180,7 @@ def _front_parts(names: Iterable[str]) -> set[str]:
 
 def _fronts(own: Sequence[str], base: set[str]) -> Iterator[tuple[str, str]]:
     """Parts in front of names that may be exchanged; at least one of the two is empty."""
-    ours = sorted(_front_parts(own), key=len)
-    theirs = sorted(_front_parts(base), key=len)
+    ours, theirs = (sorted(sorted(_front_parts(names)), key=len) for names in (own, base))
     yield from ((a, b) for a in ours for b in theirs if a != b and not (a and b))
 
 

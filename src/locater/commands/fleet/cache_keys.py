@@ -1,4 +1,5 @@
-"""Jobs of a fleet, and the key that names the part of each: a digest of source, identity, settings and code.
+"""Jobs of a fleet, and the key that names the part of each: a digest of source, identity, settings and code. And a
+digest of the tensors that were read, so that two checkpoints in which these are equal show as such.
 
 A job is one checkpoint, or some layers of a very large one.
 """
@@ -7,13 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from locater.defaults import LENGTH
 from locater.registry import offered_entries
+from locater.sources.weights import Rows, Weights
 from locater.version import __version__
 
 PACKAGE = Path(__file__).parents[2]
@@ -25,7 +33,7 @@ UNRELATED = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScanSettings:
     """How every checkpoint of a fleet is scanned."""
 
     length: int = LENGTH
@@ -46,7 +54,7 @@ class Job:
     run: str | None
     step: int | None
     identity: str
-    settings: Settings
+    settings: ScanSettings
     reader: str  # the version of the code that reads
     piece: tuple[int, int] | None = None
     seconds: float = 0.0  # about how long it takes; decides only the order
@@ -66,7 +74,7 @@ Task = tuple[Job, ...]  # jobs that one worker does in a row
 
 
 @cache
-def key_of(source: str, identity: str, settings: Settings, reader: str) -> str:
+def key_of(source: str, identity: str, settings: ScanSettings, reader: str) -> str:
     text = json.dumps([source, identity, asdict(settings), reader], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -106,3 +114,52 @@ def reader_files() -> dict[str, Path]:
 
 def _sources(folder: Path, package: str) -> dict[str, Path]:
     return {f"{package}/{path.relative_to(folder).as_posix()}": path for path in sorted(folder.rglob("*.py"))}
+
+
+class HashedWeights:
+    """Weights that remember a digest of everything that is read from them.
+
+    >>> from locater.sources.weights import DictWeights
+    >>> a, b = (HashedWeights(DictWeights({"q": torch.ones(2, 2), "k": torch.zeros(2)}, "here")) for _ in range(2))
+    >>> _ = a.read("q"), a.read("k"), b.read("k"), b.read("q"), b.read("q")
+    >>> combined_hash(a.reads) == combined_hash(b.reads)
+    True
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.where = weights.where
+        self._weights = weights
+        self._lock = threading.Lock()
+        self.reads: dict[str, str] = {}  # name and rows of what was read, and its digest
+
+    def names(self) -> Collection[str]:
+        return self._weights.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        tensor = self._weights.read(name, rows)
+        if tensor.device.type == "meta":  # a plan of reads, without data
+            return tensor
+        sum_ = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
+        sum_.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        place = "" if rows is None else repr([(int(a), int(b)) for a, b in rows])
+        with self._lock:
+            self.reads[f"{name} {place}"] = sum_.hexdigest()
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        """What a kind of weights has beside the interface, such as `bytes_read`."""
+        return getattr(self._weights, name)
+
+
+def combined_hash(*reads: Mapping[str, str]) -> str:
+    """Equal for equal names, rows and bytes, in whatever order, in however many parts and however often they were read.
+
+    >>> combined_hash({"q ": "1", "k ": "2"}) == combined_hash({"k ": "2"}, {"q ": "1", "k ": "2"})
+    True
+    """
+    whole = {place: value for part in reads for place, value in part.items()}
+    lines = "\n".join(f"{place}\0{whole[place]}" for place in sorted(whole))
+    return hashlib.blake2b(lines.encode(errors="surrogatepass"), digest_size=16).hexdigest()

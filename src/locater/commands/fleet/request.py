@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from locater.commands.fleet.cache_keys import Settings
+from locater.commands.fleet.cache_keys import ScanSettings
 from locater.commands.fleet.result import Fleet
 from locater.commands.fleet.running import Engine, retry, run
 from locater.commands.scanning import parse_shard
@@ -15,7 +15,7 @@ from locater.results.run_names import list_checkpoints
 
 
 @dataclass(frozen=True)
-class Request:
+class FleetRequest:
     """The arguments of `locater fleet`. Without `out` the one source is the folder of a fleet."""
 
     sources: tuple[str, ...]
@@ -35,7 +35,7 @@ class Request:
 
 
 def answer(
-    request: Request, status: bool, retry_failed: bool, progress: Progress | None = None
+    request: FleetRequest, status: bool, retry_failed: bool, progress: Progress | None = None
 ) -> tuple[Fleet, list[str], list[str]]:
     """Do what is asked; returns the fleet, the sources in question, and notes."""
     if request.out is None:
@@ -49,7 +49,7 @@ def answer(
     account = run(
         request.sources,
         request.out,
-        settings=Settings(request.length, request.raw, request.eigenvalues),
+        settings=ScanSettings(request.length, request.raw, request.eigenvalues),
         run_name=request.run,
         step_pattern=request.step_pattern,
         engine=request.engine,
@@ -59,14 +59,14 @@ def answer(
     return Fleet.open(request.out), account.asked, account.notes
 
 
-def _open_fleet(request: Request) -> Fleet:
+def _open_fleet(request: FleetRequest) -> Fleet:
     """The fleet in a folder that was given in place of sources. Options that would be ignored are refused."""
     first = request.sources[0]
     if len(request.sources) > 1 or not os.path.isfile(os.path.join(first, "fleet.json")):
         raise LocaterError(
             f"add --out FOLDER, the folder for the results ({first} is not itself the folder of a fleet)"
         )
-    plain = Request(request.sources)
+    plain = FleetRequest(request.sources)
     for name in ("run", "step_pattern", "length", "raw", "eigenvalues", "shard"):
         if getattr(request, name) != getattr(plain, name):
             option = f"--{name.replace('_', '-')}"

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locater.commands.fleet.cache_keys import Settings
+from locater.commands.fleet.cache_keys import ScanSettings
 from locater.commands.fleet.parts import (
     DamagedPartError,
     of_schema_1,
@@ -23,8 +23,8 @@ from locater.commands.fleet.parts import (
 from locater.commands.fleet.store import Store
 from locater.defaults import LENGTH, Progress
 from locater.errors import LocaterError, first_line
-from locater.escapes import one_line
 from locater.findings import FLAGS, Condition, crossings
+from locater.redacted_and_escaped_text import one_line
 from locater.results.document import Document
 from locater.results.scan import Scan
 
@@ -187,7 +187,7 @@ class Fleet(Document):
         run_fleet(
             sources,
             out,
-            settings=Settings(length, raw, eigenvalues),
+            settings=ScanSettings(length, raw, eigenvalues),
             run_name=run,
             step_pattern=step_pattern,
             engine=Engine(workers, ray, shard),

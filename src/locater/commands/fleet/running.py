@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from locater.commands.fleet.cache_keys import Job, Settings, Task, reader_version
+from locater.commands.fleet.cache_keys import Job, ScanSettings, Task, reader_version
 from locater.commands.fleet.parts import DamagedPartError, pyarrow, read_header, relabel
 from locater.commands.fleet.store import NAME, Store, StoreError
 from locater.commands.fleet.tasks import Outcome, Schedule, perform, reason_of
@@ -227,7 +227,7 @@ ASKED_AT_ONCE = 8  # identities, which take a request each for remote checkpoint
 
 
 def jobs_of(
-    entries: Sequence[ListedCheckpoint], settings: Settings, shard: tuple[int, int] | None = None
+    entries: Sequence[ListedCheckpoint], settings: ScanSettings, shard: tuple[int, int] | None = None
 ) -> tuple[list[Job], list[Outcome]]:
     """The jobs of these checkpoints, and outcomes for those that cannot even be inspected.
 
@@ -244,7 +244,7 @@ def jobs_of(
     return (jobs, failed) if shard is None else (jobs[shard[0] - 1 :: shard[1]], failed)
 
 
-def _inspect(entry: ListedCheckpoint, settings: Settings, few: bool) -> list[Job] | Outcome:
+def _inspect(entry: ListedCheckpoint, settings: ScanSettings, few: bool) -> list[Job] | Outcome:
     """The jobs of one checkpoint. Sizes of remote ones, which take another request each, are asked for if they are
     `few`: many checkpoints keep all workers busy without being split.
     """
@@ -329,7 +329,7 @@ def run(
     sources: Sequence[str],
     out: str | os.PathLike[str],
     *,
-    settings: Settings | None = None,
+    settings: ScanSettings | None = None,
     run_name: str | None = None,
     step_pattern: str | None = None,
     engine: Engine | None = None,
@@ -340,7 +340,7 @@ def run(
     they have changed.
     """
     pyarrow()
-    settings, engine = settings or Settings(), engine or Engine()
+    settings, engine = settings or ScanSettings(), engine or Engine()
     if not 2 <= settings.length <= 10**9:
         raise LocaterError(f"length {settings.length} is out of range: give 2 to 1,000,000,000 tokens")
     found = list_checkpoints(sources, run_name, step_pattern)
@@ -363,7 +363,7 @@ def retry(out: str | os.PathLike[str], *, engine: Engine | None = None, progress
 
 
 def _run(
-    store: Store, found: Listing, settings: Settings, engine: Engine, retry_failed: bool, progress: Progress | None
+    store: Store, found: Listing, settings: ScanSettings, engine: Engine, retry_failed: bool, progress: Progress | None
 ) -> Account:
     jobs, unreadable = jobs_of(found.entries, settings, engine.shard)
     asked = dict.fromkeys([*(job.source for job in jobs), *(outcome.job.source for outcome in unreadable)])

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from locater.commands.fleet.cache_keys import Job, Settings
+from locater.commands.fleet.cache_keys import Job, ScanSettings
 from locater.errors import LocaterError
 from locater.files import read_json, write_whole
 from locater.results.run_names import ListedCheckpoint
@@ -48,7 +48,7 @@ class Store:
         self.folder = Path(os.path.abspath(folder))
 
     @classmethod
-    def create(cls, folder: str | os.PathLike[str], settings: Settings) -> Store:
+    def create(cls, folder: str | os.PathLike[str], settings: ScanSettings) -> Store:
         """A new folder, or an existing one with the same settings."""
         store = cls(folder)
         try:
@@ -75,7 +75,7 @@ class Store:
     def description(self) -> Path:
         return self.folder / NAME
 
-    def settings(self) -> Settings:
+    def settings(self) -> ScanSettings:
         """How the checkpoints of this folder are scanned."""
         if not self.description.is_file():
             raise LocaterError(f"{self.folder}: not the folder of a fleet (it has no fleet.json)")
@@ -83,11 +83,11 @@ class Store:
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise LocaterError(f"{self.description}: not of a fleet that this version reads")
         try:
-            return Settings(**document["settings"])
+            return ScanSettings(**document["settings"])
         except (KeyError, TypeError):
             raise LocaterError(f"{self.description}: damaged: give a new folder") from None
 
-    def _write_once(self, settings: Settings) -> None:
+    def _write_once(self, settings: ScanSettings) -> None:
         """Write the settings. If two fleets start at the same time, the first decides."""
         text = json.dumps({"schema": SCHEMA, "locater": __version__, "settings": asdict(settings)}, indent=1)
         hidden = self.folder / f".fleet.{os.getpid()}.{time.time_ns()}"

@@ -7,15 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from locater.commands.fleet.cache_keys import Job, Task, reader_version
+from locater.commands.fleet.cache_keys import HashedWeights, Job, Task, combined_hash, reader_version
 from locater.commands.fleet.parts import to_bytes
 from locater.commands.fleet.store import Store, StoreError
 from locater.commands.scanning import scan
 from locater.errors import LocaterError, first_line
 from locater.files import read_json
-from locater.redaction import without_secrets
+from locater.redacted_and_escaped_text import without_secrets
 from locater.results.scan import Scan
-from locater.sources.hashing import HashedWeights, combined_hash
 from locater.sources.listing import identity
 from locater.sources.open_source import WrappedSource
 from locater.sources.weights import Weights

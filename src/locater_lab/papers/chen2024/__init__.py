@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.chen2024 import real_transformer, trained_simplified_model, training_order
+from locater_lab.papers.chen2024 import real_transformer, simplified_model, training_order
 
 PAPER = Paper(
     "chen2024",
@@ -13,8 +13,8 @@ PAPER = Paper(
     (
         training_order.JOINT_STUDY,
         training_order.STAGES_STUDY,
-        trained_simplified_model.INFORMATION_STUDY,
-        trained_simplified_model.RIVALS_STUDY,
+        simplified_model.INFORMATION_STUDY,
+        simplified_model.RIVALS_STUDY,
         real_transformer.STUDY,
     ),
     Path(__file__).parent,

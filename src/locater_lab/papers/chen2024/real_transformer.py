@@ -20,14 +20,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from locater import observe, scan
+from locater.numerics import interval
 from locater.observing.head_roles import match_scores
 from locater_lab.data.synthetic import NgramSource
-from locater_lab.engine.claims import Claim, by_seed, interval
+from locater_lab.engine.claims import Claim, by_seed
 from locater_lab.engine.devices_and_processes import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
-from locater_lab.papers.chen2024.trained_simplified_model import divergence
+from locater_lab.papers.chen2024.simplified_model import divergence
 
 SEEDS = {True: 8, False: 16}
 STEPS = {True: 400, False: 2000}

@@ -28,11 +28,11 @@ from locater_lab.papers.chen2024.simplified_model import (
     Counts,
     Model,
     at_epochs,
+    counting_posterior,
     draw_sequences,
     fit,
     loss,
 )
-from locater_lab.papers.chen2024.trained_simplified_model import counting_posterior
 
 # ---- a: all parameters trained together ----
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.inputs.text import batches
 from locater.measures import composite_norm, token_residual
+from locater.torch_private import attention_implementation
 from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import model_folders, read_each
@@ -209,7 +210,7 @@ PRODUCT_CLAIMS = (
 @torch.no_grad()
 def attention_maps(model: Any, ids: Tensor) -> Tensor:
     """(layers, samples, heads, tokens, tokens), float32 as the model has them."""
-    implementation = model.config._attn_implementation
+    implementation = attention_implementation(model)
     model.set_attn_implementation("eager")  # the only one that returns them
     try:
         output = model(input_ids=ids.to(next(model.parameters()).device), output_attentions=True)

@@ -32,7 +32,7 @@ from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, layer_inputs, model_folders
 from locater_lab.mechanisms import mechanism
-from locater_lab.mechanisms.softmax_variants import sign
+from locater_lab.mechanisms.softmax import sign
 from locater_lab.mechanisms.swap import SwapMechanism
 
 # ---- b: Gaussian queries and keys ----

@@ -19,7 +19,7 @@ from locater_lab.engine.claims import Claim, Measurement, by_seed, half_range
 from locater_lab.engine.devices_and_processes import draw_normal
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism
-from locater_lab.mechanisms.softmax_variants import sign
+from locater_lab.mechanisms.softmax import sign
 
 SIZES = (4, 16, 64, 128)  # channels of a head
 KEYS = 64

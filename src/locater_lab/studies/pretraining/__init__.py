@@ -2,7 +2,7 @@
 every rival tuned.
 
 docs/results/pretraining-plan.md was written before the runs and says what is judged and why. `plan.py` has the same as
-data, `queue.py` makes the runs, `timing.py` says how long they take; here they are judged, from their lines alone.
+data, `queue.py` makes the runs and says how long they take; here they are judged, from their lines alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from statistics import fmean, median
 from typing import Any
 
 from locater.errors import LocaterError
-from locater_lab.engine.claims import Claim, Measurement, by_seed, interval
+from locater.numerics import interval
+from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
 from locater_lab.engine.runs import Runs
 from locater_lab.studies.pretraining import plan

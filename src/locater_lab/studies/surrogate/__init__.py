@@ -25,9 +25,8 @@ from locater_lab.engine.claims import Claim, Measurement
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study, round_numbers
 from locater_lab.engine.trained_models import model_folders
 from locater_lab.studies.surrogate.errors_and_claims import BETWEEN, CLAIMS, ClaimFigure, Entry, claim_figures
-from locater_lab.studies.surrogate.head_predictions import measure_heads
 from locater_lab.studies.surrogate.tables_of_page import COLUMNS, WORST, cells_table, page_tables
-from locater_lab.studies.surrogate.training_runs import ARMS, train_all
+from locater_lab.studies.surrogate.training_runs import ARMS, measure_heads, train_all
 from locater_lab.train.sweep import append_line, read_lines
 
 LENGTH, GATHERED, MEASURED = 256, 4096, 8192  # tokens in a sequence, for statistics, to measure on
