@@ -8,6 +8,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,6 +101,16 @@ Earlier = Annotated[
 ]
 
 
+Again = Annotated[
+    str | None,
+    typer.Option(
+        "--again",
+        metavar="PATH",
+        help="Judge a kept JSON again: claims and rules of now, numbers as they were measured, training runs read again.",
+    ),
+]
+
+
 KEPT = Path(__file__).parents[3] / "docs" / "results"  # in the tree; a wheel has no training runs
 SHARED = ("bao2024-runs.jsonl", "mechanisms-runs.jsonl")  # of papers that have no file of their own
 
@@ -117,6 +128,7 @@ def run(
     runs: Runs = None,
     data: Data = None,
     jobs: Jobs = 0,
+    again: Again = None,
 ) -> None:
     """The arguments are checked before hours of work; one page and one document are written for each paper."""
     from locater.amx import avoid_broken_amx
@@ -129,7 +141,7 @@ def run(
         for paper in chosen_papers:
             print_claims(paper, stdout_console())
         return
-    _check_files(json, report, figures, models, earlier, len(chosen_papers))
+    _check_files(json, report, figures, models, earlier, again, len(chosen_papers))
     run_claims = [
         (paper, c) for paper in chosen_papers for c in select_claims(paper, claim) if _rests_on_runs(paper, c)
     ]
@@ -146,6 +158,11 @@ def run(
         )
         return
     avoid_broken_amx()
+    if again is not None:
+        for paper in chosen_papers:
+            document = _judged_again(Path(str(_path_for(again, paper))), paper, log)
+            _write_results(document, paper, _path_for(json, paper), _path_for(report, paper), figures)
+        return
     settings = []
     for paper in chosen_papers:
         bar = partial(show_progress, label=paper.name)
@@ -186,13 +203,16 @@ def _check_files(
     figures: str | None,
     models: str | None,
     earlier: list[str] | None,
+    again: str | None,
     papers: int,
 ) -> None:
     """Refuse what could not be written or read before hours of work."""
     check_writable(json, report)
+    if again is not None and earlier:
+        raise LocaterError(f"--again {again}: leave --from out, which takes verdicts as they are kept")
     if papers > 1 and earlier:
         raise LocaterError("--from is for one paper: name it (--list shows them)")
-    for option, path in (("--json", json), ("--report", report)):
+    for option, path in (("--json", json), ("--report", report), ("--again", again)):
         if papers > 1 and path is not None and "NAME" not in path:
             raise LocaterError(
                 f"{option} {path}: {papers} papers need a file each: put NAME into it, as in out/NAME.json"
@@ -304,6 +324,18 @@ def _read_document(path: Path, paper: Paper) -> dict[str, Any]:
     if not isinstance(document.get("studies"), dict):
         raise LocaterError(f"{path}: written by an earlier version, without its studies: measure it again")
     return document
+
+
+def _judged_again(path: Path, paper: Paper, log: Callable[[str], None]) -> dict[str, Any]:
+    """A kept document judged again; studies that read kept runs alone, which takes moments, are measured."""
+    from locater_lab.engine.reproduction import Setting, judge_again, reproduce
+
+    document, files = _read_document(path, paper), kept_runs(paper)
+    studies = tuple(study for study in paper.studies if files and study.on_runs and not study.on_models)
+    if not studies:
+        return judge_again(document, paper)
+    setting = Setting(document["assumptions"]["quick"], runs=files[-1], more_runs=tuple(files[:-1]), log=log)
+    return judge_again(document, paper, reproduce(replace(paper, studies=studies), setting).to_dict())
 
 
 def _write_results(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from scipy import stats
 from locater_lab.engine.claims import (
     LEVEL,
     Claim,
+    Measurement,
     by_seed,
     decided_by_holm,
     interval,
@@ -20,6 +22,7 @@ from locater_lab.engine.claims import (
     quantile,
     verdict_of,
 )
+from locater_lab.engine.verdict_text import measured_text, possible_ends
 
 SAMPLES, PAGES, CLAIMS = 100_000, 2_000, 20
 BETTER = Claim("x", "it is better", "change of loss", "at most", 0.0)
@@ -101,3 +104,63 @@ def test_one_clear_claim_among_nulls_is_still_decided() -> None:
 def test_equal_values_are_judged_by_signs() -> None:
     assert [verdict_of(BETTER, by_seed([-1.0] * n), "").verdict for n in (5, 6)] == ["undecided", "holds"]
     assert p_value([0.0] * 8, 0.0) == 1.0
+
+
+# --- rules that keep a verdict open whatever the numbers say ---
+
+CLEAR = by_seed([-1.0, -1.1, -0.9, -1.05, -0.95])
+
+
+def test_fewer_than_four_seeds_decide_nothing() -> None:
+    four, three = ([-1.0, -1.001, -0.999, -1.0005][:n] for n in (4, 3))
+    found = verdict_of(BETTER, by_seed(three), "")
+    assert (found.verdict, found.alone, found.undecided_by) == (
+        "undecided",
+        "holds",
+        "fewer than 4 seeds, which decide nothing",
+    )
+    assert found.p is not None
+    assert found.p < 1e-3
+    assert verdict_of(BETTER, by_seed(four), "").verdict == "holds"
+
+
+def test_one_training_run_decides_nothing_about_training() -> None:
+    inputs = by_seed([-1.0, -1.1, -0.9] * 16, of="inputs of one model")
+    assert verdict_of(BETTER, inputs, "").verdict == "holds"
+    found = verdict_of(replace(BETTER, one_run=True), inputs, "")
+    assert (found.verdict, found.undecided_by) == (
+        "undecided",
+        "one training run, which decides nothing about training",
+    )
+
+
+def test_only_its_own_setting_can_fail_a_paper() -> None:
+    """What is ours fails in any setting; what holds elsewhere holds."""
+    worse = by_seed([1.0, 1.1, 0.9, 1.05, 0.95])
+    paper, ours = (replace(BETTER, by=by, setting="scaled") for by in ("paper", "ours"))
+    assert [verdict_of(claim, worse, "").verdict for claim in (paper, ours, replace(paper, setting="own"))] == [
+        "undecided",
+        "fails",
+        "fails",
+    ]
+    assert "cannot fail the paper" in verdict_of(paper, worse, "").undecided_by
+    assert verdict_of(paper, CLEAR, "").verdict == "holds"
+
+
+def test_claims_of_papers_and_ours_are_corrected_apart() -> None:
+    """Many undecided claims of ours take nothing from one of the paper's, nor the other way round."""
+    claims = [replace(BETTER, id="p", by="paper"), *(replace(BETTER, id=f"o{n}", by="ours") for n in range(40))]
+    found = judge_together([verdict_of(claim, Measurement(-1.0, 0.0, "", p=0.03), "") for claim in claims])
+    assert [v.claim.id for v in found if v.decided] == ["p"]
+    assert found[0].alone == "holds"
+
+
+def test_a_probability_is_one_and_intervals_end_where_quantities_do() -> None:
+    assert p_value([1.0, 1.0 + 1e-15, 1.0 - 1e-15] * 30, -1e9) == 0.0
+    found = verdict_of(BETTER, Measurement(-1.0, 0.0, "", p=-2.2e-16), "")
+    assert found.p == 0.0
+    claim = replace(BETTER, within=(-1.0, 1.0))
+    entry = verdict_of(claim, by_seed([-0.9, 0.3]), "").to_dict()
+    assert entry["spread"] > 1
+    assert (measured_text(entry), possible_ends(entry)) == ("-0.3 (-1 to 1)", (-1.0, 1.0))
+    assert possible_ends({**entry, "within": None})[0] < -7
