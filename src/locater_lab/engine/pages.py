@@ -310,7 +310,6 @@ def _template_variables(document: Mapping[str, Any], paper: Paper) -> dict[str, 
     return {
         "made_by": _made_by(paper, assumptions),
         "count": verdict_text.count_by_author(claims),
-        "manual": os.path.relpath("reproduce.md", Path(paper.page_file).parent),
         "took": ", ".join(times),
         "families": {
             words: own for author, words in verdict_text.AUTHORS.items() if (own := _of_author(claims, author))

@@ -123,6 +123,14 @@ def tally_by_kind(claims: Iterable[Entry], author: str) -> dict[str, tuple[int, 
     return {kind: tally(entries) for kind, entries in by_kind.items() if entries}
 
 
+def results_cells(claims: Sequence[Entry]) -> list[str]:
+    """A paper's row in docs/results: its own claims by kind, experiments first, then those of summaries, then ours."""
+    own = tally_by_kind(claims, "paper")
+    counts = [own.get(kind) for kind in KIND_WORDS if kind]
+    others = [tally([entry for entry in claims if entry["by"] == author]) for author in ("summary", "ours")]
+    return [" / ".join(map(str, each)) if each and any(each) else "-" for each in (*counts, *others)]
+
+
 def in_order(claims: Iterable[Entry]) -> list[Entry]:
     """The paper's claims first, and of each author's its experiments."""
     authors, kinds = list(AUTHORS), list(KIND_WORDS)

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from locater_lab.engine.claims import (
+    FEWEST_SEEDS,
     LEVEL,
     Claim,
     Measurement,
@@ -60,7 +61,8 @@ def test_normal_noise_around_nothing_is_decided_in_five_of_a_hundred_samples(see
     samples = np.random.default_rng(0).standard_normal((SAMPLES, seeds))
     assert decided(samples).mean() == pytest.approx(LEVEL, abs=error(SAMPLES))
     verdicts = [verdict_of(BETTER, by_seed(row), "").decided for row in samples[:200].tolist()]
-    assert verdicts == decided(samples[:200]).tolist(), "claims are judged by this interval"
+    by_interval = decided(samples[:200]).tolist() if seeds >= FEWEST_SEEDS else [False] * 200
+    assert verdicts == by_interval, "claims are judged by this interval, from four seeds on"
 
 
 @pytest.mark.parametrize(("noise", "most"), [("uniform", 0.056), ("laplace", 0.05)])
@@ -156,7 +158,8 @@ def test_claims_of_papers_and_ours_are_corrected_apart() -> None:
 
 
 def test_a_probability_is_one_and_intervals_end_where_quantities_do() -> None:
-    assert p_value([1.0, 1.0 + 1e-15, 1.0 - 1e-15] * 30, -1e9) == 0.0
+    noise = np.random.default_rng(0).normal(size=80)
+    assert min(p_value((noise + shift).tolist(), 0.0) for shift in np.linspace(0, 4, 200)) == 0.0, "rounding went below"
     found = verdict_of(BETTER, Measurement(-1.0, 0.0, "", p=-2.2e-16), "")
     assert found.p == 0.0
     claim = replace(BETTER, within=(-1.0, 1.0))

@@ -371,7 +371,7 @@ SMALL_CLAIMS = (
     Claim(
         "d6", "LocAteR holds the mean of the spectrum while it shrinks the scale",
         f"mean self-logit M over heads at the end, target {TARGET:g}, {SMALL_MODEL}", "about", TARGET, 0.5,
-        where="definition of LocAteR", bound="ours",
+        by="ours",
     ),
     Claim(
         "d7", "Raw tr W^2 is no penalty on the scale: it grows the antisymmetric part",
