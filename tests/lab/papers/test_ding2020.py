@@ -119,6 +119,7 @@ def filled(path: Path, better: float, away: float) -> Path:
         (0.003, 0.01, ["undecided", "undecided", "holds", "undecided", "holds"]),
     ],
 )
+@pytest.mark.usefixtures("without_rules")
 def test_runs_are_judged_seed_by_seed(tmp_path: Path, better: float, away: float, expected: list[str]) -> None:
     verdicts = reproduce(PAPER, Setting(runs=filled(tmp_path / "runs.jsonl", better, away)), claim="d").verdicts
     assert [v.verdict for v in verdicts] == expected
@@ -159,6 +160,7 @@ def test_the_promise_holds_and_softmax_has_none(document: dict[str, Any]) -> Non
     assert value["a1"] >= 1 > 1e-6 > value["a4"]
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_comes_from_the_document(document: dict[str, Any], tmp_path: Path) -> None:
     written = write_report(document, PAPER, tmp_path / "page.md", tmp_path)
     text = written[0].read_text()

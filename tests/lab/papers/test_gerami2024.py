@@ -145,6 +145,7 @@ def test_checks_are_not_counted_for_the_paper() -> None:
     assert [name for name in by if by[name] == "summary"] == ["b9"]
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     entries = {x["id"]: x for x in document["claims"]}
     assert {f"e{n}": entries[f"e{n}"]["verdict"] for n in range(1, 7)} == {
@@ -161,6 +162,7 @@ def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
     text, figures = page(json.loads(json.dumps(document, allow_nan=False)), PAPER)
     assert set(figures) == {"limits", "leak", "cost"}

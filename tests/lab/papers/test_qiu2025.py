@@ -157,6 +157,7 @@ def verdicts_of(results: Results) -> dict[str, str]:
     return {c.id: verdict_of(c, m, "").verdict for c, m in measured.items() if m is not None}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_verdicts_follow_the_runs(runs: Runs, results: Results) -> None:
     by_claim = verdicts_of(results)
     assert by_claim.keys() == {claim.id for claim in training.TRAINING_CLAIMS}
@@ -178,6 +179,7 @@ def test_verdicts_follow_the_runs(runs: Runs, results: Results) -> None:
         assert (training.judge_training(less).measured["d15"] is not None) == known, "three seeds are the least"
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_without_a_sink_nothing_is_said_of_sinks(document: dict[str, Any]) -> None:
     results = training.judge_training(filled(0.0))
     by_claim = verdicts_of(results)
@@ -230,6 +232,7 @@ def test_the_paper_says_what_is_laid_at_its_door() -> None:
         assert claim.by == "ours" or claim.where or claim.id in ("a6", "b7", "e1"), claim.id
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_stands_with_all_some_and_no_claims_measured(document: dict[str, Any], results: Results) -> None:
     json.dumps(document, allow_nan=False)
     text, figures = page(document, PAPER)

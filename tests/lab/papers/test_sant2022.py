@@ -168,6 +168,7 @@ def test_the_papers_claims_are_what_its_abstract_says(document: dict[str, Any]) 
     assert "--claim f1" not in page(document, PAPER)[0], "no command decides it"
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     claims = {x["id"]: x for x in document["claims"]}
     assert {claims[f"e{n}"]["verdict"] for n in range(1, 5)} == {"holds"}
@@ -206,6 +207,7 @@ def test_even_heads_that_do_worse_refute_the_claim() -> None:
     assert relevance.evenness_correlation(runs) is None, "one arm was not measured"
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
     copy = json.loads(json.dumps(document, allow_nan=False))
     text, figures = page(copy, PAPER)

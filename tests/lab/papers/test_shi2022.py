@@ -216,6 +216,7 @@ def test_what_is_the_papers() -> None:
     assert [key for key, claim in said.items() if claim.bound == "ours"] == ["c6", "e1"]
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_fusion_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     claims = {x["id"]: x for x in document["claims"]}
     assert [claims[f"f{n}"]["verdict"] for n in range(1, 10)] == [

@@ -238,6 +238,7 @@ def verdicts_of(results: Results) -> dict[str, str]:
     return {c.id: verdict_of(c, m, "").verdict for c, m in measured.items() if m is not None}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_verdicts_follow_the_runs() -> None:
     results = training.judge_training(made_up())
     by_claim = verdicts_of(results)

@@ -153,6 +153,7 @@ def with_runs(document: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps({**document, "claims": claims, "studies": studies}))
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_runs_are_judged_seed_by_seed_and_shown(tmp_path: Path, document: dict[str, Any]) -> None:
     runs = Runs()
     fill(runs, SOFTMAX, 4.0)
@@ -196,6 +197,7 @@ def made_up_images() -> Runs:
     return runs
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_models_of_images_are_judged_and_drawn(tmp_path: Path, document: dict[str, Any]) -> None:
     results = training.judge_images(made_up_images())
     measured = {id: x for id, x in results.measured.items() if x is not None}
@@ -231,6 +233,7 @@ def test_a_strip_is_a_png_of_its_images() -> None:
         assert np.array_equal(read.reshape(5, 12, channels), np.concatenate(list(images.numpy()), 1))
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_is_made_of_the_document_alone(tmp_path: Path, document: dict[str, Any]) -> None:
     json.dumps(document, allow_nan=False)
     written = write_report(document, PAPER, tmp_path / "x.md", tmp_path)

@@ -126,6 +126,7 @@ def made_up(path: Path, good: bool) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_runs_decide_both_ways(tmp_path: Path) -> None:
     for word, expected in ((True, "holds"), (False, "fails")):
         path = made_up(tmp_path / f"{word}.jsonl", word)
@@ -172,6 +173,7 @@ def test_the_floor_holds_small_too(document: dict[str, Any]) -> None:
     assert said["b6"] == "fails"
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_and_its_first_lines_come_from_the_document(document: dict[str, Any], tmp_path: Path) -> None:
     written = write_report(document, PAPERS["zhai2023"], tmp_path / "page.md", tmp_path)
     text = written[0].read_text()

@@ -81,6 +81,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return copy
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_every_claim_is_decided_by_whole_arms_and_is_this_projects() -> None:
     measured = measured_of(made_up(first=0.4))
     verdicts = verdicts_of(measured)
@@ -96,6 +97,7 @@ def test_every_claim_is_decided_by_whole_arms_and_is_this_projects() -> None:
 
 
 @pytest.mark.parametrize(("first", "open_ids"), [(0.4, set()), (0.01, {"b6", "b8"})])
+@pytest.mark.usefixtures("without_rules")
 def test_where_softmax_has_no_sink_none_is_missed(first: float, open_ids: set[str]) -> None:
     verdicts = verdicts_of(measured_of(made_up(first)))
     assert {id for id in ("b6", "b8") if verdicts[id] == "undecided"} == open_ids
@@ -123,6 +125,7 @@ def test_the_page_names_what_failed_and_has_no_bar_in_a_cell(document: dict[str,
     assert not any("|" in claim["quantity"] for claim in document["claims"])
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_says_what_the_verdicts_are(document: dict[str, Any]) -> None:
     text, _ = page(document, PAPER)
     starts = {
