@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from locater_lab.engine import claims
-from locater_lab.engine.runs import Arm
+from tests.lab.made_runs import lifted_rules
 
 
 @pytest.fixture
-def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which way a claim goes by made-up runs, all seeds of all arms counted. The rules on edges and on seeds, under which
-    few runs decide nothing, have tests of their own (tests/lab/engine).
-    """
-    monkeypatch.setattr(Arm, "edge", lambda self, runs: None)
-    monkeypatch.setattr(Arm, "choosing", 0)
-    monkeypatch.setattr(claims, "FEWEST_SEEDS", 1)
+def without_rules() -> Iterator[None]:
+    with lifted_rules():
+        yield

@@ -20,7 +20,7 @@ from locater_lab.engine.runs import Arm, Runs
 from locater_lab.mechanisms import mechanism
 from locater_lab.papers import Setting, judge, reproduce
 from locater_lab.papers.gerami2024 import PAPER, cost_and_training, polynomial
-from tests.lab.made_runs import made_line
+from tests.lab.made_runs import made_line, reproduce_without_rules
 
 
 def seed_by_seed(runs: Runs, arm: Arm, losses: list[float], **by_seed: list[float]) -> None:
@@ -49,7 +49,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         patch.setattr(polynomial, "LIMIT_DRAWS", {True: 12})
         patch.setattr(polynomial, "LEAK_SEEDS", {True: 8})
         patch.setattr(cost_and_training, "TIMED_LENGTHS", (64, 128))
-        yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
+        yield reproduce_without_rules(PAPER, Setting(quick=True, runs=path)).to_dict()
 
 
 def test_the_reference_by_hand() -> None:

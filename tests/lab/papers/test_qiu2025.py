@@ -17,7 +17,7 @@ from locater_lab.engine.reproduction import Reproduction, Results
 from locater_lab.engine.runs import Runs
 from locater_lab.papers import PAPERS, Setting, reproduce, verdict_of
 from locater_lab.papers.qiu2025 import gate_forms, linearity, training
-from tests.lab.made_runs import fill_text, made_line
+from tests.lab.made_runs import fill_text, lifted_rules, made_line
 
 PAPER = PAPERS["qiu2025"]
 
@@ -149,7 +149,8 @@ def filled(rate: float) -> Runs:
 
 @pytest.fixture(scope="module")
 def results(runs: Runs) -> Results:
-    return training.judge_training(runs)
+    with lifted_rules():
+        return training.judge_training(runs)
 
 
 def verdicts_of(results: Results) -> dict[str, str]:

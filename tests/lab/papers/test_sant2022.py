@@ -18,7 +18,7 @@ from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers import Setting, judge, reproduce
 from locater_lab.papers.sant2022 import PAPER, kinds, relevance
-from tests.lab.made_runs import fill
+from tests.lab.made_runs import fill, reproduce_without_rules
 
 IDS = torch.arange(3, 15).reshape(2, 6)
 EVEN, UNEVEN = [[0.25] * 4] * 2, [[0.7, 0.1, 0.1, 0.1]] * 2
@@ -69,7 +69,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
             patch.setattr(module, "DRAWS", {True: 6})
         patch.setattr(relevance, "model_folders", lambda folder: {"tiny": None, "other": None})
         patch.setattr(relevance, "model_entry", one)
-        yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
+        yield reproduce_without_rules(PAPER, Setting(quick=True, runs=path)).to_dict()
 
 
 def test_shortened_lengths_by_the_formula() -> None:
