@@ -43,7 +43,7 @@ def _left_claim(id: str, says: str) -> Claim:
 
 CLAIMS = (
     _weight_claim("f1", "A softmax head that has nothing to add forms a sink", "at least", COPY_SINK),
-    _left_claim("f2", "A gate takes it away, as it acts"),
+    _left_claim("f2", "A gate takes its effect away, which its map may keep"),
     _left_claim("f3", "So does sigmoid attention"),
     _left_claim("f4", "So does a sink in the softmax, fixed at zero"),
     _left_claim("f5", "So does a learned sink"),
