@@ -138,11 +138,15 @@ def in_order(claims: Iterable[Entry]) -> list[Entry]:
 
 
 def last_sentence(document: Mapping[str, Any]) -> str:
-    """What the paper's own experiments came to.
+    """What the paper's own experiments came to; of a study of ours, what its claims came to.
 
     >>> last_sentence({"paper": "x", "claims": [{"by": "paper", "verdict": "holds", "kind": "experiment"}]})
     'x: of 1 experiment of the paper 1 holds, 0 fail, 0 are undecided.'
     """
+    if all(entry["by"] == "ours" for entry in document["claims"]):
+        return "{}: of our own claims {} hold, {} fail, {} are undecided.".format(
+            document["paper"], *tally(document["claims"])
+        )
     counts = tally_by_kind(document["claims"], "paper").get("experiment")
     if counts is None:
         return f"{document['paper']}: no experiment of a paper was tested."
