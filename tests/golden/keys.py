@@ -121,6 +121,6 @@ EXCLUDED: dict[str, tuple[str, ...]] = {
     "reproduce-gerami2024": tuple(
         f"claims[{claim}].{key}"
         for claim in ("d4", "d5")
-        for key in ("measured", "spread", "verdict", "decided", "numbers")
+        for key in ("measured", "spread", "verdict", "decided", "numbers", "p", "alone")
     ),
 }

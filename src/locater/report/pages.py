@@ -109,7 +109,8 @@ def excuses(verdict: Verdict) -> dict[str, str]:
 # ---- Markdown as a page ----
 
 
-FOLD = r"<p>&lt;details markdown=&quot;1&quot;&gt;\n&lt;summary&gt;(.*?)&lt;/summary&gt;</p>"  # the one markup that text may have
+# the one markup that text may have
+FOLD = r"<p>&lt;details markdown=&quot;1&quot;&gt;\n&lt;summary&gt;(.*?)&lt;/summary&gt;</p>"
 
 
 def prose_page(text: str, figures: Mapping[str, str]) -> str:

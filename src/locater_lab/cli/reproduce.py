@@ -169,6 +169,8 @@ def run(
         files = [Path(runs)] if runs is not None else [] if jobs else _find_kept_runs(paper, claim, log)
         path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
         settings.append((paper, Setting(quick, _as_path(models), bar, path, _as_path(data), jobs, log, more)))
+    if claim is None and not jobs:
+        _say_how_long(chosen_papers, quick, log)
     # training and long measurements use all cores by themselves
     done = measure_in_parallel(settings, claim, processor_count() if quick and not jobs else 1)
     failures: list[Exception] = []
@@ -324,6 +326,22 @@ def _read_document(path: Path, paper: Paper) -> dict[str, Any]:
     if not isinstance(document.get("studies"), dict):
         raise LocaterError(f"{path}: written by an earlier version, without its studies: measure it again")
     return document
+
+
+def _say_how_long(papers: Iterable[Paper], quick: bool, log: Callable[[str], None]) -> None:
+    """Processor time by the kept documents, of those that were measured in the same way."""
+    from locater_lab.engine.verdict_text import time_spent
+
+    spent: dict[str, float] = {}
+    for paper in papers:
+        path = KEPT.parent / paper.document_file
+        if path.is_file():
+            about = jsonlib.loads(path.read_text(encoding="utf-8"))["assumptions"]
+            spent |= {paper.name: time_spent(about)} if about["quick"] == quick else {}
+    if spent:
+        log(
+            f"when it was last measured this took {sum(spent.values()) / 60:.1f} minutes of processor time ({', '.join(spent)})"
+        )
 
 
 def _judged_again(path: Path, paper: Paper, log: Callable[[str], None]) -> dict[str, Any]:

@@ -160,6 +160,11 @@ def time_text(assumptions: Mapping[str, Any], study: str) -> str:
     return f"{clock:.0f} s by the clock" if spent < clock / 10 else f"{spent:.0f} s"
 
 
+def time_spent(assumptions: Mapping[str, Any]) -> float:
+    """Processor seconds of all studies."""
+    return sum(assumptions["processor_seconds"].values())
+
+
 # ---- in the terminal ----
 
 
