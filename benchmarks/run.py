@@ -64,6 +64,7 @@ BOTH: tuple[Device, ...] = ("cpu", "gpu")
 BENCHMARKS = (
     Benchmark("checkpoint"),
     Benchmark("live", BOTH),
+    Benchmark("doctor"),
     Benchmark("large"),
     Benchmark("remote"),
     Benchmark("discovery"),
@@ -73,6 +74,7 @@ BENCHMARKS = (
     Benchmark("pages"),
     Benchmark("relevance"),
     Benchmark("explain", BOTH),
+    Benchmark("ablate", BOTH),
     Benchmark("penalty", BOTH),
     Benchmark("controls", BOTH),
     Benchmark("observe", BOTH),

@@ -31,6 +31,7 @@ class HasPage(Protocol):
 CHOICES = {"trajectory": "#layer=2&head=4&metric=M&step=500&guide=closed"}
 CLIPS = {"trajectory": {"x": 0, "y": 0, "width": 1320, "height": 1290}}  # the lists below are long
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to"
+METHODS = ("operator", "relevance", "integrated_gradients", "rollout", "paths")
 
 
 class Checkpoints:
@@ -98,7 +99,7 @@ def main() -> None:
         ("all-MiniLM-L6-v2-dark", lambda: locater.scan(minilm), "dark"),
         ("probe-stories260K", lambda: locater.probe(str(stories), args.text, label=label), "light"),
         ("probe-all-MiniLM-L6-v2-dark", lambda: locater.probe(minilm, args.text, label=label), "dark"),
-        ("explain-stories260K", lambda: locater.explanations(stories, PROMPT), "light"),
+        ("explain-stories260K", lambda: locater.explanations(stories, PROMPT, methods=METHODS), "light"),
         ("trajectory", Checkpoints, "light"),
     ]
     out = ROOT / "docs" / "images"

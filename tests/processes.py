@@ -4,6 +4,7 @@ a fresh one would import for seconds.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -77,8 +78,16 @@ def finished(children: Mapping[int, Path], seconds: float = 120) -> list[str]:
     return texts
 
 
+DISTRIBUTED = (
+    *("locater.control", "torch._dynamo", "torch.distributed.fsdp"),
+    *("torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"),
+)
+
+
 def ranks(work: Callable[[int], Any], folder: Path, count: int = 2, seconds: float = 120) -> list[str]:
     """`work(rank)` in processes of one gloo group, over the loopback device; what each printed."""
+    for name in DISTRIBUTED:  # once, and not in every child
+        importlib.import_module(name)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -132,8 +132,8 @@ TRAINERS = [block for block in BLOCKS if "rainer(" in block]  # one of transform
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_the_readme_runs_as_written(number: int, tmp_path: Path) -> None:
-    """Each example as a script of its own, in an empty folder; a log that it writes has the observed steps, and M
-    nearer to the target.
+    """Each example as a script of its own, in an empty folder; a log that it writes has the observed steps, and the
+    run ends with its verdict.
     """
 
     # imported once, before the processes part
@@ -152,9 +152,9 @@ def test_the_readme_runs_as_written(number: int, tmp_path: Path) -> None:
     assert len(logs) == ("Monitor(" in BLOCKS[number])
     for log in logs:
         steps = [x for x in map(json.loads, log.read_text().splitlines()) if x["kind"] == "step"]
-        assert [x["step"] for x in steps] == [1, 11]
-        first, last = (sum(sum(row) for row in x["heads"]["M"]) / 8 for x in steps)
-        assert last > first + 0.01, "the penalty takes M towards its target"
+        assert [x["step"] for x in steps] == ([1, 11] if "lightning" in BLOCKS[number] else [1, 11, 21, 31])
+        assert all(len(row) == 4 and None not in row for x in steps for row in x["heads"]["M"])
+        assert ("Verdict   too early" if "lightning" in BLOCKS[number] else "Verdict   healthy") in output.read_text()
 
 
 def test_the_readme_has_both_trainers() -> None:
@@ -177,7 +177,7 @@ def test_the_readme_runs_from_a_clean_environment(number: int, extras: str, tmp_
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     (log,) = (tmp_path / "run").rglob("locater.jsonl")
-    assert sum('"loss":' in line for line in log.read_text().splitlines()) == 20
+    assert sum('"loss":' in line for line in log.read_text().splitlines()) == (20 if "lightning" in extras else 40)
 
 
 def test_the_docs_quote_the_benchmark() -> None:

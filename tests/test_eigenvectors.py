@@ -21,7 +21,7 @@ from locater.predict.prediction_and_logit_bound import predict
 from locater.predict.statistics_file import Input
 from locater.spectrum import Moments
 from locater.theory import mixture_localization, mixture_propagation
-from locater.theory.gaussian_surrogate import gaussian_tokens, root
+from locater.theory.gaussian_tokens_and_covariance_root import gaussian_tokens, root
 from locater_lab.theory import simulate
 
 EQUAL = 1e-9  # of the largest: values closer than this share their vectors

@@ -21,6 +21,7 @@ from tests.processes import ranks
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "notebooks.py"))
 QUICK = "a-trajectory-of-checkpoints"  # of the tutorials, the one that make test runs
+SHARDED: dict[str, Any] = runpy.run_path(str(ROOT / "examples" / "sharded_run.py"))
 TUTORIALS = [
     pytest.param(path, marks=[] if path.stem == QUICK else [pytest.mark.slow], id=path.stem)
     for path in NOTEBOOKS
@@ -102,8 +103,7 @@ def test_from_all_heads_to_the_output() -> None:
 def sharded(folder: Path, steps: int, tensor: int, rank: int) -> None:
     """The script on one of several ranks; its losses go into a file."""
     torch.set_num_threads(1)
-    script = runpy.run_path(str(ROOT / "examples" / "sharded_run.py"))
-    (folder / f"losses-{rank}-{steps}.json").write_text(json.dumps(script["main"](folder, steps, tensor)))
+    (folder / f"losses-{rank}-{steps}.json").write_text(json.dumps(SHARDED["main"](folder, steps, tensor)))
 
 
 def flat(state: Any, name: str = "") -> dict[str, Any]:

@@ -248,7 +248,10 @@ def test_an_old_fleet_is_read_and_goes_on(tmp_path: Path) -> None:
     assert [done[name].heads for name in ("step-00000010", "demo", "twin")] == [4, 24, 24]
     assert done["demo"].digest != done["twin"].digest
     again = locater.compare(fleet.scan(done["demo"].source), locater.scan(code.MODELS["demo"]))
-    assert max(abs(x) for row in again.rows for x in row.difference.values() if x is not None) < 1e-5
+    for row in again.rows:  # 0.2 drew Λ of heads with few directions at random, within 0.004
+        apart = {name: abs(x) for name, x in row.difference.items() if x is not None}
+        assert apart.pop("localization") < 4e-3
+        assert max(apart.values()) < 1e-5
     fleet.report(tmp_path / "fleet.html")
     code.command("fleet", tmp_path / "fleet", "--json", tmp_path / "fleet.json")
     shown = json.loads((tmp_path / "fleet.json").read_text())

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from tests import benchmark
+from tests.conftest import Result
 from tests.golden import keys
 from tests.processes import finished, forked
 
@@ -102,6 +104,7 @@ def test_names_of_files_in_sentences_are_links() -> None:
         assert named(kept, "scan.md") == kept
 
 
+@pytest.mark.slow  # it probes every model of the package; tests/report/test_gallery.py makes a smaller one
 def test_the_gallery_of_the_site_is_made() -> None:
     """By the hook that adds it; every page that docs/gallery.md links to is there."""
     linked = set(re.findall(r"\]\(gallery/([\w-]+)\.html\)", HOOKS["_shown"]()))
@@ -219,6 +222,25 @@ def test_the_examples_of_the_guides_run(example: str, tmp_path: Path) -> None:
         steps = [entry for entry in map(json.loads, log.read_text().splitlines()) if entry["kind"] == "step"]
         assert steps
         assert all(entry["heads"]["entropy"] for entry in steps)
+
+
+def test_the_commands_of_the_guide_say_what_it_shows(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the models that its script makes. Of a run on a text the words count, and not the digits."""
+    page = (ROOT / "docs" / "guides" / "check-a-checkpoint.md").read_text()
+    script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    Path("plant.py").write_text(script)
+    exec(compile(script, "plant.py", "exec"), {"__name__": "__main__"})
+    shown = re.findall(r"    \$ locater (.+)\n((?:    .+\n)+)", page)
+    assert len(shown) == 5
+    for words, lines in shown:
+        done = run(*words.split())
+        said, expected = (" ".join(x.partition("Read ")[0].split()) for x in (done.out, lines))
+        if "--text" in words:
+            said, expected = (re.sub(r"\d[\d.]*", "0", x).partition(" heads ")[0] for x in (said, expected))
+        assert (done.status, said) == (1, expected), words
 
 
 def test_examples_in_docstrings_are_code() -> None:

@@ -13,6 +13,7 @@ from locater.version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
     from locater import control, explain, families, integrations, kernels, measures, testing, theory
+    from locater.commands.ablating import ablate
     from locater.commands.comparing import compare
     from locater.commands.doctor.diagnosing import doctor
     from locater.commands.explaining import explanations
@@ -29,13 +30,15 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
         SigmaReparam,
         Surgery,
         Temperature,
+        without,
     )
     from locater.discovery import Discovered, attention_layers, discover
     from locater.families import Block, Family, register
-    from locater.integrations.monitor import Monitor
+    from locater.integrations.monitor_for_trainers import Monitor
     from locater.layers import AttentionLayer
     from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
+    from locater.results.ablation import Ablation
     from locater.results.comparison import Comparison
     from locater.results.diagnosis import Diagnosis
     from locater.results.explanations import Explanations
@@ -45,6 +48,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.spectrum import Moments, moments
 
 __all__ = [
+    "Ablation",
     "AttentionLayer",
     "Block",
     "Comparison",
@@ -72,6 +76,7 @@ __all__ = [
     "Surgery",
     "Temperature",
     "__version__",
+    "ablate",
     "attention_layers",
     "attention_pattern",
     "compare",
@@ -92,6 +97,7 @@ __all__ = [
     "statistics",
     "testing",
     "theory",
+    "without",
 ]
 
 _MODULES = (
@@ -115,14 +121,17 @@ _NAMES = {  # module: what it gives to the package
         "SigmaReparam",
         "Surgery",
         "Temperature",
+        "without",
     ),
     "discovery": ("Discovered", "attention_layers", "discover"),
     "families": ("Block", "Family", "register"),
     "layers": ("AttentionLayer",),
-    "integrations.monitor": ("Monitor",),
+    "integrations.monitor_for_trainers": ("Monitor",),
     "observing": ("Observation", "attention_pattern", "observe", "statistics"),
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),
+    "results.ablation": ("Ablation",),
+    "commands.ablating": ("ablate",),
     "results.comparison": ("Comparison",),
     "commands.comparing": ("compare",),
     "results.diagnosis": ("Diagnosis",),

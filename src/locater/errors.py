@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from locater.safe_text import without_secrets
+from locater.redacted_and_escaped_text import without_secrets
 
 
 class LocaterError(Exception):

@@ -1,15 +1,15 @@
-"""Threads of PyTorch, precision, rank correlation, and numbers that may be missing."""
+"""Threads of PyTorch, precision, rank correlation, intervals of means, and numbers that may be missing."""
 
 from __future__ import annotations
 
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from numbers import Real
-from statistics import median
+from statistics import fmean, median, stdev
 
 import torch
 from jaxtyping import Float
@@ -119,3 +119,49 @@ def known_median(values: Iterable[float | None]) -> float | None:
     """
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+LEVEL = 0.05  # of intervals: they cover what they are of in 95 % of samples
+
+
+def probability_within(t: float, freedom: int) -> float:
+    """P(|T| <= t) of Student's t with a whole number of degrees of freedom, by its finite sum.
+
+    >>> [round(probability_within(t, n), 4) for t, n in ((12.706, 1), (4.303, 2), (2.365, 7))]
+    [0.95, 0.95, 0.95]
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    term = math.cos(angle) if freedom % 2 else 1.0
+    total = 0.0
+    for power in range(1 + freedom % 2, freedom, 2):  # of even freedom 1, 3, ..., of odd 2, 4, ...
+        total += term
+        term *= math.cos(angle) ** 2 * power / (power + 1)
+    if freedom % 2:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
+
+
+def quantile(freedom: int, level: float = LEVEL) -> float:
+    """The t with P(|T| > t) = level.
+
+    >>> [round(quantile(n), 3) for n in (1, 2, 7)]
+    [12.706, 4.303, 2.365]
+    """
+    low, high = 0.0, 1.0
+    while probability_within(high, freedom) < 1 - level:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability_within(middle, freedom) < 1 - level else (low, middle)
+    return high
+
+
+def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+    """Mean and half-width; one value has no interval, and its half-width is infinite.
+
+    >>> tuple(round(x, 3) for x in interval([1.0, 2.0, 3.0]))
+    (2.0, 2.484)
+    """
+    if len(values) < 2:
+        return fmean(values), math.inf
+    return fmean(values), quantile(len(values) - 1, level) * stdev(values) / math.sqrt(len(values))

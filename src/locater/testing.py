@@ -1,4 +1,4 @@
-"""Assertions for other people's tests: no head of a model has a fault."""
+"""Assertions for other people's tests: no head of a model has a fault, and no tensor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from locater.commands.doctor.diagnosing import doctor
 from locater.commands.scanning import scan
 from locater.defaults import LENGTH
 from locater.errors import LocaterError
@@ -57,6 +58,27 @@ def assert_heads(
     if values or asked & {*NUMERIC_COLUMNS, *SCAN_FLAGS}:
         rows = [*rows, *_scan_rows(source, length, values)]
     _fail_where(conditions, rows, type(source).__name__ if isinstance(source, nn.Module) else str(source))
+
+
+def assert_healthy(source: Source, base: Source | None = None, *, adapter: str | None = None) -> None:
+    """Fail with an AssertionError where `locater.doctor` finds a fault: alone, beside `base`, or with the folder of an
+    adapter that should be merged into it. The message has what is found, and what to do.
+
+    >>> from torch import nn
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)
+    >>> assert_healthy(model)
+    >>> _ = nn.init.zeros_(model.layers[1].linear1.weight)
+    >>> assert_healthy(model)
+    Traceback (most recent call last):
+    ...
+    AssertionError: TransformerEncoder: broken: 1 fault (zero): layers.1.linear1.weight is all zero; download ...
+    """
+    found = doctor(source, base, adapter)
+    faults = [item for item in found.findings if item.severity == "fault"]
+    if faults:
+        first = "; ".join(f"{item.where} {item.words}" for item in faults[:NAMED])
+        more = f"; and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+        raise AssertionError(f"{found.source}: {found.verdict}: {first}{more}; {faults[0].next}")
 
 
 def _scan_rows(source: Source, length: int, values: bool) -> Rows:

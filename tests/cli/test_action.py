@@ -33,7 +33,7 @@ def run_action(folder: Path, **given: str) -> subprocess.CompletedProcess[str]:
     defaults = {name: entry["default"] for name, entry in ACTION["inputs"].items() if "default" in entry}
     inputs = {**defaults, "install": "false", **{name.replace("_", "-"): value for name, value in given.items()}}
     steps = [step for step in ACTION["runs"]["steps"] if inputs["install"] == "true" or "if" not in step]
-    assert [step["name"] for step in steps] == ["Scan"]
+    assert [step["name"] for step in steps] == ["Doctor and scan"]
     runner = {
         "GITHUB_STEP_SUMMARY": folder / "summary.md",
         "GITHUB_OUTPUT": folder / "output.txt",
@@ -55,6 +55,7 @@ def test_a_sound_checkpoint_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "status=0" in (tmp_path / "output.txt").read_text()
     assert "24 heads" in (tmp_path / "summary.md").read_text()
+    assert "no fault found in the file alone" in (tmp_path / "summary.md").read_text()
     assert (tmp_path / "scan.html").stat().st_size > 10_000
     assert len(locater.Scan.load(tmp_path / "scan.json").rows) == 24
 
@@ -69,6 +70,19 @@ def test_a_broken_copy_fails_and_the_head_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "status=1" in (tmp_path / "output.txt").read_text()
     assert "nonfinite" in (tmp_path / "summary.md").read_text()
+
+
+def test_what_no_head_shows_fails_too(tmp_path: Path) -> None:
+    """Zeros in an MLP are found by reading every tensor, and other numbers beside the base."""
+    broken = tmp_path / "model"
+    shutil.copytree(DEMO, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"].zero_()
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    done = run_action(tmp_path, checkpoint=str(broken), base=str(DEMO))
+    assert done.returncode == 1, done.stderr
+    assert "model.layers.3.mlp.up_proj.weight" in (tmp_path / "summary.md").read_text()
+    assert run_action(tmp_path, checkpoint=str(broken), doctor="false").returncode == 0
 
 
 def test_names_in_a_checkpoint_command_nothing(tmp_path: Path) -> None:
@@ -90,7 +104,7 @@ def test_names_in_a_checkpoint_command_nothing(tmp_path: Path) -> None:
     assert not [line for line in [*lines[:first], *lines[last + 1 :]] if "::" in line]
     assert not done.stderr.strip()
     title, fence, *body, end = (tmp_path / "summary.md").read_text().splitlines()
-    assert title == "### locater scan"
+    assert title == "### locater"
     assert fence == end + "text"
     assert set(end) == {"`"}
     assert len(end) == 8

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import locater
 from locater.cli.shell import _Console
 from locater.errors import LocaterError
-from locater.safe_text import escaped_output, one_line
+from locater.redacted_and_escaped_text import escaped_output, one_line
 from locater_lab.cli.train import ProgressLine
 from tests import ROOT
 from tests.commands.fleet_folders import checkpoint
@@ -193,7 +193,7 @@ def test_what_is_warned_of_and_logged() -> None:
     """In a process of its own: pytest keeps warnings for itself."""
     code = (
         "import logging, sys, warnings\n"
-        "from locater.safe_text import escaped_output\n"
+        "from locater.redacted_and_escaped_text import escaped_output\n"
         "with escaped_output():\n"
         "    warnings.warn(sys.argv[1])\n"
         "    logging.getLogger('locater').warning(sys.argv[1])\n"

@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import locater
 from locater import Diagnosis, LocaterError, doctor
 from locater.commands.doctor import tensors as doctor_tensors
+from locater.commands.doctor.on_text import Behaviour, findings_on_text
 from locater.findings.causes import CAUSES
 from locater_lab.studies.verdicts.checkpoint import Checkpoint
 from locater_lab.studies.verdicts.writing import write
@@ -24,6 +26,7 @@ from tests.commands.planted import (
     FAULTS,
     HEADS,
     LAYERS,
+    MIDDLE,
     SIZE,
     Config,
     Fault,
@@ -474,3 +477,62 @@ def test_a_model_of_another_architecture(tmp_path: Path) -> None:
     other = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)
     shutil.copytree(DEMO, tmp_path / "demo", ignore=shutil.ignore_patterns("twin"))
     assert doctor(tmp_path / "demo", other).causes == ["another-model"]
+
+
+# ---- on a text ----
+
+IDS = torch.randint(3, 200, (2, 48), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_text_shows_a_worse_loss_and_heads_that_attend_otherwise(tmp_path: Path) -> None:
+    tensors, config = demo()
+    tensors[name("q")][:SIZE] *= 30
+    tensors[name("down")].mul_(-3)
+    told = doctor(save(tensors, config, tmp_path / "model"), DEMO, text=topics["for"])
+    of_text = {x.cause: x for x in told.findings if x.cause in ("worse-loss", "other-attention")}
+    assert of_text["worse-loss"].severity == "fault"
+    assert of_text["worse-loss"].evidence["difference"] > 0.5
+    assert [MIDDLE, 0] in of_text["other-attention"].evidence["heads"]
+    count = told.read["text"]["tokens"]
+    assert count > 100
+    assert f"run on {count} tokens" in told.page()
+    row = next(x for x in told.heads if (x["layer"], x["head"]) == (MIDDLE, 0))
+    assert {"entropy_ratio", "sink", "role", "base_role"} <= row.keys()
+
+
+def test_heads_in_another_order_do_the_same_on_a_text(tmp_path: Path) -> None:
+    tensors, config = demo()
+    query, out = tensors[name("q")], tensors[name("o")]
+    tensors[name("q")] = query.unflatten(0, (HEADS, -1))[[1, 0, 2, 3]].flatten(0, 1)
+    tensors[name("o")] = out.unflatten(1, (HEADS, -1))[:, [1, 0, 2, 3]].flatten(1)
+    told = doctor(save(tensors, config, tmp_path / "model"), DEMO, text=IDS)
+    assert set(told.causes) == {"equivalent", "loss"}, found(told)
+    assert not told.changed
+
+
+def test_nan_on_a_text_is_said_of_the_output(tmp_path: Path) -> None:
+    tensors, config = demo()
+    tensors[name("up")][0, 0] = float("nan")
+    told = doctor(save(tensors, config, tmp_path / "model"), text=IDS)
+    assert [x.where for x in told.findings if x.cause == "nonfinite"] == [name("up"), "the output"]
+
+
+def test_a_role_that_is_gone_is_lost() -> None:
+    head = {"role": "previous-token", "previous": 0.9, "sink": 0.1, "entropy_ratio": 0.2}
+    before = Behaviour(None, {(0, 0): head, (0, 1): {**head, "previous": 0.52}}, None)
+    now = Behaviour(None, {(0, 0): {**head, "role": None, "previous": 0.3}, (0, 1): {**head, "previous": 0.48}}, None)
+    (lost,) = [x for x in findings_on_text(now, before) if x.cause == "lost-role"]
+    assert lost.evidence["heads"] == [[0, 0]]
+    assert "1 of 2 previous-token (head 0.0)" in lost.words
+
+
+def test_what_cannot_be_run_is_a_note_and_no_text_an_error(tmp_path: Path, run: Run) -> None:
+    tensors, config = demo()
+    file = save(tensors, config, tmp_path / "model") / "model.safetensors"
+    alone = doctor(file, text=IDS)
+    assert not alone.broken
+    assert "MODEL was not run" in found(alone)
+    nowhere = run("doctor", DEMO, "--text", tmp_path / "nowhere.txt")
+    assert (nowhere.status, nowhere.err.count("\n")) == (2, 1)
+    assert "nowhere.txt: no such file" in nowhere.err
+    assert run("doctor", DEMO, "--tokenizer", DEMO).status == 2

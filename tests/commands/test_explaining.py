@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import locater
 from locater.commands import explaining as explain_parts
 from locater.commands.explain_input_and_target import Entries, token_texts
 from locater.commands.explaining import explanations
@@ -50,6 +51,9 @@ def model(saved: Path) -> Any:
     return LlamaForCausalLM.from_pretrained(saved, attn_implementation="eager", dtype=torch.float32).eval()
 
 
+SIZES = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
+
+
 def test_what_is_gathered_is_the_models_own(saved: Path, model: Any) -> None:
     result = explanations(saved, PROMPT)
     ids = torch.tensor([result.streams[0].ids])
@@ -62,8 +66,8 @@ def test_what_is_gathered_is_the_models_own(saved: Path, model: Any) -> None:
     assert [p.probability for p in result.predictions] == pytest.approx(
         logits.softmax(-1).topk(8).values.tolist(), rel=1e-4
     )
-    by_name = {method.method: method for method in result.methods}
-    operator = by_name["operator"]
+    (operator,) = result.methods
+    assert operator.method == "operator"
     assert operator.offset is not None
     assert float(operator.scores.sum()) + operator.offset == pytest.approx(float(logits.max()), rel=1e-3)
     assert sum(row.value for row in result.lengths) == pytest.approx(float(logits.max()), rel=1e-3)
@@ -73,6 +77,29 @@ def test_what_is_gathered_is_the_models_own(saved: Path, model: Any) -> None:
         assert torch.allclose(pattern.weights, out.attentions[pattern.layer][0, pattern.head], atol=1e-5)
     assert "".join(result.streams[0].tokens) == PROMPT
     assert [row["operator"] for row in result.rows] == pytest.approx(operator.scores.tolist())
+
+
+def test_what_is_lost_without_a_head_is_measured(saved: Path, model: Any) -> None:
+    """For the heads with the largest shares, here all."""
+    result = explanations(saved, PROMPT, deletion=False)
+    ids = torch.tensor([result.streams[0].ids])
+    target = result.target
+    assert [row.effect is not None for row in result.heads] == [True] * 8
+    for row in result.heads[2:6]:
+        with torch.no_grad(), locater.without(model, [(row.layer, row.head)]):
+            left = float(model(ids).logits[0, -1, target.index])
+        assert row.effect == pytest.approx(target.value - left, abs=1e-4)
+
+
+def test_another_method_where_the_operator_does_not_apply(saved: Path) -> None:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIZES.items()}
+    model = BartForConditionalGeneration(BartConfig(d_model=32, vocab_size=512, **sizes)).eval()
+    result = explanations(model, "the cat sat", decoder_text=" on the", tokenizer=str(saved), deletion=False)
+    assert [method.method for method in result.methods] == ["relevance"]
+    assert "left out: operator" in result.assumptions["notes"][0]
 
 
 def test_the_target_is_the_one_that_was_named(saved: Path, model: Any) -> None:
@@ -219,7 +246,8 @@ def test_the_document_and_the_terminal(run: Run, saved: Path, tmp_path: Path) ->
     shown = " ".join(result.out.split())
     assert "The model's first choice is" in shown
     assert f"at token {tokens - 1}" in shown
-    assert "Heads with the largest share of the target" in shown
+    assert "share lost without it" in shown
+    assert "(no token): what starts at no input token: biases, and what MLPs add, which `paths` holds" in shown
     assert "operator: Scores and offset sum to the target" in shown
     assert kept["html"].read_text().startswith("<!doctype html>")
 

@@ -284,7 +284,10 @@ def test_two_hundred_checkpoints_with_random_deaths(many: tuple[Path, Path], tmp
 @pytest.mark.slow
 def test_two_hundred_checkpoints_on_ray_with_two_workers_killed(many: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("ray")
+    from locater.commands.fleet.on_ray import _perform_task
+
     steps, undisturbed = many
+    title = f"ray::{_perform_task.__name__}".encode()  # of a worker that has a task
     out, files = tmp_path / "heads", tempfile.mkdtemp(dir="/tmp")  # paths of sockets have to be short
     code = (
         "import ray, sys\n"
@@ -304,7 +307,7 @@ def test_two_hundred_checkpoints_on_ray_with_two_workers_killed(many: tuple[Path
         killed: set[int] = set()
         while process.poll() is None:
             if len(killed) < 2 and len(list(out.glob("*.parquet"))) > 20 * (len(killed) + 1):
-                at_work = [pid for pid in children_of(cluster.pid) if b"ray::_do" in command_line(pid)]
+                at_work = [pid for pid in children_of(cluster.pid) if title in command_line(pid)]
                 if at_work:
                     os.kill(at_work[0], signal.SIGKILL)
                     killed.add(at_work[0])

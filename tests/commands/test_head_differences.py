@@ -14,9 +14,9 @@ from torch import Tensor
 from locater.commands import differences
 from locater.commands.differences import OFFSETS, HeadDifference, Move, head_differences, moved_heads, responses
 from locater.discovery import attention_layers
-from locater.layers import AttentionLayer, Projection, output_maps
+from locater.layers import AttentionLayer, Projection, output_maps_and_written_norms
 from locater.layers.norm_folding import logit_maps
-from locater.layers.output_maps import written_norms
+from locater.layers.output_maps_and_written_norms import written_norms
 from tests.families import CASES
 from tests.parity import model_of
 
@@ -94,7 +94,7 @@ def test_differences_are_those_of_dense_maps(label: str, monkeypatch: pytest.Mon
     assert min(x.largest or 0.0 for x in found) > 0.1
 
     monkeypatch.setattr(differences, "MAPS_AT_ONCE", SMALL // 8)  # and less than a group of heads has
-    monkeypatch.setattr(output_maps, "AT_ONCE", SMALL)
+    monkeypatch.setattr(output_maps_and_written_norms, "AT_ONCE", SMALL)
     assert [y for x in head_differences(a, b) for y in x] == [
         y if y is None else pytest.approx(y, rel=1e-9) for x in found for y in x
     ]
@@ -143,7 +143,7 @@ def test_what_heads_write_is_the_norm_of_values_and_outputs(label: str, monkeypa
         assert norms == pytest.approx([float(x.detach().norm()) for x in products], rel=1e-5)
     else:
         assert norms == pytest.approx(dense_written(layer).flatten(1).norm(dim=1).tolist(), rel=1e-5)
-    monkeypatch.setattr(output_maps, "AT_ONCE", 100)
+    monkeypatch.setattr(output_maps_and_written_norms, "AT_ONCE", 100)
     assert written_norms(layer, raw) == pytest.approx(norms, rel=1e-9)
 
 

@@ -15,10 +15,12 @@ import pytest
 import torch
 from scipy import stats
 
-from locater import probe, scan
+from locater import ablate, probe, scan
 from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
 from locater.findings import RETIRED
+from locater.findings.flags import ROLE_WEIGHT
+from locater.observing.head_roles import circuit_scores
 from locater.results.scan import SCAN_FLAGS
 from locater_lab.studies import flags
 from tests import ROOT
@@ -117,3 +119,31 @@ def test_intervals_are_those_of_scipy() -> None:
     for hits, of in ((0, 5), (4, 35), (35, 35), (1, 1)):
         low, high = stats.binomtest(hits, of).proportion_ci(method="wilson")
         assert flags.wilson(hits, of) == pytest.approx((low, high), abs=1e-6)
+
+
+# ---- heads taken away ----
+
+
+@pytest.mark.slow
+def test_induction_heads_are_those_that_repeated_tokens_need() -> None:
+    """Of the layers where a probe names induction heads, those that hurt most on random tokens that are repeated are
+    named ones. The first time around, where nothing can be copied, they do not matter.
+    """
+    module = load_model(str(folder_of("SmolLM2-135M-Instruct")))
+    scores = circuit_scores(module)
+    named = {place for place, score in scores.items() if (score.induction or 0.0) > ROLE_WEIGHT}
+    assert len(named) >= 4
+    layers = sorted({layer for layer, _ in named})
+    once = torch.randint(100, 40_000, (4, 24), generator=torch.Generator().manual_seed(0))
+    ids = torch.cat([once, once], 1)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch["labels"][:, :25] = -100
+    some = [(layer, head) for layer in layers for head in range(attention_layers(module)[layer].heads)]
+    change = ablate(module, [batch], some).by_head
+    assert set(sorted(some, key=lambda place: -(change[place] or 0.0))[:4]) <= named
+    assert all((change[place] or 0.0) > 0 for place in named)
+    others = [change[place] or 0.0 for place in some if place not in named]
+    assert sum(change[place] or 0.0 for place in named) / len(named) > 3 * max(0.0, sum(others) / len(others))
+    strongest = max(named, key=lambda place: change[place] or 0.0)
+    first_time = ablate(module, [{"input_ids": once}], [strongest]).by_head
+    assert abs(first_time[strongest] or 0.0) < 0.2 * (change[strongest] or 0.0)

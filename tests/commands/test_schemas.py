@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import locater
+from locater.results.document import LAYER
 from locater.results.probe import ProbeRow
-from locater.results.scan import LAYER, HeadRow
+from locater.results.scan import HeadRow
 from locater_lab.models.shape import Shape
 from locater_lab.train import Result, Transformer
 from tests.golden.comparing import DIGEST

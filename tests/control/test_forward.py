@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError, Monitor
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.control import Control, Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.control.forward_controls import ForwardControl
 from locater.control.qk_norm import qk_norm

@@ -10,7 +10,7 @@ from tests import ROOT
 from tests.processes import python
 
 # they print, name and write; no number comes from them
-PLAIN = {"brief", "errors", "files", "markup", "registry", "safe_text", "version"}
+PLAIN = {"brief", "errors", "files", "markup", "registry", "redacted_and_escaped_text", "version"}
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import locater.discovery as room

@@ -426,6 +426,7 @@ def test_named_tensors_of_cross_attention_are_no_self_attention() -> None:
     named = locater.scan(model, query=part.format("q"), key=part.format("k"), heads=4)
     kinds = [(layer["name"].split(".")[-2], layer["kind"]) for layer in named.layers]
     assert sorted(kinds) == [("encoder_attn", "cross"), ("self_attn", "self"), ("self_attn", "self")]
+    assert any(note.startswith("2 of 3 layers are taken for self-attention") for note in named.assumptions["notes"])
     cross = kinds.index(("encoder_attn", "cross"))
     for row in named.rows:
         assert (row.trace is None) is (row.layer == cross)

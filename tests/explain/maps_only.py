@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from locater import Block, Family
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.patching import record_parts
 from locater.kernels import Terms
 from locater.layers import AttentionLayer

@@ -11,6 +11,7 @@ or die.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import shutil
 import traceback
@@ -142,7 +143,9 @@ def supervised(
 
 
 def _next(conn: Any, worker: Any, seed: int, patience: float) -> tuple[Outcome, bool]:
-    """What the worker says of a seed, and whether the worker is lost."""
+    """What the worker says of a seed, and whether the worker is lost. Where others have the cores, it may take longer."""
+    others = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
+    patience *= max(1.0, others)
     try:
         if conn.poll(patience):
             return conn.recv(), False

@@ -108,7 +108,8 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-@pytest.mark.parametrize(("kind", "size"), [pytest.param("softcap", 128, marks=pytest.mark.slow), ("sigmoid", 64)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "size"), [("softcap", 128), ("sigmoid", 64)])
 def test_weights(kind: str, size: int, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     q, k, v = (drawn(1, 2, 128, size, dtype=torch.bfloat16) for _ in range(3))
     shift = torch.zeros(1, 2, 128) if kind == "sigmoid" else None
@@ -171,20 +172,15 @@ def window(q: Tensor, k: Tensor, v: Tensor) -> None:
     triton_weighted.backward(q, k, v, out, row, v, None, 0.125, 0.0, False, False, 32)
 
 
-MECHANISMS = [(polynomial_weights, 4, 128), (doubly_normalized, 7, 128), (delta_rule, 6, 64), (window, 3, 128)]
+MECHANISMS = [
+    *((features, 6, 128), (polynomial_weights, 4, 128), (doubly_normalized, 7, 128), (delta_rule, 6, 64)),
+    (window, 3, 128),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "kernels", "widest"),
-    [(features, 6, 128), *(pytest.param(*row, marks=pytest.mark.slow) for row in MECHANISMS)],
-)
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [
-        (torch.bfloat16, 64),
-        *(pytest.param(dtype, None, marks=pytest.mark.slow) for dtype in (torch.float32, torch.half)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "kernels", "widest"), MECHANISMS)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float32, None), (torch.half, None)])
 def test_mechanisms(
     call: Callable[[Tensor, Tensor, Tensor], None],
     kernels: int,
@@ -207,18 +203,21 @@ def test_statistics(extended: bool, monkeypatch: pytest.MonkeyPatch, card: int) 
     triton_launches.LAUNCHES.clear()
 
 
-@pytest.mark.parametrize("some", [pytest.param(False, marks=pytest.mark.slow), True], ids=["all rows", "some rows"])
-def test_sums_over_the_rows_of_heads(some: bool, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
+@pytest.mark.parametrize(
+    "rows", [pytest.param("all", marks=pytest.mark.slow), "some", pytest.param("masked", marks=pytest.mark.slow)]
+)
+def test_sums_over_the_rows_of_heads(rows: str, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     q, k = drawn(1, 2, 256, 64, dtype=torch.bfloat16), drawn(1, 1, 256, 64, dtype=torch.bfloat16)
-    output, rows = drawn(1, 256, 2, 64, dtype=torch.bfloat16), torch.arange(0, 256, 16) if some else None
+    output, places = drawn(1, 256, 2, 64, dtype=torch.bfloat16), None if rows == "all" else torch.arange(0, 256, 16)
     sums, maxima = torch.zeros(2, 17, dtype=torch.float64), torch.zeros(2, 1)
     terms = Terms(0.125, causal=True)
     triton_launches.LAUNCHES.clear()
-    check(lambda: triton_sums.add_sums(q, k, terms, rows, output, sums, maxima), monkeypatch, 2, card)
-    if some:  # of all rows the kernel with masks takes a minute to compile
+    if rows != "masked":
+        check(lambda: triton_sums.add_sums(q, k, terms, places, output, sums, maxima), monkeypatch, 2, card)
+    else:  # of all rows the kernel with masks takes a minute to compile
         counted, first = torch.ones(1, 256, dtype=torch.bool), torch.zeros(1, 256, dtype=torch.long)
         masked = Terms(0.125, mask=torch.ones(1, 1, 256, 256, dtype=torch.bool))
-        masked_call = (q, k, masked, rows, output, sums, maxima, counted, first, None, mask_spans(masked, 1, 256))
+        masked_call = (q, k, masked, places, output, sums, maxima, counted, first, None, mask_spans(masked, 1, 256))
         check(lambda: triton_sums.add_sums(*masked_call), monkeypatch, 4, card)
     triton_launches.LAUNCHES.clear()
 

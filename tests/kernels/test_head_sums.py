@@ -141,7 +141,7 @@ def check_spans(device: str) -> None:
     hole[1, 0, 70, 33] = False
     cross = (torch.arange(T) < 77).view(1, 1, 1, T)
     for mask, whole in ((padded, 1), (window, 1), (hole, 0), (cross, 1)):
-        q, k = inputs(T=T, S=T, device=device)
+        q, k = inputs(H=2, K=1, T=T, S=T, device=device)
         terms = Terms(0.4, mask=mask.to(device))
         ends = mask_spans(terms, 2, T)
         assert ends is not None

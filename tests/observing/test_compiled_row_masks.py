@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locater import LocaterError
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import ListeningSwitch
 from locater.kernels import Terms
 from locater.observing import accumulate, observe, row_masks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import locater
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.families.registry import BY_TYPE
 from locater.kernels import Terms, dispatch
 from locater.observing import accumulate, layers_by_record, observation, observe, row_masks

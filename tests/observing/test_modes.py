@@ -392,3 +392,61 @@ def test_window_models_count_the_first_key_only_where_it_is_in_sight() -> None:
 
 
 assert SHAPE["num_hidden_layers"] == 2  # the numbers above rely on it
+
+
+# what a call of attention may be asked for
+
+
+class Asking(nn.Module):
+    """Four heads on `memories` heads of keys, by PyTorch's function or written out."""
+
+    def __init__(self, memories: int = 4, written: bool = False, repeated: str = "", **asked: Any) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 4 * heads) for heads in (4, memories, memories))
+        self.written, self.repeated, self.asked = written, repeated, asked
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        return q, k, v
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        times = 4 // k.shape[1]
+        if self.repeated == "copied":
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        if self.repeated == "expanded":
+            k, v = (one[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2) for one in (k, v))
+        if not self.written:
+            return nn.functional.scaled_dot_product_attention(q, k, v, **self.asked)
+        weights = (q @ k.mT * self.asked.get("scale", 0.5)).softmax(-1)
+        return nn.functional.dropout(weights, self.asked.get("dropout_p", 0.0), self.training) @ v
+
+
+@pytest.mark.parametrize(
+    ("memories", "asked"),
+    [
+        *((4, {**asked, "written": written}) for asked in ({"dropout_p": 0.3}, {"scale": 0.0}) for written in (True, False)),
+        (4, {"scale": -0.7}),
+        *((memories, {"repeated": how, "is_causal": True}) for memories in (1, 2) for how in ("copied", "expanded")),
+        (2, {"enable_gqa": True}),
+    ],
+)  # fmt: skip
+def test_a_call_may_ask_for_anything(memories: int, asked: dict[str, Any]) -> None:
+    """Entropy and the largest logit of each head are those of the logits in float64, before dropout."""
+    model, x = Asking(memories, **asked).train(), torch.randn(2, 9, 16)
+    with observe(model) as seen:
+        model(x)
+    q, k, _ = (part.double() for part in model.split(x))
+    logits = q @ k.repeat_interleave(4 // memories, 1).mT * asked.get("scale", 0.5)
+    if asked.get("is_causal"):
+        logits = logits.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    weights = logits.softmax(-1)
+    entropy = torch.special.entr(weights).sum(-1).mean((0, 2))
+    assert [row.entropy for row in seen.rows] == pytest.approx(entropy.tolist(), abs=1e-6)
+    assert [row.max_logit for row in seen.rows] == pytest.approx(logits.amax((0, 2, 3)).tolist(), abs=1e-6)
+
+
+def test_nested_tensors_are_refused_by_their_name() -> None:
+    x = torch.nested.nested_tensor([torch.randn(5, 16), torch.randn(9, 16)], layout=torch.jagged)
+    with pytest.raises(LocaterError, match="its queries are a nested tensor: pad them"), observe(model := Asking()):
+        model(x)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import locater
 from locater.calls.attention_interface import eager_function
-from locater.calls.call import Call, call_of_interface
+from locater.calls.call_and_masks import Call, call_of_interface
 from locater.errors import LocaterError
 from locater.kernels import Terms
 from locater.observing import accumulate

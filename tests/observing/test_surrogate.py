@@ -27,7 +27,7 @@ from locater.observing.run_model import run_model
 from locater.predict.prediction_and_logit_bound import predict
 from locater.predict.statistics_file import Input
 from locater.theory import unit_moments
-from locater.theory.gaussian_surrogate import JITTER, gaussian_tokens, root
+from locater.theory.gaussian_tokens_and_covariance_root import JITTER, gaussian_tokens, root
 from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from tests import ROOT
 from tests.families import CASES

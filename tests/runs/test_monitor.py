@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import locater
 from locater import LocaterError, Monitor
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.discovery import attention_layers, replayed_maps
 from locater.findings import OF_FLAGS, parse_conditions
 from locater.kernels import Terms
@@ -940,7 +940,9 @@ def test_a_line_for_each_step_and_reason_and_the_advice_once(tmp_path: Path, cap
     controls = "locater.QKClip(), locater.QKNorm() or locater.LocAteR()"
     assert said[1] == f"step 1: lower the learning rate, or attach {controls}; the log is {path} (locater watch {path})"
     assert said[2].startswith("step 3: largest logit up to ")  # and not the advice again
-    assert len(said) == 3
+    assert said[3].startswith(f"the run has ended; the log is {path}")
+    assert "Verdict   8 heads under stress since step 1" in said[3]
+    assert len(said) == 4
 
 
 def test_many_heads_are_counted_in_a_line() -> None:

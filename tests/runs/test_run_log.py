@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from locater import LocaterError, Monitor
 from locater.findings import QUANTITIES, explain, parse_conditions
-from locater.integrations.monitor import find_trainer
+from locater.integrations.monitor_for_trainers import find_trainer
 from locater.runs.head_table import COLUMNS, SPECTRUM
 from locater.runs.record_sinks import JsonlSink, read_run
 from tests.families.decoders import GROUPED, make

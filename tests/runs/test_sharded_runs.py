@@ -100,11 +100,14 @@ def same(ours: Any, theirs: Any, where: str = "") -> None:
 
 
 def records(log: Path) -> list[dict[str, Any]]:
-    """Of a log, without the times and the class, to whose name FSDP2 adds its own."""
+    """Of a log, without the times, the class, to whose name FSDP2 adds its own, and the controls that attach:
+    SigmaReparam refuses sharded models.
+    """
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     for line in lines:
         line.pop("time", None)
         line.pop("source", None)
+        line.pop("controls", None)
         if "message" in line:  # numbers are in `value`
             line["message"] = re.sub(r"[0-9.e-]+", "", line["message"])
     return lines

@@ -1,4 +1,4 @@
-"""Records on their way to TensorBoard, W&B and trackio: names, pictures, warnings; with the real packages where they are
+"""Records on their way to TensorBoard, W&B, trackio and MLflow: names, pictures, warnings; with the real packages where they are
 installed.
 """
 
@@ -182,6 +182,27 @@ def test_trackio_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert sum("locater/attention/entropy_by_layer" in row for row in rows) == 2
     alerts = SQLiteStorage.get_alerts("locater-test", "run")
     assert [(alert["step"], alert["title"]) for alert in alerts] == [(11, "exploding: blocks.1.attn head 1")]
+
+
+def test_mlflow_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No version of its that fits the packages of the other tests is newer than 2022, so it is in no extra."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its other stores need more packages
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
+    with pytest.raises(LocaterError, match=r"mlflow\.start_run\(\)"):
+        open_sink("mlflow")
+    with mlflow.start_run() as run:
+        sink = open_sink("mlflow")
+        for record in [*RECORDS, {**warning(21), "flag": "spread>5"}]:
+            sink.write(record)
+        sink.close()
+    client, name = mlflow.MlflowClient(), run.info.run_id
+    losses = [(point.step, point.value) for point in client.get_metric_history(name, "locater/loss")]
+    assert losses == [(1, 2.0), (11, 2.0), (12, 1.0)]
+    assert client.get_run(name).data.metrics["locater/warning/spread above 5"] == 300.0
+    drawn = [file.path for file in client.list_artifacts(name, "locater/attention")]
+    assert sum("entropy_by_layer" in path for path in drawn) == 2
+    assert mlflow.artifacts.load_text(f"runs:/{name}/locater/warnings.txt").count("exploding") == 3
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

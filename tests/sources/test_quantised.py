@@ -164,14 +164,16 @@ def test_four_bits_are_what_bitsandbytes_dequantises(
     shape: tuple[int, int], dtype: torch.dtype, kind: str, nested: bool
 ) -> None:
     functional = pytest.importorskip("bitsandbytes").functional
-    packed, state = functional.quantize_4bit(random(*shape).to(dtype), quant_type=kind, compress_statistics=nested)
+    with torch.compiler.set_stance("force_eager"):  # compiling three kernels takes longer than all of this file
+        packed, state = functional.quantize_4bit(random(*shape).to(dtype), quant_type=kind, compress_statistics=nested)
     stored = {"weight": packed, **{f"weight.{name}": x for name, x in state.as_dict(packed=True).items()}}
     weights = seen(stored, {"quant_method": "bitsandbytes"})
     # on a CPU, bitsandbytes 0.50.2 scales rows that are no whole number of blocks of 64 by the scales of other blocks;
     # the format is a flat list, and as a list of rows of 64 its own code reads it right
     numbers = shape[0] * shape[1]
     state.shape = torch.Size((numbers // 64, 64) if numbers % 64 == 0 else (1, numbers))
-    expected = functional.dequantize_4bit(packed, state).reshape(shape)
+    with torch.compiler.set_stance("force_eager"):
+        expected = functional.dequantize_4bit(packed, state).reshape(shape)
     got = check_rows(weights)
     assert got.dtype == expected.dtype == dtype
     assert torch.equal(got, expected)

@@ -281,6 +281,34 @@ def test_mixture_equals_the_exact_integral_for_a_projector(rank: int, M: float) 
     assert by_seed.std(ddof=1) < 0.02, "the default number of draws settles two decimals"
 
 
+def few_directions(head_dim: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys (head_dim, 2 head_dim) that are alike and soon fade."""
+    generator = torch.Generator().manual_seed(3)
+    query, other = torch.randn(2, head_dim, 2 * head_dim, generator=generator, dtype=torch.float64)
+    fading = (-torch.arange(head_dim, dtype=torch.float64) / 2).exp()[:, None]
+    return query * fading, (query + other / 2) * fading
+
+
+@pytest.mark.parametrize("head_dim", [4, 32])
+def test_mixture_knows_no_order_or_basis_of_channels(head_dim: int) -> None:
+    """W_Q^T W_K is the same after each of these."""
+    query, key = few_directions(head_dim)
+    turn = torch.linalg.qr(torch.randn(head_dim, head_dim, dtype=torch.float64))[0]
+    stretch = torch.rand(head_dim, 1, dtype=torch.float64) + 0.5
+    order = torch.randperm(head_dim)
+    pairs = [(query, key), (query[order], key[order]), (turn @ query, turn @ key), (query * stretch, key / stretch)]
+    found = [mixture_localization(moments(q, k), 0.5).item() for q, k in pairs]
+    assert abs(found[0]) > 0.05
+    assert found == pytest.approx([found[0]] * 4, abs=1e-7)
+
+
+@pytest.mark.parametrize("head_dim", [4, 32])
+def test_the_default_draws_settle_three_decimals(head_dim: int) -> None:
+    m = moments(*few_directions(head_dim))
+    exact = mixture_localization(m, 0.5, draws=2**17, seed=1).item()
+    assert mixture_localization(m, 0.5).item() == pytest.approx(exact, abs=1e-3)
+
+
 def test_mixture_answers_head_by_head_and_repeats_itself() -> None:
     batch = [[head(2, 8, shared, seed) for shared in (0.2, 0.9)] for seed in (16, 17, 18)]
     W_Q, W_K = (torch.stack([torch.stack([pair[side] for pair in row]) for row in batch]) for side in (0, 1))

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call, call_of_interface
+from locater.calls.call_and_masks import Call, call_of_interface
 from locater.calls.interceptors import INTERCEPTORS, AttentionRequest, intercept_request
 from locater.calls.listeners import KEY, Listener, active_listeners, describe_call
 from locater.kernels.fused import attend_with_numbers, is_fused
@@ -194,3 +194,18 @@ def _takes_attention_arguments(function: Callable[..., Any]) -> bool:
 def uses_attention_interface(module: nn.Module) -> bool:
     """Whether a module calls its attention through the table: then its file has an eager attention function."""
     return any(hasattr(sys.modules.get(kind.__module__), "eager_attention_forward") for kind in type(module).__mro__)
+
+
+def always_uses_interface(module: nn.Module) -> bool:
+    """Whether the code of a module takes its attention function from the table of transformers, in every case."""
+    if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2 with an attention of its own
+        return False
+    return any("ALL_ATTENTION_FUNCTIONS" in names for names in _code_names(type(module)))
+
+
+def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
+    for base in kind.__mro__:
+        for method in map(inspect.unwrap, filter(callable, vars(base).values())):
+            code = getattr(method, "__code__", None)
+            if code is not None:
+                yield code.co_names

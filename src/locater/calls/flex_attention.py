@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from locater.calls.call import DENSE, Call, with_mask
+from locater.calls.call_and_masks import DENSE, Call, with_mask
 from locater.calls.function_listener import DirectCall, FunctionListener
 from locater.calls.patching import Undo
 from locater.errors import LocaterError

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.function_table import (
     FUSED,
     JOINS,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call, call_of_interface, scale_of
+from locater.calls.call_and_masks import Call, call_of_interface, scale_of
 from locater.errors import LocaterError
 from locater.torch_private import assume_constant_result
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.errors import LocaterError
 
 # the attribute with the listeners of a module; in its __dict__, so neither DDP nor state_dict knows of it
@@ -41,6 +41,7 @@ class ListeningSwitch:
     counts_pass: bool | None = None  # with `loss_only`: whether the pass that is running counts; None between passes
     keeps_call: bool = False  # keep what the first pass that counts was called with
     call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the module, its arguments
+    outputs: int | None = None  # the last axis of what the observed model returned first: its vocabulary, or classes
     left_out: int = 0  # passes that did not count, as far as they ran outside of a compiled graph
     missed: deque[Exception] = field(default_factory=lambda: deque(maxlen=1))  # why a call was last left out
     number: int = field(default_factory=lambda: next(_numbers))

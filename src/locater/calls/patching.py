@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import Listener, active_listeners, attaching, describe_call
 from locater.errors import LocaterError
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.attention_like import CROSS, HEADS
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.function_listener import DirectCall
 from locater.calls.torch_calls import HIDDEN
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.calls.call import Call, with_mask
+from locater.calls.call_and_masks import Call, with_mask
 from locater.calls.head_axes import HeadAxes
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from locater.cli import compare, demo, doctor, explain, fleet, probe, scan, watch
+from locater.cli import ablate, compare, demo, doctor, explain, fleet, probe, scan, watch
 from locater.cli.shell import Command, Group, command_name, error_line, examples_text, pipe_safe_output, split_debug
+from locater.redacted_and_escaped_text import escaped_output, without_secrets
 from locater.registry import offered_entries
-from locater.safe_text import escaped_output, without_secrets
 from locater.version import __version__
 
 app = typer.Typer(
@@ -29,7 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 BUILT_IN = {
-    module.__name__.rpartition(".")[2]: module for module in (demo, doctor, scan, fleet, probe, compare, explain, watch)
+    module.__name__.rpartition(".")[2]: module
+    for module in (demo, doctor, scan, fleet, probe, compare, explain, ablate, watch)
 }
 
 

@@ -11,7 +11,7 @@ from locater.cli.output_and_exit_status import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.defaults import LENGTH
 from locater.errors import LocaterError
-from locater.safe_text import without_secrets
+from locater.redacted_and_escaped_text import without_secrets
 
 HELP = "Compare two models, or two or more checkpoints of one run, head by head."
 EXAMPLES = (

@@ -52,7 +52,8 @@ def command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Method, or several separated by commas; may be repeated. Default: a few that apply."
+            metavar="NAME",
+            help="Method, or several separated by commas; may be repeated. Default: operator, or another that applies.",
         ),
     ] = None,
     patterns: Annotated[

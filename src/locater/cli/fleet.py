@@ -12,7 +12,7 @@ from locater.cli.options import FailOn, JsonPath, Length, Raw, ReportPath
 from locater.cli.output_and_exit_status import deliver
 from locater.cli.shell import check_writable, show_progress
 from locater.defaults import LENGTH
-from locater.safe_text import one_line
+from locater.redacted_and_escaped_text import one_line
 
 if TYPE_CHECKING:
     from locater.commands.fleet.result import Fleet

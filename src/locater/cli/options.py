@@ -22,6 +22,7 @@ MEANINGS = {
     "--shard": ("I/N", "Only part I of N of "),
     "--text": ("FILE", "Text that the model reads"),
     "--tokenizer": ("PATH", "Folder of the tokenizer"),
+    "--tokens": ("N", "About how many tokens"),
 }
 
 JsonPath = Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from locater.cli.shell import stdout_console
 from locater.files import write_whole
-from locater.safe_text import one_line
+from locater.redacted_and_escaped_text import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from locater.errors import LocaterError, first_line
-from locater.safe_text import escape_controls, escaped_output, one_line
+from locater.redacted_and_escaped_text import escape_controls, escaped_output, one_line
 
 if TYPE_CHECKING:
     from locater.sources.remote import Traffic

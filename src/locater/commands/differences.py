@@ -26,7 +26,7 @@ from torch import Tensor
 from locater.layers import AttentionLayer
 from locater.layers.head_blocks import head_blocks
 from locater.layers.norm_folding import logit_maps
-from locater.layers.output_maps import OutputMaps, column_gram, output_maps
+from locater.layers.output_maps_and_written_norms import OutputMaps, column_gram, output_maps
 from locater.layers.rotary import Rotary
 from locater.numerics import finite_or_none, one_thread
 from locater.sources.weights import Weights

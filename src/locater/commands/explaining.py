@@ -25,6 +25,7 @@ from locater.defaults import Progress
 from locater.errors import LocaterError, first_line
 from locater.explain import METHODS, Run, deletion, paths
 from locater.explain.explanation import Explanation, Target, vectors
+from locater.explain.replayed_pass import head_effects
 from locater.inputs.text import Batch
 from locater.layers import AttentionLayer
 from locater.observing.run_model import run_model
@@ -41,6 +42,7 @@ from locater.results.explanations import (
 
 # What accompanies the scores of an explanation: shares of heads and path lengths, patterns of heads, deletion.
 
+MEASURED = 12  # heads that are removed, those with the largest shares
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # of tokens removed
 PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
 
@@ -72,7 +74,9 @@ def parts_of(
         for number, layer in enumerate(run.layers)
     ]
     split, why = _split(run, results, target)
-    shares, lengths = head_shares(split, target), length_shares(split, target)
+    shares, missing = with_effects(run, head_shares(split, target), target)
+    why = " ".join(filter(None, (why, missing)))
+    lengths = length_shares(split, target)
     patterns, which = head_patterns(run, streams, layers, shares, heads)
     curves, how = deletion_curves(run.model, run.keywords, streams, results, progress) if delete else ({}, "Left out.")
     reasons = {"heads": why, "lengths": why, "patterns": which, "deletion": how}
@@ -99,6 +103,19 @@ def head_shares(split: Mapping[str, Tensor], target: Target) -> list[HeadShare]:
         for layer, row in enumerate(split["head"].tolist() if split else [])
         for head, value in enumerate(row)
     ]
+
+
+def with_effects(run: Run, shares: list[HeadShare], target: Target) -> tuple[list[HeadShare], str]:
+    """The same, and what the target loses without the heads whose shares are largest; or why that is not known."""
+    first = sorted(range(len(shares)), key=lambda at: -abs(shares[at].value))[:MEASURED]
+    if not first:
+        return shares, ""
+    try:
+        effects = head_effects(run.model, run.keywords, target, [(shares[at].layer, shares[at].head) for at in first])
+    except LocaterError as error:
+        return shares, f"The effect of removing heads was not measured: {error}."
+    found = dict(zip(first, effects, strict=True))
+    return [replace(share, effect=found.get(at)) for at, share in enumerate(shares)], ""
 
 
 def length_shares(split: Mapping[str, Tensor], target: Target) -> list[LengthShare]:
@@ -228,7 +245,7 @@ def _curve(
 
 # The command: which methods run, on which input, and what is said of those that do not apply.
 
-DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # those of them that apply
+DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # the first of them that applies
 OPERATOR_TOKENS = 256  # up to which the matrix of the operator is computed, which takes a pass for every token
 LARGEST_GAP = 0.05  # of the target: largest difference between it and scores that should sum to it
 MATRIX_CELLS = 16_000_000  # numbers in the matrices of all methods on one page
@@ -254,7 +271,8 @@ def explanations(
     models. An encoder-decoder reads `text` in its encoder; `decoder_text` is what the decoder has written so far.
     `target` is a token as text, a class by its name, or a number; by default the model's first choice. `position` is
     the output token, by default the first [MASK] or the last one. A model without logits is explained along its own
-    output. `methods` are names in `locater.explain.METHODS`; by default a few that apply to the model. `heads` are the
+    output. `methods` are names in `locater.explain.METHODS`; by default `operator`, or where that does not apply
+    `relevance` or another that does. `heads` are the
     (layer, head) whose patterns the page shows, where there is no room for all. `deletion` also runs the model without
     the tokens of largest and smallest score, to see how far the scores can be trusted.
     """
@@ -322,8 +340,8 @@ def _output(model: nn.Module, read: ExplainInput) -> Any:
 def _explain(
     run: Run, read: ExplainInput, target: Target, names: list[str], named: bool, progress: Progress | None
 ) -> tuple[list[Explanation], dict[str, str]]:
-    """One explanation per method. Methods that the user did not name and that do not apply are left out, with the
-    reason.
+    """One explanation per method that the user named; without any, of the first that applies, with the reasons why
+    those before it do not.
     """
     results: list[Explanation] = []
     skipped: dict[str, str] = {}
@@ -334,6 +352,8 @@ def _explain(
             if not named:
                 _check_sum(result)
             results.append(_with_baseline(result, read, options))
+            if not named:
+                break
         except LocaterError as error:
             skipped[name] = str(error)
     if named and skipped:

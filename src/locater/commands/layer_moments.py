@@ -31,8 +31,8 @@ NumberedLayer = tuple[int, AttentionLayer]
 BLOCK = 40 * 2**20
 CACHED = 2**21  # the same where it is up to us: small enough to stay in a cache, and not to be paged in again each time
 FEW = 2**20  # numbers of all maps: below it workers cost more than they save
-TOGETHER = 2**18  # numbers of one of the small matrices of the heads that are joined: 64 heads of 64, 16 of 128
-ON_GPU = 8  # times as many on a GPU, which takes hundreds of heads in the time of one, and is waited for once a record
+TOGETHER = 2**17  # numbers of one of the small matrices of the heads that are joined: 32 heads of 64, 8 of 128
+ON_GPU = 16  # times as many on a GPU, which takes hundreds of heads in the time of one, and is waited for once a record
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from locater.errors import LocaterError
 from locater.findings import flags_of
 from locater.inputs.text import Batch, Text
 from locater.layers import AttentionLayer
-from locater.layers.output_maps import written_norms, written_shares
+from locater.layers.output_maps_and_written_norms import written_norms, written_shares
 from locater.numerics import finite_or_none, spearman
 from locater.observing.head_roles import Circuit, circuit_scores, period_of
 from locater.observing.input_covariances import statistics_of_batches
@@ -245,6 +245,11 @@ def _circuits(module: nn.Module, batches: list[Batch]) -> dict[HeadKey, Circuit]
         return circuit_scores(module)
     except LocaterError:
         return {}
+
+
+def role_scores(module: nn.Module, batches: list[Batch]) -> dict[HeadKey, dict[str, float | None]]:
+    """The columns that roles are judged by and that repeated random tokens show."""
+    return {key: dict(vars(circuit)) for key, circuit in _circuits(module, batches).items()}
 
 
 def _kinds(sampled: bool) -> dict[str, str]:

@@ -18,7 +18,7 @@ from locater.defaults import LENGTH
 from locater.findings import flags_of, key_variance
 from locater.findings.flags import FLAG_NAMES
 from locater.layers import AttentionLayer
-from locater.layers.output_maps import written_norms, written_shares
+from locater.layers.output_maps_and_written_norms import written_norms, written_shares
 from locater.layers.position_biases import PairBias, PairTerms
 from locater.numerics import finite_or_none, lone_workers, one_thread
 from locater.predict.prediction_and_logit_bound import predict

@@ -53,6 +53,15 @@ def _statistics_notes(layers: list[AttentionLayer], statistics: Statistics | Non
     return notes
 
 
+def _named_notes(layers: list[AttentionLayer]) -> list[str]:
+    """Two maps do not tell whether queries and keys read one stream."""
+    taken = sum(x.kind == "self" for x in layers)
+    return [
+        f"{taken} of {len(layers)} layers are taken for self-attention, as no name says otherwise: where keys read "
+        "another stream than queries, trace, M, S and localization have no meaning"
+    ] * bool(taken)
+
+
 def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     """What the numbers leave out, by the kinds of layers in the model."""
     notes = []
@@ -127,7 +136,12 @@ def assumptions(
         "weights": weights,
         "length": length,
         "layers": len(layers),
-        "notes": [*gaps, *_statistics_notes(layers, statistics), *_layer_notes(layers, raw)],
+        "notes": [
+            *gaps,
+            *_statistics_notes(layers, statistics),
+            *(_named_notes(layers) if named else []),
+            *_layer_notes(layers, raw),
+        ],
         **({"unread": list(left)} if left else {}),
     }
 

@@ -10,7 +10,7 @@ from locater.control.qk_norm import QKNorm
 from locater.control.registry import CONTROLS, register_control
 from locater.control.sigma_reparam import SigmaReparam
 from locater.control.softcap import LogitSoftcap
-from locater.control.surgery import Surgery
+from locater.control.surgery import Surgery, without
 from locater.control.temperature import Temperature
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "Temperature",
     "carried_changes",
     "register_control",
+    "without",
 ]

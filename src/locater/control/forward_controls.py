@@ -16,9 +16,8 @@ original. `carried_changes(copy)` lists them. They are not part of `state_dict`.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 from locater.brief import brief
 from locater.calls import attention_interface
+from locater.calls.head_removal import InterceptedHeads
 from locater.calls.interceptors import Interceptor, add_interceptor, interceptors, remove_interceptor, renumber
 from locater.calls.patching import CONTROL, force_retrace, replace_method
 from locater.control.base import Control, Layers, device_of, layers_numbered
@@ -173,6 +173,8 @@ def carried_changes(model: nn.Module) -> list[CarriedChange]:
     rows: list[CarriedChange] = []
     for name, module in model.named_modules():
         rows += [CarriedChange(name, change.control, change.parameters_by_name()) for change in forward_changes(module)]
+        removed = [change.control for change in interceptors(module) if isinstance(change, InterceptedHeads)]
+        rows += [CarriedChange(name, control, {}) for control in removed if control is not None]
         parts = (module, *vars(module).values())  # a parametrization, and what stands for a method
         rows += [
             CarriedChange(name, vars(part)[CONTROL], {}) for part in parts if CONTROL in getattr(part, "__dict__", ())
@@ -266,7 +268,7 @@ def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[Co
     for layer in layers_numbered(attention_layers(model), chosen):
         module = weights.submodule(layer.name)
         refuse_unobservable(module, family, layer.name)
-        if not _uses_interface(module):
+        if not attention_interface.always_uses_interface(module):
             kind = type(module).__name__
             raise LocaterError(
                 f"{layer.name or kind}: {kind} does not use the attention interface of transformers, where {control} "
@@ -275,21 +277,6 @@ def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[Co
         own = split.of(layer.name, layer.kv_heads)
         by_module.setdefault(id(module), ControlledLayer(layer, module, device_of(module), own))
     return list(by_module.values())
-
-
-def _uses_interface(module: nn.Module) -> bool:
-    """Whether the code of a module takes its attention function from the table of transformers, in every case."""
-    if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2 with an attention of its own
-        return False
-    return any("ALL_ATTENTION_FUNCTIONS" in names for names in _code_names(type(module)))
-
-
-def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
-    for base in kind.__mro__:
-        for method in map(inspect.unwrap, filter(callable, vars(base).values())):
-            code = getattr(method, "__code__", None)
-            if code is not None:
-                yield code.co_names
 
 
 def per_head(values: Tensor, count: int, side: str, layer: Heads) -> Tensor:

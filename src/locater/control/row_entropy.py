@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.kernels import Terms, reference, row_statistics
 from locater.kernels.dispatch import default_backend
 

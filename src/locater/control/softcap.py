@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import ADD, hidden_by
+from locater.calls.call_and_masks import ADD, hidden_by
 from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward_controls import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes

@@ -1,5 +1,5 @@
-"""Surgery: remove attention skips, MLPs and norms from a live model and restore them (Dong, Cordonnier and Loukas
-2021).
+"""Surgery: remove attention skips, MLPs, norms and heads from a live model and restore them (Dong, Cordonnier and
+Loukas 2021).
 
 The remaining parts decide whether tokens stay apart. Attention alone makes them equal at a doubly exponential rate.
 The skip keeps them apart; MLPs and norms alone do not (`locater.measures.rank_residual` over the layers).
@@ -21,23 +21,29 @@ methods of single modules are replaced, and a term is removed from a sum by a ze
     no_mlp    the MLP returns zeros. Where it is not one module, its first map passes its input on, and its last
               returns zeros.
     no_norm   a norm returns its input.
+    heads     attention gives the output map zeros, or something else, for these heads (`calls/head_removal.py`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from locater.calls.head_removal import HeadRemoval, Removal, heads_removed, removals_of
 from locater.calls.patching import REPLACED, replace_method
 from locater.control.base import Control, Layers, self_layers
+from locater.discovery import attention_layers
 from locater.errors import LocaterError
 from locater.families.record import Block, BlockModules
 from locater.families.registry import block_of
+from locater.layers.tensor_parallel import SplitHeads
 from locater.sources.open_source import config_of
 from locater.sources.weights import ModuleWeights
 
@@ -69,6 +75,8 @@ class Surgery(Control):
     those of queries and keys stay. `layers` are numbers as in a scan. ALBERT runs one module at many depths: a part
     that is removed is missing at each of them.
 
+    `heads` are pairs of (layer, head), in any layers; `mode` says what stands in their place, as in `locater.ablate`.
+
     Parameters keep their names; unused ones get no gradient. Attach it before `observe` and `Monitor`, which then see
     the remaining model. A scan reads weights and does not see it. A copy of the model lacks the same parts, even after
     the original is restored.
@@ -93,6 +101,11 @@ class Surgery(Control):
         no_mlp: bool | Literal["sublayer"] = False,
         no_norm: bool = False,
         layers: Layers = None,
+        heads: Sequence[tuple[int, int]] = (),
+        mode: str = "zero",
+        window: int = 128,
+        sinks: int = 4,
+        bits: int = 4,
     ) -> None:
         for name, value in (("no_skip", no_skip), ("no_norm", no_norm)):
             if not isinstance(value, bool):
@@ -101,16 +114,24 @@ class Surgery(Control):
             raise LocaterError(
                 f"no_mlp={no_mlp!r}: must be True, False, or sublayer, which removes the norm after it too"
             )
-        if not (no_skip or no_mlp or no_norm):
-            raise LocaterError("Surgery would remove nothing: give no_skip=True, no_mlp=True or no_norm=True")
+        if not (no_skip or no_mlp or no_norm or heads):
+            raise LocaterError(
+                "Surgery would remove nothing: give no_skip=True, no_mlp=True, no_norm=True or heads=[(layer, head)]"
+            )
         if isinstance(layers, int):
             raise LocaterError(f"layers={layers}: must be a list of numbers, such as [{layers}]")
         self.no_skip, self.no_mlp, self.no_norm, self.layers = no_skip, no_mlp, no_norm, layers
+        self.heads, self.removal = _pairs(heads), Removal(mode, window, sinks, bits)
+        self.mode, self.window, self.sinks, self.bits = mode, window, sinks, bits
 
     def _attach(self, model: nn.Module) -> None:
         cuts = self._check(model)
+        removals = self._removals(model)
         self._switch, self._undo = Switch(), list[Callable[[], None]]()
         try:
+            with ExitStack() as stack:
+                stack.enter_context(heads_removed(model, removals, repr(self)))
+                self._undo.append(stack.pop_all().close)
             for cut in cuts:
                 stand_in = partial(_run_while_on, self._switch, cut.stand_in)
                 self._undo.append(replace_method(cut.module, "forward", stand_in, repr(self)))
@@ -125,6 +146,9 @@ class Surgery(Control):
 
     def _check(self, model: nn.Module) -> list[ReplacedForward]:
         """Every replacement, each block once; raises if a part is missing or its forward is already replaced."""
+        self._removals(model)
+        if not (self.no_skip or self.no_mlp or self.no_norm):
+            return []
         block = self._block_of(model)
         weights, cuts = ModuleWeights(model), list[ReplacedForward]()
         for path in dict.fromkeys(block.path(layer) for layer in self_layers(model, self.layers)):
@@ -139,6 +163,24 @@ class Surgery(Control):
                     "before observe and Monitor, and give one Surgery all switches for a block"
                 )
         return cuts
+
+    def _removals(self, model: nn.Module) -> list[tuple[nn.Module, HeadRemoval]]:
+        """What is removed from each attention module; raises if a head is not there."""
+        if not self.heads:
+            return []
+        layers, chosen = attention_layers(model), dict[int, list[int]]()
+        for layer, head in self.heads:
+            if not 0 <= layer < len(layers) or not 0 <= head < layers[layer].heads:
+                sizes = f"{len(layers)} layers" + (
+                    f" of {layers[layer].heads} heads" if layer in range(len(layers)) else ""
+                )
+                raise LocaterError(f"heads: ({layer}, {head}): there are {sizes}, numbered from 0")
+            chosen.setdefault(layer, []).append(head)
+        if SplitHeads(model).is_any:
+            raise LocaterError("heads: they may be split over ranks; remove them from a whole model, in one process")
+        weights = ModuleWeights(model)
+        found = removals_of([(layer.name, layer.heads) for layer in layers], chosen, self.removal)
+        return [(weights.submodule(name), removal) for name, removal in found.items()]
 
     def _block_of(self, model: nn.Module) -> Block:
         try:
@@ -162,6 +204,40 @@ class Surgery(Control):
             yield ReplacedForward(modules.module(block.after_mlp), _return_input)
         if self.no_skip:
             yield from _without_skip(block, modules)
+
+
+@contextmanager
+def without(
+    model: nn.Module,
+    heads: Sequence[tuple[int, int]],
+    mode: str = "zero",
+    *,
+    window: int = 128,
+    sinks: int = 4,
+    bits: int = 4,
+) -> Iterator[nn.Module]:
+    """The model without some heads, inside of the block: `Surgery(heads=...)`, attached and detached.
+
+    >>> from locater_lab.train import Shape, Transformer
+    >>> model, ids = Transformer(Shape(width=16, heads=2, kv_heads=2, layers=3, hidden=24)), torch.arange(12)[None]
+    >>> with without(model, [(2, 1)]):
+    ...     less = model(ids)
+    >>> bool((less != model(ids)).any())
+    True
+    """
+    control = Surgery(heads=heads, mode=mode, window=window, sinks=sinks, bits=bits)
+    control.attach(model)
+    try:
+        yield model
+    finally:
+        control.detach()
+
+
+def _pairs(heads: Any) -> list[tuple[int, int]]:
+    try:
+        return [(index(layer), index(head)) for layer, head in heads]
+    except (TypeError, ValueError):
+        raise LocaterError(f"heads={heads!r:.60}: give pairs of layer and head, such as heads=[(3, 0)]") from None
 
 
 def _refusal(model: nn.Module, reason: str) -> str:

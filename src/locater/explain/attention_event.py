@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.layers import AttentionLayer
 from locater.numerics import upcast
 from locater.observing.attention_maps import attention_maps, without_autocast

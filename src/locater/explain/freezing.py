@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.errors import LocaterError
 from locater.explain.linear_steps import Expert, ExpertMixture, FrozenLatent, FrozenNorm, GatedMlp, HeadBranch, Step
 from locater.explain.path_sums import Paths

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.interceptors import AttentionRequest, Interceptor, add_interceptor, remove_interceptor
 from locater.calls.listeners import ListeningSwitch
 from locater.calls.patching import replace_method

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import active_listeners
 from locater.calls.patching import RecordedCall, Undo, record_parts, replace_method
 from locater.families.record import Family

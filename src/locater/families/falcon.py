@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.patching import RecordedCall, Undo, cached_keys, record_parts
 from locater.errors import LocaterError
 from locater.families.record import Block, Family, Part

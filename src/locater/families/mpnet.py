@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.patching import RecordedCall, Undo, record_parts
 from locater.families.record import Family
 from locater.families.shared_shapes import BERT_BLOCK, Names, encoder_layers

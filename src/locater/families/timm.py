@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.calls.attention_interface import uses_attention_interface
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.patching import RecordedCall, Undo, layer_name, record_parts
 from locater.errors import LocaterError
 from locater.families.record import Family

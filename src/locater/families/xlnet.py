@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import active_listeners
 from locater.calls.patching import Undo, argument_of, notify, replace_method
 from locater.errors import LocaterError

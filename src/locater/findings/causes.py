@@ -142,7 +142,22 @@ CAUSES = {
             "has no relation to BASE",
             "check which of the two was uploaded under a wrong name",
         ),
+        # on a text
+        Cause(
+            "worse-loss",
+            "fault",
+            "has a much larger loss than BASE",
+            "where the weights show no cause: locater compare BASE MODEL --report changes.html",
+        ),
+        Cause(
+            "lost-role",
+            "change",
+            "lost a role that it has in BASE",
+            "locater probe MODEL --text FILE --report probe.html, and the same of BASE",
+        ),
+        Cause("other-attention", "change", "attends otherwise than in BASE", ""),
         # neutral
+        Cause("loss", "note", "has a loss", ""),
         Cause("identical", "note", "is identical to BASE", ""),
         Cause("dtype", "note", "differs from BASE by rounding alone", ""),
         Cause("fine-tune", "change", "was trained further", ""),

@@ -21,7 +21,7 @@ except ImportError:  # the older name of the same package
 
 from locater.control.base import Control, Controls
 from locater.errors import LocaterError
-from locater.integrations.monitor import still_scaled
+from locater.integrations.monitor_for_trainers import still_scaled
 
 logger = logging.getLogger("locater")
 

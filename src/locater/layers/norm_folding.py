@@ -23,7 +23,7 @@ from locater.layers.layer import AttentionLayer, Fold, Projection
 from locater.layers.norm import Norm
 from locater.numerics import upcast
 from locater.spectrum import Moments, cross_moments, moments
-from locater.theory.gaussian_surrogate import root
+from locater.theory.gaussian_tokens_and_covariance_root import root
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,13 @@ from locater.measures.activation_distribution import (
     normality_distance,
 )
 from locater.measures.rank import Directions, Ranks, ranks, ranks_of_gram, singular_values, top_directions
-from locater.measures.similarity import CENTRES, composite_norm, rank_residual, token_cosine, token_residual
+from locater.measures.token_residual_and_cosine import (
+    CENTRES,
+    composite_norm,
+    rank_residual,
+    token_cosine,
+    token_residual,
+)
 
 __all__ = [
     "CENTRES",

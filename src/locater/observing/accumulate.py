@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import report_uncounted
 from locater.kernels import SUMMED, AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import ListeningSwitch, add_listener, remove_listener
 from locater.errors import LocaterError
 from locater.kernels import Terms, row_statistics

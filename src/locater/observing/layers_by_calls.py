@@ -21,7 +21,7 @@ from torch import nn
 
 from locater.calls import attention_interface
 from locater.calls.attention_like import attention_like, folded_paths, is_within
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.flex_attention import listen_to_flex
 from locater.calls.function_listener import CallingModule, DirectCall, FunctionListener, SavedTensors
 from locater.calls.listeners import ListeningSwitch, begins_pass, is_listening, is_measured, run_pass
@@ -271,6 +271,8 @@ class CalledLayers:
         contents and one of positions (LiLT), pictures to text and text to pictures (Grounding DINO). `part`: which of
         the layer's heads, where it attends by some of them at a time.
         """
+        if call.query.is_nested:
+            raise LocaterError(f"{listener.name}: its queries are a nested tensor: pad them")
         at, parts = part
         key = (listener.name, call.query.shape[1] * parts, kind if placed else "local", place, layer)
         if key not in self._by_key:

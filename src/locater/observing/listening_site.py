@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls import attention_interface
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import Listener, ListeningSwitch, add_listener, is_measured, remove_listener
 from locater.calls.patching import force_retrace, replace_method
 from locater.errors import LocaterError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -436,4 +436,20 @@ def _run_observed_pass(
     if watch.every and not torch.compiler.is_dynamo_compiling():
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
-    return run_pass(watch.switch, model, forward, *args, **kw)
+    out = run_pass(watch.switch, model, forward, *args, **kw)
+    if not torch.compiler.is_dynamo_compiling() and watch.switch.on and watch.switch.outputs is None:
+        watch.switch.outputs = count_outputs(model, out)
+    return out
+
+
+def count_outputs(model: nn.Module, out: Any) -> int | None:
+    """How many outputs a model chooses between, its vocabulary or classes, as the last axis of the logits that it
+    returned; where it returned none (a loss alone), as its configuration says. None where neither is known.
+    """
+    logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
+    candidates = (logits,) if hasattr(out, "logits") or isinstance(out, Mapping) else out
+    for x in candidates if isinstance(candidates, tuple | list) else (candidates,):
+        if isinstance(x, Tensor) and x.ndim > 1 and x.is_floating_point():
+            return int(x.shape[-1])
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    return size if type(size) is int else None

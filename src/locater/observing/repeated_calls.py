@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.function_listener import DirectCall
 from locater.calls.head_axes import BASE, MemoryRegion, TensorStep, labels_of, source_maps
 from locater.errors import LocaterError

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.listeners import report_uncounted
 from locater.kernels import Terms, has_spans, mask_spans
 from locater.torch_private import disable_dynamo, write_count

@@ -16,7 +16,7 @@ from locater.layers.norm_folding import folded
 from locater.layers.projection_with_norm import norm_inside
 from locater.numerics import one_thread
 from locater.predict.statistics_file import Input
-from locater.theory.gaussian_surrogate import gaussian_tokens
+from locater.theory.gaussian_tokens_and_covariance_root import gaussian_tokens
 
 SEQUENCES = 8
 

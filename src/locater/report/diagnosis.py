@@ -74,7 +74,8 @@ def read_words(read: Document) -> str:
         return "nothing: the files could not be opened; nothing was run"
     size = read["bytes"] / 1e6
     shown = f"{size:,.0f} MB" if size >= 10 else f"{size:.1f} MB"
-    return f"{read['tensors']:,} of {read['of']:,} tensors, {shown}, {read['seconds']:.1f} s; nothing was run"
+    run = f"run on {read['text']['tokens']:,} tokens" if read.get("text") else "nothing was run"
+    return f"{read['tensors']:,} of {read['of']:,} tensors, {shown}, {read['seconds']:.1f} s; {run}"
 
 
 def print_diagnosis(diagnosis: Document, console: Console) -> None:

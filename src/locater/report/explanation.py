@@ -22,6 +22,10 @@ from locater.version import __version__
 Document = Mapping[str, Any]
 LISTED_TOKENS = 40  # tokens that are listed; of more, those with the largest scores
 HEADS_NAMED = 8
+SHARES_LEGEND = (
+    "share: what passes through the head along attention, outputs of MLPs held as they were · "
+    "lost without it: measured, the head set to zero and everything after it computed again"
+)
 LONGEST_TOKEN = 24
 NOTEBOOK_TOKENS = 200
 FOR, AGAINST = "11,150,160", "220,110,40"  # seen on light and dark ground
@@ -138,12 +142,20 @@ def score_unit(method: Document) -> str:
     return f"scores sum to {total:.3g}; {offset:.3g} comes from no token"
 
 
+def effect_share(row: Document, result: Document) -> float | None:
+    """What the target loses without a head, as a share of it."""
+    effect, target = row.get("effect"), result["target"]["value"]
+    return None if effect is None or not target else effect / abs(target)
+
+
 def heads_note(result: Document) -> str:
     """What the map of heads shows, and which patterns the page has."""
     if not result["layers"]:
         return result["assumptions"].get("patterns") or "No attention was recorded."
+    measured = sum(row["effect"] is not None for row in result["heads"])
     shares = (
-        "Share of the target that passes through each head."
+        "Share of the target that passes through each head along attention, with outputs of MLPs held. It is not what "
+        f"changes without the head: that was measured for the {measured} with the largest shares."
         if result["heads"]
         else result["assumptions"].get("heads", "")
     )
@@ -230,7 +242,10 @@ def page_data(result: Document, tables: Tables) -> dict[str, Any]:
         "predictions": [[p["index"], p["name"], round_significant(p["probability"])] for p in result["predictions"]],
         "predictions_note": "Probability of the likeliest entries; the explained one is marked.",
         "layers": [{**entry, "short": str(entry["layer"])} for entry in result["layers"]],
-        "heads": [[row["layer"], row["head"], round_significant(row["share"])] for row in result["heads"]],
+        "heads": [
+            [row["layer"], row["head"], round_significant(row["share"]), round_significant(effect_share(row, result))]
+            for row in result["heads"]
+        ],
         "heads_note": heads_note(result),
         "patterns": [_pattern_data(pattern, places, tables) for pattern in result.get("patterns", ())],
         "first_head": _first_head(result),
@@ -350,8 +365,12 @@ def print_explanations(result: Document, console: Console) -> None:
     _print_scores(result, console)
     if result["heads"]:
         best = sorted(result["heads"], key=lambda row: -abs(row["share"]))[:HEADS_NAMED]
-        named = ", ".join(f"{row['layer']}.{row['head']} {percent(row['share'])}" for row in best)
-        console.print(f"Heads with the largest share of the target (layer.head): {named}", highlight=False)
+        grid = empty_table("heads with the largest shares of the target", ["head", "share", "lost without it"])
+        for row in best:
+            lost = effect_share(row, result)
+            grid.add_row(f"{row['layer']}.{row['head']}", percent(row["share"]), "-" if lost is None else percent(lost))
+        console.print(grid)
+        console.print(f"[dim]{SHARES_LEGEND}[/dim]", highlight=False)
     if result["lengths"]:
         named = ", ".join(f"{row['length']}: {percent(row['share'])}" for row in result["lengths"][:HEADS_NAMED])
         console.print(f"Share of the target by heads passed: {named}", highlight=False)
@@ -395,6 +414,9 @@ def _print_scores(result: Document, console: Console) -> None:
     for i in range(len(cells["token"])):
         table.add_row(*(Text(cells[name][i], style="bold" if i in strong.get(name, ()) else "") for name in shown))
     console.print(table)
+    if any(method["offset"] is not None for method in result["methods"]):
+        held = ", and what MLPs add, which `paths` holds" if "paths" in names else ""
+        console.print(f"[dim](no token): what starts at no input token: biases{held}[/dim]", highlight=False)
 
 
 def _strongest(scores: list[float | None]) -> set[int]:

@@ -15,6 +15,7 @@ from locater.findings import FLAG_NAMES, comparison
 from locater.report.pages import short_name
 from locater.runs.records import Record
 from locater.runs.run_log import Points, Run
+from locater.runs.verdict import LossCourse, verdict_of_run
 
 VALUES = 2_050_000  # most numbers on one page: nearly always two bytes each, a third more as base64
 MOST_STEPS = 2_000
@@ -101,11 +102,16 @@ def columns(run: Run) -> list[str]:
 
 
 def pack(
-    run: Run, drawn: Sequence[Record], stride: int, keep: int = 0, curves: dict[str, Curve] | None = None
+    run: Run,
+    drawn: Sequence[Record],
+    stride: int,
+    keep: int = 0,
+    curves: dict[str, Curve] | None = None,
+    course: LossCourse | None = None,
 ) -> dict[str, Any]:
     """What the page's script reads: all but the first `keep` steps of `drawn`, which the page already has.
 
-    `curves` are the loss and the scalars, if a `LogFollower` already has them.
+    `curves` are the loss and the scalars, and `course` is that of the loss, if a `LogFollower` already has them.
     """
     new, names = run.with_heads(drawn[keep:]), columns(run)
     if curves is None:
@@ -113,6 +119,7 @@ def pack(
     values = {name: _encode_column(run, new, name) for name in names if any(name in record["heads"] for record in new)}
     scalars = sorted({name for record in new for name in record["scalars"]})
     layers, warnings = run.header["layers"], group_warnings(run)
+    verdict = verdict_of_run(run, course)
     return {
         "name": short_name(str(run.header.get("source", "run"))),
         "every": run.header.get("every"),
@@ -128,6 +135,7 @@ def pack(
         "curves": {name: [[step, _round_digits(x)] for step, x in curve.points()] for name, curve in curves.items()},
         "warnings": warnings,
         "comparisons": _comparisons(warnings),
+        "verdict": {"state": verdict.state, "lines": [verdict.verdict, verdict.why, verdict.next]},
         "resumed": run.resumed,
         "ended": run.ended,
         "last": run.last,

@@ -1,4 +1,4 @@
-"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio.
+"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio, MLflow.
 
 `read_run` and `Run` (runs/run_log.py), which read a log back, are also imported from here.
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "JsonlSink",
+    "MlflowSink",
     "Run",
     "Sink",
     "TensorBoardSink",
@@ -314,6 +315,30 @@ class TrackioSink(_Tracker):
         self._module.log(values, step=step)
 
 
+class MlflowSink(_Tracker):
+    """MLflow: the run that `mlflow.start_run()` started. Warnings are a text file of the run."""
+
+    name = "mlflow"
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self._module.active_run() is None:
+            raise LocaterError("no MLflow run is active: call mlflow.start_run() before the first record")
+        self._run, self._messages = self._module.active_run().info.run_id, ""
+
+    def write(self, record: Record) -> None:
+        step, client = record.get("step"), self._module.MlflowClient()
+        known = {f"locater/{name}": number for name, number in self._numbers(record).items()}
+        # a name may have letters, digits and - . / : of signs
+        values = {name.replace(">", " above ").replace("<", " below "): number for name, number in known.items()}
+        self._module.log_metrics(values, step=step, run_id=self._run) if values else None
+        for name, picture in self._new_pictures(record).items():
+            client.log_image(self._run, picture, f"locater/{name}-{step:08d}.png")
+        if record["kind"] == "warning":
+            self._messages += f"{record['message']}\n"
+            client.log_text(self._run, self._messages, "locater/warnings.txt")
+
+
 def import_tracker(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
@@ -323,7 +348,7 @@ def import_tracker(module: str, package: str) -> Any:
 
 # Sinks by name, the log, and all sinks of a run.
 
-CHOICES = "a path that ends in .jsonl, tensorboard:FOLDER, wandb, trackio"
+CHOICES = "a path that ends in .jsonl, tensorboard:FOLDER, wandb, trackio, mlflow"
 
 
 @runtime_checkable
@@ -336,8 +361,8 @@ class Sink(Protocol):
 
 
 def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
-    """The sink with this name: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`. A sink is returned
-    unchanged.
+    """The sink with this name: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`, `mlflow`. A sink
+    is returned unchanged.
     """
     if not isinstance(spec, str | os.PathLike):
         if isinstance(spec, Sink):
@@ -355,6 +380,8 @@ def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
         return WandbSink()
     if text == "trackio":
         return TrackioSink()
+    if text == "mlflow":
+        return MlflowSink()
     raise LocaterError(f"no sink is called {text!r}: give {CHOICES}")
 
 

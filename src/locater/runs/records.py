@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from locater.findings import FLAGS, Condition, reasons
@@ -111,13 +111,21 @@ def header(source: str, every: int, layers: list[Record], columns: Iterable[str]
     }
 
 
-def step_record(step: int, numbers: dict[str, float], heads: dict[str, list[list[Any]]], left_out: int) -> Record:
+def step_record(
+    step: int,
+    numbers: dict[str, float],
+    heads: dict[str, list[list[Any]]],
+    left_out: int,
+    outputs: int | None = None,
+) -> Record:
     """An observed step: `numbers` of the run by name (with the loss, if known), `heads` with the numbers of every head
-    by column, and how many passes without gradients were left out.
+    by column, how many passes without gradients were left out, and how many outputs the model has (its vocabulary).
     """
     scalars = {name: number for name, number in numbers.items() if name != "loss"}
     loss = {"loss": numbers["loss"]} if "loss" in numbers else {}
     others = {"passes_left_out": left_out} if left_out else {}
+    if outputs is not None:
+        others["outputs"] = outputs
     return {"kind": "step", "step": step, "time": time.time(), **loss, "scalars": scalars, "heads": heads, **others}
 
 
@@ -132,9 +140,18 @@ def end_record(step: int) -> Record:
 
 
 def warning_record(
-    step: int, layer: int, head: int, name: str, row: Record, condition: Condition, advice: str
+    step: int,
+    layer: int,
+    head: int,
+    name: str,
+    row: Record,
+    condition: Condition,
+    advice: str,
+    controls: Sequence[str] = (),
 ) -> Record:
-    """A head that meets a condition. `row` has its columns, `name` is the name of its layer."""
+    """A head that meets a condition. `row` has its columns, `name` is the name of its layer; `controls` are those that
+    help runs at hot rates and could be attached to the model.
+    """
     flag = next((f for f in FLAGS if f.name == condition.text), None)
     column = condition.column or (flag.needs[0] if flag else None)
     value = row.get(column) if column else None
@@ -150,4 +167,5 @@ def warning_record(
         "value": value,
         "threshold": condition.bound,
         "message": f"step {step}: {name} head {head}: {crossed}: {meaning}; {advice}",
+        **({"controls": list(controls)} if controls else {}),
     }

@@ -143,6 +143,16 @@ def find_log(path: str | os.PathLike[str]) -> Path | None:
     return logs[0] if logs else None
 
 
+def holds_run(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the log of a run, or a folder that has one and no model."""
+    place = Path(path)
+    if not place.is_dir():
+        return place.suffix == ".jsonl" and place.is_file()
+    names = {entry.name for entry in place.iterdir()}
+    model = "config.json" in names or any(name.endswith((".safetensors", ".gguf", ".bin", ".pt")) for name in names)
+    return not model and any(place.glob(OWN))
+
+
 def read_first_record(path: Path) -> Record | None:
     """The `run` record at the start of a log; None if it is missing or incomplete. A file that is not a log is
     refused.

@@ -2,7 +2,7 @@
 
     monitor = locater.Monitor("run.jsonl").attach(model)    # in any loop: monitor.after_step(loss=loss)
 
-`locater.Monitor` is this, and the callbacks that trainers call (`integrations/monitor.py`).
+`locater.Monitor` is this, and the callbacks that trainers call (`integrations/monitor_for_trainers.py`).
 
 Between observed steps nothing is computed and nothing waits for the device. The loss of such a step is written as soon
 as it has arrived from there.
@@ -10,13 +10,18 @@ as it has arrived from there.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +29,7 @@ from torch import Tensor, nn
 from locater.discovery.replayed_maps import Spectra
 from locater.errors import LocaterError, first_line
 from locater.findings import FLAGS, Condition, Remedy, parse_conditions, reasons, remedy_for
-from locater.findings.conditions import WARN_ON
+from locater.findings.conditions import AT_HOT_RATES, WARN_ON
 from locater.observing.accumulate import StatisticsOptions
 from locater.observing.layer_choice import Choice
 from locater.observing.listening_site import Site
@@ -32,7 +37,6 @@ from locater.observing.observation import Observation
 from locater.observing.reduce_ranks import ranks_agree
 from locater.observing.seen_heads import accumulators, fetch_numbers
 from locater.options import parse_call
-from locater.runs.discovery_on_first_batch import discover_layers
 from locater.runs.head_table import (
     COLUMNS,
     SPECTRUM,
@@ -40,10 +44,12 @@ from locater.runs.head_table import (
     Table,
     WeightSpectra,
     add_spectra,
+    discover_layers,
     head_table,
 )
 from locater.runs.record_sinks import RecordSinks, Sink
 from locater.runs.records import Record, end_record, header, loss_record, step_record, warning_record
+from locater.runs.verdict import LossCourse, RunVerdict, verdict_of
 
 # Losses on their way from the device to the log: copied without waiting, and read once they have arrived.
 
@@ -155,11 +161,17 @@ class RunMonitor:
         self._pending = PendingLosses()
         self._reported: set[Any] = set()
         self._advice: dict[str, str] = {}  # by condition: what helps this model
+        self._fitting: list[str] = []  # controls for hot rates that could be attached to this model
         self._reduced = True  # whether the numbers are those of all ranks, so that all ranks give the same warnings
         self._columns: tuple[str, ...] = ()
         self._weights: WeightSpectra | None = None
         self._log_sites: list[Site] = []  # the layers of the log
         self._folder = Path()
+        self._course = LossCourse()
+        self._warnings: list[Record] = []
+        self._observed, self._outputs = 0, cast("int | None", None)
+        self._told = ""  # the verdict that the console has
+        self._at_exit: Callable[[], None] | None = None
 
     @property
     def attached(self) -> bool:
@@ -177,6 +189,8 @@ class RunMonitor:
         self._reported.clear()
         self._advice.clear()
         self._pending.clear()
+        self._course, self._warnings, self._told = LossCourse(), [], ""
+        self._observed, self._outputs = 0, None
         wanted, layers, heads = self._sample
         observation = Observation(model, wanted, layers, heads, every=0, lenient=True, loss_only=self.passes == "loss")
         self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
@@ -195,6 +209,7 @@ class RunMonitor:
         if begin is not None:
             self._sinks.write(begin)
         self._observe_if_due()
+        self._at_exit = atexit.register(partial(_end_with_process, ref(self)))  # a loop that fails calls nothing
         return self
 
     def after_step(
@@ -227,8 +242,40 @@ class RunMonitor:
         try:
             self._flush(wait=True)
             self._sinks.write(end_record(self.step))
+            self._tell_verdict()
         finally:
             self._close()
+
+    def verdict(self, failure: str = "") -> RunVerdict:
+        """What the run looks like so far: healthy, or which heads, since when, what the loss did, and what to try.
+
+        Three lines when it is printed. After `detach` it stays. `failure` names the exception that ended the run.
+        """
+        return verdict_of(self._course, self._warnings, self._outputs, self._observed, failure)
+
+    def _tell_verdict(self, when: str = "the run has ended", failure: str = "") -> None:
+        """Say once on the console how the run ended or that it failed, and where its log is."""
+        if not self._course.count and not self._observed:
+            return
+        verdict = self.verdict(failure)
+        if verdict.state == self._told or not is_first_rank():
+            return
+        self._told = verdict.state
+        text = f"{when}{self._sinks.log_hint()}\n{verdict}"
+        if verdict.state in ("healthy", "too short"):
+            print(f"locater: {text}", file=sys.stderr)
+        else:
+            logger.warning(text, extra={"about_heads": True})
+
+    def end_run(self, failure: str = "") -> None:
+        """Detach after a failure: the log stays as it is, the console says what there is to say."""
+        if self.observation is None:
+            return
+        with contextlib.suppress(Exception):  # where the device failed, losses cannot be read from it
+            self._flush(wait=True)
+        with contextlib.suppress(Exception):  # nothing here may hide the error that ended the run
+            self._tell_verdict(failure=failure)
+        self._close()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of the run needs: the step, and the warnings given so far. The same on every rank."""
@@ -252,6 +299,8 @@ class RunMonitor:
         switch.call = None  # a batch is not kept alive
 
     def _close(self) -> None:
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
         observation, self.observation, self._weights = self.observation, None, None
         if observation is not None:
             observation.close()
@@ -325,8 +374,13 @@ class RunMonitor:
             name: [[table.get((site.number, head), {}).get(name) for head in range(site.count)] for site in sites]
             for name in self._columns
         }
-        self._sinks.write(step_record(self.step, numbers, heads, self.observation.switch.left_out))
-        return self._warn(table)
+        switch = self.observation.switch
+        outputs, self._outputs = switch.outputs if self._outputs is None else None, switch.outputs
+        self._sinks.write(step_record(self.step, numbers, heads, switch.left_out, outputs))
+        self._observed += 1
+        warnings = self._warn(table)
+        self._follow_loss(self.step, numbers.get("loss"))
+        return warnings
 
     def _read_spectra(self) -> tuple[list[Spectra], Exception | None]:
         """The spectra of the current weights, or the error that stopped them from being read."""
@@ -375,7 +429,8 @@ class RunMonitor:
                 continue
             advice = self._advice_for(condition)
             records = [
-                warning_record(self.step, layer, head, names[layer], row, condition, advice) for layer, head, row in new
+                warning_record(self.step, layer, head, names[layer], row, condition, advice, self._fitting)
+                for layer, head, row in new
             ]
             self.warned |= {(layer, head, condition.text) for layer, head, _ in new}
             for record in records:
@@ -384,6 +439,7 @@ class RunMonitor:
                 logger.warning(warning_line(self.step, condition, records), extra={"about_heads": True})
             self._report_once(f"{advice}{self._sinks.log_hint()}", about=advice, about_heads=True)
             warnings += records
+        self._warnings += warnings
         return warnings
 
     def _advice_for(self, condition: Condition) -> str:
@@ -393,7 +449,10 @@ class RunMonitor:
         assert self.observation is not None
         if condition.text not in self._advice:
             remedy = remedy_for(condition)
-            fitting = controls_that_fit(self.observation.model, remedy) if self._reduced else []
+            model = self.observation.model
+            fitting = controls_that_fit(model, remedy) if self._reduced else []
+            if not self._advice and self._reduced:
+                self._fitting = controls_that_fit(model, AT_HOT_RATES)
             self._advice[condition.text] = remedy.words(fitting)
         return self._advice[condition.text]
 
@@ -401,6 +460,16 @@ class RunMonitor:
         """Write the losses of unobserved steps that have arrived from the device; with `wait` all of them."""
         for step, loss in self._pending.take(wait):
             self._sinks.write(loss_record(step, loss))
+            self._follow_loss(step, loss)
+
+    def _follow_loss(self, step: int, loss: float | None) -> None:
+        """Add a loss to the course of the run. One that is not finite is told when it arrives."""
+        if loss is None:
+            return
+        lost = self._course.lost_at
+        self._course.add(step, loss)
+        if lost is None and self._course.lost_at is not None:
+            self._tell_verdict(f"step {step}")
 
     def _report_once(self, message: str, about: Any = None, about_heads: bool = False) -> None:
         """Log a problem of the monitor itself once per subject, since it must not end a training run. Messages about
@@ -410,6 +479,14 @@ class RunMonitor:
         if key not in self._reported and is_first_rank():
             logger.warning("step %d: %s", self.step, message, extra={"about_heads": about_heads})
         self._reported.add(key)
+
+
+def _end_with_process(monitor: ref[RunMonitor]) -> None:
+    """Say how a run ended whose loop did not detach its monitor: by an exception, or because the script is over."""
+    running = monitor()
+    if running is not None and running.attached:
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        running.end_run("" if error is None else type(error).__name__)
 
 
 def is_first_rank() -> bool:

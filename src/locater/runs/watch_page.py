@@ -25,11 +25,12 @@ from urllib.parse import parse_qs, urlsplit
 
 from locater.errors import LocaterError
 from locater.findings import EXPLODING, FLAGS
+from locater.redacted_and_escaped_text import one_line
 from locater.report.pages import assemble, flag_table, short_name
 from locater.runs.page_data import VALUES, Curve, pack, thin
 from locater.runs.records import Record
 from locater.runs.run_log import Run, RunReader, find_log, lines_of
-from locater.safe_text import one_line
+from locater.runs.verdict import LossCourse
 from locater.version import __version__
 
 # ---- the log of a run while it grows, and what is new in it since the last request of a live page ----
@@ -54,6 +55,7 @@ class LogFollower:
         self._fingerprint = b"", b""  # of the part that has been read
         self._sent: dict[int, list[Record]] = {}  # the steps drawn at the last few revisions
         self._curves: dict[str, Curve] = {}
+        self._course = LossCourse()
         self._drawn: dict[int, tuple[Record, Record]] = {}  # by step: a record without and with numbers of heads
         self._rewrites = 0
 
@@ -141,18 +143,19 @@ class LogFollower:
         run = reader.run()
         assert run is not None
         if reader.rewrites != self._rewrites:
-            self._curves, self._rewrites = {}, reader.rewrites
+            self._curves, self._rewrites, self._course = {}, reader.rewrites, LossCourse()
         for name, points in reader.curves.items():
             curve = self._curves.setdefault(name, Curve())
             for point in points[curve.count :]:
                 curve.add(point)
+        self._course.extend(run.losses[self._course.count :])
         drawn, stride = thin(run, self.room)
         pairs = zip(self._sent.get(after, []), drawn, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
         self._sent = {**dict(list(self._sent.items())[-3:]), self._revision: drawn}
         self._read_heads(reader, drawn)
         drawn_run = replace(run, with_heads=lambda records: [self._drawn[record["step"]][1] for record in records])
-        return pack(drawn_run, drawn, stride, same, self._curves)
+        return pack(drawn_run, drawn, stride, same, self._curves, self._course)
 
     def _read_heads(self, reader: RunReader, drawn: list[Record]) -> None:
         """Keep the numbers of the drawn steps and no others, since a page has room for only so many."""

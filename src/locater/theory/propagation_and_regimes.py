@@ -16,17 +16,18 @@ W need not be symmetric anywhere here. docs/theory.md sections 3 to 5.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.quasirandom import SobolEngine
 
 from locater.numerics import as_float64, spread_over_workers
 from locater.spectrum import Moments
 from locater.theory.entropy import variance_at
-from locater.theory.gaussian_surrogate import symmetric_root
+from locater.theory.gaussian_tokens_and_covariance_root import symmetric_root
 
 SKEW_LIMIT = 0.75  # |g1| above which the mixture is used: the closed form of a near-projector is off by 0.05 there
 DRAWS = 4096
@@ -148,16 +149,44 @@ def _mixture(m: Moments, scale: float, u: Tensor, b: Tensor, upper: float, draws
     A, B, G, size = A / query, B / key, G / (query * key).sqrt(), scale * (query * key).sqrt()[..., 0]
     # covariance of (W_Q y, W_K y)
     covariance = torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2)
-    root = spread_over_workers(symmetric_root, covariance.cpu()).to(device)
-    # the same numbers on all devices
-    generator = torch.Generator("cpu").manual_seed(seed)
-    noise = torch.randn(draws, 2 * h, dtype=torch.float64, generator=generator, device="cpu").to(device)
+    forms = spread_over_workers(_forms_of_normals, covariance.cpu()).to(device)
+    noise = _normals(draws, 2 * h, seed).to(device)
     for index in np.ndindex(A.shape[:-2]):  # one head at a time, so that memory is draws x positions for any batch
-        y = noise @ root[index].mT
-        q = size[index] * (y[:, :h] * y[:, h:]).sum(-1, keepdim=True)
-        r_sq = size[index] ** 2 * ((y[:, :h] @ B[index]) * y[:, :h]).sum(-1, keepdim=True)
-        out[index] = _between(q * u, r_sq * b, -1.0, upper).mean(0)
+        q, r_sq = (((noise @ form) * noise).sum(-1, keepdim=True) for form in forms[index].split(2 * h))
+        out[index] = _between(size[index] * q * u, size[index] ** 2 * r_sq * b, -1.0, upper).mean(0)
     return out
+
+
+MIXED_IN = 0.1  # of the form of the variance: it decides on directions of equal means
+TIE = 1e-7  # of a fixed form, for directions that are equal in both
+
+
+def _forms_of_normals(covariance: Float[Tensor, "*n k k"]) -> Float[Tensor, "*n two_k k"]:
+    """Symmetric matrices of q = z^T (first k rows) z and r^2 = z^T (last k rows) z, where z has k independent normal
+    numbers, from the covariance of (W_Q y, W_K y).
+
+    Their basis is a property of the two forms, strongest directions first: what is drawn for a head depends on no order
+    or basis of its channels, and on no solver, and draws that are spread evenly are so where it counts.
+    """
+    h = covariance.shape[-1] // 2
+    root = symmetric_root(covariance)
+    query, key = root[..., :h, :], root[..., h:, :]
+    q, r_sq = (query.mT @ key + key.mT @ query) / 2, query.mT @ covariance[..., h:, h:] @ query
+    size = r_sq.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(1e-300).sqrt()
+    fixed = torch.linspace(0, 1, 2 * h, dtype=root.dtype).diag()
+    values, basis = torch.linalg.eigh(q + MIXED_IN * r_sq / size + TIE * size * fixed)
+    order = values.abs().argsort(-1, descending=True)
+    basis = basis.gather(-1, order.unsqueeze(-2).expand_as(basis))
+    strongest = torch.linalg.eigh(r_sq + TIE * size**2 * fixed)[1][..., -1:]
+    basis = torch.where((basis.mT @ strongest).mT < 0, -basis, basis)  # the sign of all at once changes nothing
+    return torch.cat([basis.mT @ q @ basis, basis.mT @ r_sq @ basis], -2)
+
+
+@lru_cache(maxsize=4)
+def _normals(draws: int, count: int, seed: int) -> Tensor:
+    """Rows of independent normal numbers, spread more evenly than chance would (a scrambled Sobol sequence)."""
+    even = SobolEngine(count, scramble=True, seed=seed).draw(draws, dtype=torch.float64)
+    return torch.special.ndtri(even.clamp(1e-12, 1 - 1e-12))
 
 
 def _mean_diagonal(x: Tensor) -> Tensor:

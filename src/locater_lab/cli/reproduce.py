@@ -111,10 +111,6 @@ Again = Annotated[
 ]
 
 
-KEPT = Path(__file__).parents[3] / "docs" / "results"  # in the tree; a wheel has no training runs
-SHARED = ("bao2024-runs.jsonl", "mechanisms-runs.jsonl")  # of papers that have no file of their own
-
-
 def run(
     papers: Names = None,
     quick: Quick = False,
@@ -236,18 +232,10 @@ def _rests_on_runs(paper: Paper, claim: Claim) -> bool:
     return any(study.on_runs and claim in study.claims for study in paper.studies)
 
 
-def kept_runs(paper: Paper) -> list[Path]:
-    """The training runs that the tree keeps for a paper: a file of its own, or the shared ones; the last counts most."""
-    if paper.kept:
-        return [KEPT / name for name in paper.kept if (KEPT / name).is_file()]
-    own = KEPT / f"{paper.name}-runs.jsonl"
-    shared = [KEPT / name for name in SHARED if any(study.on_runs and study.needs_data for study in paper.studies)]
-    return [own] if own.is_file() else [path for path in shared if path.is_file()]
-
-
 def _find_kept_runs(paper: Paper, claim: str | None, log: Callable[[str], None]) -> list[Path]:
     """The kept runs, where these claims rest on any; a line says which they are, or that there are none."""
     from locater_lab.engine.reproduction import select_claims
+    from locater_lab.engine.runs import kept_runs
 
     run_claims = [c.id for c in select_claims(paper, claim) if _rests_on_runs(paper, c)]
     if not run_claims:
@@ -330,6 +318,7 @@ def _read_document(path: Path, paper: Paper) -> dict[str, Any]:
 
 def _say_how_long(papers: Iterable[Paper], quick: bool, log: Callable[[str], None]) -> None:
     """Processor time by the kept documents, of those that were measured in the same way."""
+    from locater_lab.engine.runs import KEPT
     from locater_lab.engine.verdict_text import time_spent
 
     spent: dict[str, float] = {}
@@ -347,6 +336,7 @@ def _say_how_long(papers: Iterable[Paper], quick: bool, log: Callable[[str], Non
 def _judged_again(path: Path, paper: Paper, log: Callable[[str], None]) -> dict[str, Any]:
     """A kept document judged again; studies that read kept runs alone, which takes moments, are measured."""
     from locater_lab.engine.reproduction import Setting, judge_again, reproduce
+    from locater_lab.engine.runs import kept_runs
 
     document, files = _read_document(path, paper), kept_runs(paper)
     studies = tuple(study for study in paper.studies if files and study.on_runs and not study.on_models)

@@ -20,7 +20,7 @@ from locater.cli.options import JsonPath
 from locater.cli.shell import Command, check_writable, examples_text
 from locater.errors import LocaterError
 from locater.files import write_whole
-from locater.safe_text import one_line, terminal_behind
+from locater.redacted_and_escaped_text import one_line, terminal_behind
 
 if TYPE_CHECKING:
     from locater_lab.train.plan import Plan

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, Literal
 
+from locater.numerics import LEVEL, interval, probability_within
+
 Relation = Literal["at most", "at least", "about"]
 Judgement = Literal["holds", "fails", "undecided"]
 Author = Literal["paper", "summary", "ours"]
@@ -235,52 +237,6 @@ def _judge_sides(all_of_it: bool, none_of_it: bool) -> Judgement:
 # A page with many claims would decide some by chance, so its claims are corrected for multiple comparisons (Holm), those
 # of the paper, of summaries and ours each by themselves: the smallest p must be at most 0.05 / m, the next
 # 0.05 / (m - 1), and so on. The chance that one claim or more of such a family is decided wrongly is then at most 5 %.
-
-
-LEVEL = 0.05
-
-
-def probability_within(t: float, freedom: int) -> float:
-    """P(|T| <= t) of Student's t with a whole number of degrees of freedom, by its finite sum.
-
-    >>> round(probability_within(12.706, 1), 4), round(probability_within(4.303, 2), 4), round(probability_within(2.365, 7), 4)
-    (0.95, 0.95, 0.95)
-    """
-    angle = math.atan(t / math.sqrt(freedom))
-    term = math.cos(angle) if freedom % 2 else 1.0
-    total = 0.0
-    for power in range(1 + freedom % 2, freedom, 2):  # of even freedom 1, 3, ..., of odd 2, 4, ...
-        total += term
-        term *= math.cos(angle) ** 2 * power / (power + 1)
-    if freedom % 2:
-        return 2 / math.pi * (angle + math.sin(angle) * total)
-    return math.sin(angle) * total
-
-
-def quantile(freedom: int, level: float = LEVEL) -> float:
-    """The t with P(|T| > t) = level.
-
-    >>> [round(quantile(n), 3) for n in (1, 2, 7)]
-    [12.706, 4.303, 2.365]
-    """
-    low, high = 0.0, 1.0
-    while probability_within(high, freedom) < 1 - level:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if probability_within(middle, freedom) < 1 - level else (low, middle)
-    return high
-
-
-def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
-    """Mean and half-width; one value has no interval, and its half-width is infinite.
-
-    >>> tuple(round(x, 3) for x in interval([1.0, 2.0, 3.0]))
-    (2.0, 2.484)
-    """
-    if len(values) < 2:
-        return fmean(values), math.inf
-    return fmean(values), quantile(len(values) - 1, level) * stdev(values) / math.sqrt(len(values))
 
 
 def p_value(values: Sequence[float], stated: float) -> float:

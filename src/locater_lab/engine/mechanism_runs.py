@@ -25,7 +25,7 @@ from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.engine.reproduction import Paper
 from locater_lab.engine.runs import Arm, Row, Runs, expected_rows
 from locater_lab.mechanisms import mechanisms
-from locater_lab.train.measures import SINK
+from locater_lab.train.map_measures_and_diverged_layer import SINK
 from locater_lab.train.plan import Plan
 
 # ---- The plan of the zoo ----

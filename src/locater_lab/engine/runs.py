@@ -28,9 +28,9 @@ from locater.errors import LocaterError, first_line
 from locater.runs.run_log import LOG, read_run
 from locater.torch_private import compiler_module
 from locater.version import __version__
-from locater_lab.data.tokens import TOKENS_FOLDER, shared_tokens
-from locater_lab.engine.reproduction import round_numbers
-from locater_lab.train.measures import SINK
+from locater_lab.data.word_tokenizer import TOKENS_FOLDER, shared_tokens
+from locater_lab.engine.reproduction import Paper, round_numbers
+from locater_lab.train.map_measures_and_diverged_layer import SINK
 from locater_lab.train.plan import Plan
 from locater_lab.train.run_folder import PACE
 from locater_lab.train.sweep import append_line, read_lines
@@ -422,3 +422,18 @@ class Arm:
         """The same of all seeds; None while one is missing."""
         found = self.lines_so_far(runs)
         return found if len(found) == self.seeds else None
+
+
+# ---- runs that the tree keeps ----
+
+KEPT = Path(__file__).parents[3] / "docs" / "results"  # in the tree; a wheel has no training runs
+SHARED = ("bao2024-runs.jsonl", "mechanisms-runs.jsonl")  # of papers that have no file of their own
+
+
+def kept_runs(paper: Paper) -> list[Path]:
+    """The training runs that the tree keeps for a paper: a file of its own, or the shared ones; the last counts most."""
+    if paper.kept:
+        return [KEPT / name for name in paper.kept if (KEPT / name).is_file()]
+    own = KEPT / f"{paper.name}-runs.jsonl"
+    shared = [KEPT / name for name in SHARED if any(study.on_runs and study.needs_data for study in paper.studies)]
+    return [own] if own.is_file() else [path for path in shared if path.is_file()]

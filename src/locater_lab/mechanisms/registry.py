@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from locater.calls.call import OtherAttention
+from locater.calls.call_and_masks import OtherAttention
 from locater.errors import LocaterError
 from locater.kernels import Terms
 from locater.registry import Registry

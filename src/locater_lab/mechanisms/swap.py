@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call import Call
+from locater.calls.call_and_masks import Call
 from locater.calls.interceptors import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward_controls import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.calls.attention_interface import listening_function
-from locater.calls.call import OtherAttention
+from locater.calls.call_and_masks import OtherAttention
 from locater.errors import LocaterError, first_line
 from locater.sources.open_source import open_source
 from locater_lab.mechanisms.fusion import Fusion, layer_fusion

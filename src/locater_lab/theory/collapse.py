@@ -17,7 +17,7 @@ from torch import Tensor
 from locater.brief import brief
 from locater.errors import LocaterError
 from locater.measures import composite_norm, token_residual
-from locater.theory.gaussian_surrogate import symmetric_root
+from locater.theory.gaussian_tokens_and_covariance_root import symmetric_root
 
 # ---- A transformer block as a function on tokens, and a stack of such blocks ----
 

@@ -35,7 +35,7 @@ from locater_lab.train.controls_and_conversion import (
     restore,
 )
 from locater_lab.train.data import open_data
-from locater_lab.train.measures import SEQUENCES, find_diverged_layer, measure, why_unread
+from locater_lab.train.map_measures_and_diverged_layer import SEQUENCES, find_diverged_layer, measure, why_unread
 from locater_lab.train.optimizer_and_learning_rate import (
     compile_model,
     deterministic_algorithms,

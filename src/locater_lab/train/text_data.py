@@ -24,7 +24,7 @@ from locater.inputs.tokenizer import (
     make_tokenizer,
     tokenizer_of_run,
 )
-from locater_lab.data.tokens import WordTokenizer, load_or_make
+from locater_lab.data.word_tokenizer import WordTokenizer, load_or_make
 from locater_lab.train.batches import IGNORED, Batch, draw, next_token_pair
 from locater_lab.train.plan import Plan
 

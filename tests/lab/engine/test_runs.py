@@ -180,7 +180,7 @@ PROCESSES = """
 import os
 from concurrent.futures import ProcessPoolExecutor
 from locater_lab.engine.runs import _set_token_folder, process_context
-from locater_lab.data.tokens import TOKENS_FOLDER
+from locater_lab.data.word_tokenizer import TOKENS_FOLDER
 for folder in ("first", "second"):
     with ProcessPoolExecutor(1, process_context(), _set_token_folder, (folder,)) as pool:
         assert pool.submit(os.getenv, TOKENS_FOLDER).result() == folder

@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from locater.numerics import LEVEL, interval, probability_within, quantile
 from locater_lab.engine.claims import (
     FEWEST_SEEDS,
-    LEVEL,
     Claim,
     Measurement,
     by_seed,
     decided_by_holm,
-    interval,
     judge_together,
     p_value,
-    probability_within,
-    quantile,
     verdict_of,
 )
 from locater_lab.engine.verdict_text import measured_text, possible_ends

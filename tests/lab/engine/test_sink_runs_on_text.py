@@ -23,7 +23,7 @@ from locater_lab.engine.mechanism_runs import (
     text_sink_tables,
 )
 from locater_lab.engine.runs import Runs, train
-from locater_lab.train.measures import SINK
+from locater_lab.train.map_measures_and_diverged_layer import SINK
 from tests.lab.made_runs import fill_text, text_line
 
 

@@ -16,12 +16,11 @@ import torch
 
 from locater.errors import LocaterError
 from locater_lab.cli import reproduce as command_module
-from locater_lab.cli.reproduce import kept_runs
 from locater_lab.engine.claims import by_seed
 from locater_lab.engine.figures import Cells, Panel, Series, draw
 from locater_lab.engine.pages import page, write_report
 from locater_lab.engine.reproduction import join_documents
-from locater_lab.engine.runs import Runs
+from locater_lab.engine.runs import Runs, kept_runs
 from locater_lab.engine.verdict_text import measured_text, stated_text
 from locater_lab.papers import (
     PAPERS,
@@ -202,7 +201,7 @@ def test_the_kept_runs_are_used_unless_others_are_given(
     assert json.loads(named.out)["claims"] == json.loads(by_default.out)["claims"]
     # it needs both
     assert [path.name for path in kept_runs(PAPERS["zhai2023"])] == ["bao2024-runs.jsonl", "mechanisms-runs.jsonl"]
-    monkeypatch.setattr(command_module, "KEPT", tmp_path)
+    monkeypatch.setattr(engine_runs, "KEPT", tmp_path)
     without = run("reproduce", "bao2024", "--quick", "--claim", "c1")
     assert (without.status, "undecided" in without.out) == (0, True)
     assert "no training runs come with this installation, so c1 stays open: give --runs PATH" in without.err

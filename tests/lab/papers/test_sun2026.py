@@ -66,7 +66,7 @@ def test_loops_by_hand() -> None:
 
 
 def test_a_planted_sink_is_seen_where_it_is() -> None:
-    from locater_lab.train.measures import map_numbers
+    from locater_lab.train.map_measures_and_diverged_layer import map_numbers
 
     for at, first_too in ((0, 1.0), (16, 0.0)):
         q, k = sinks_and_spikes.planted_head(0, strength=12.0, at=at)

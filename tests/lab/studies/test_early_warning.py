@@ -14,9 +14,10 @@ import pytest
 import torch
 from scipy import stats
 
+import locater
 from locater import Monitor
 from locater_lab.studies import early_warning
-from locater_lab.studies.early_warning import first_runs, plan, training
+from locater_lab.studies.early_warning import first_runs, plan, rescue, rescue_judging, run_verdicts, training
 from locater_lab.studies.early_warning import judging as judge
 
 ROOT = Path(__file__).parents[3]
@@ -194,3 +195,164 @@ def test_negative_decay_and_muon_reach_the_parameters() -> None:
     assert all(group["weight_decay"] == -20 for x in made for group in x.param_groups)
     numbers = sum(p.numel() for x in made for group in x.param_groups for p in group["params"])
     assert numbers == sum(p.numel() for p in model.parameters())
+
+
+# Verdicts of runs
+
+
+def test_the_page_of_verdicts_is_that_of_the_kept_runs() -> None:
+    unseen, new = (
+        [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+        for name in (run_verdicts.UNSEEN, run_verdicts.LINES)
+    )
+    assert (RESULTS / run_verdicts.PAGE).read_text() == run_verdicts.page_text(unseen, new)
+    assert [line["name"] for line in new] == [run.name for run in run_verdicts.planned_runs()]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in run_verdicts.KINDS if kind.build != "Qwen3"], ids=lambda k: k.build)
+def test_a_planted_head_is_the_head_that_it_is_called(kind: plan.ModelKind) -> None:
+    model = plan.build_model(kind, plan.TrainingRun(kind.name, "one", 0)).train()
+    batch = torch.randint(256, (1, 8))
+
+    def logits() -> list[list[float]]:
+        with locater.observe(model) as seen:
+            model(input_ids=batch, use_cache=False)
+        rows = sorted(seen.rows, key=lambda row: (row.layer, row.head))
+        return [[row.max_logit for row in rows if row.layer == layer] for layer in (0, 1)]
+
+    before = logits()
+    run_verdicts.query_of(model, 1, 2).mul_(1.5)
+    after = logits()
+    assert after[0] == before[0]
+    assert [a != b for a, b in zip(after[1], before[1], strict=True)] == [False, False, True, False]
+
+
+# The rescue trial
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any]:
+    """The line of a hot toy run with a state, and what makes its branches."""
+    size = replace(rescue.TOY, steps=36, branch=5, batch=2, length=16, kinds=("gpt2-a",))
+    tokens, states = (tmp_path_factory.mktemp(name) for name in ("tokens", "states"))
+    np.save(tokens / "wiki.npy", np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8))
+    run = next(run for run in rescue.base_runs(size) if run.rate > 1)
+    line = rescue.train_base(run, tokens, states, "cpu", size)
+    return line, lambda arm: rescue.train_branch(run, arm, tokens, states, "cpu", size)
+
+
+def test_a_branch_in_which_nothing_is_done_is_the_run_itself(forked: Any) -> None:
+    line, branch = forked
+    assert line["state"] == "alarmed"
+    plain = branch("nothing")
+    rest = line["losses"][plain["step"] :]
+    assert [round(x, 3) for x in plain["losses"][: len(rest)]] == rest
+    assert len(rest) >= 3
+
+
+def test_each_arm_changes_what_it_says(forked: Any) -> None:
+    _, branch = forked
+    lines = {arm: branch(arm) for arm in ("nothing", *rescue.CLIPPING, "freeze", "half")}
+    plain = lines["nothing"]["losses"]
+    assert all(line["losses"][1:] != plain[1:] for arm, line in lines.items() if arm != "nothing")
+    assert lines["half"]["losses"][0] == lines["freeze"]["losses"][0] == plain[0]
+    named, drawn = ({tuple(head) for head in lines[arm]["heads"]} for arm in ("named", "random"))
+    assert named
+    assert len(named) == len(drawn)
+    assert not named & drawn
+    assert named <= {tuple(head) for head in lines["layer"]["heads"]} <= {tuple(head) for head in lines["all"]["heads"]}
+
+
+def test_frozen_queries_stay(forked: Any) -> None:
+    model = plan.build_model(plan.BY_NAME["llama-b"], plan.TrainingRun("llama-b", "one", 0))  # two heads share a key
+    frozen = rescue.FrozenHeads(model, [(1, 2)])
+    before = [layer.query.weight().detach().clone() for layer in rescue.attention_layers(model)]
+    keys = [layer.key.weight().detach().clone() for layer in rescue.attention_layers(model)]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    frozen.restore()
+    for number, layer in enumerate(rescue.attention_layers(model)):
+        stays = (layer.query.weight() == before[number]).all(1).view(layer.heads, -1).all(1).tolist()
+        assert stays == [number == 1 and head == 2 for head in range(layer.heads)]
+        assert not (layer.key.weight() == keys[number]).any()
+
+
+def test_states_are_chosen_by_sort_and_kind() -> None:
+    lines = [
+        {"name": f"{kind} {sort} {i}", "run": {"kind": kind}, "state": sort}
+        for kind in ("a", "b")
+        for sort in ("alarmed", "quiet", "")
+        for i in range(9)
+    ]
+    chosen = rescue.chosen_states(lines, replace(rescue.TOY, states=10, of_kind=6))
+    counts = Counter(name.rsplit(" ", 1)[0] for name in chosen)
+    assert sum(counts.values()) == 20
+    assert set(counts) == {"a alarmed", "b alarmed", "a quiet", "b quiet"}
+    assert max(counts.values()) <= 6
+
+
+CALM = [3.0] * 100
+RISEN = [3.0] * 60 + [4.0] * 40
+
+
+def trial(saving: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Forty alarmed runs that rise from step 60 on, and one arm that stops it, beside ten ordinary runs."""
+    warning = [{"step": 31, "flag": "exploding", "layer": 0, "head": 0, "value": 300.0}]
+    shared = {
+        "norms": [1.0] * 100,
+        "rivals": [[1, 1.0, 0.1]],
+        "observed": [[1, 0, 10.0, 1.0, 0.5], [91, 0, 90.0, 1.0, 0.5]],
+    }
+    usual = {"run": {"kind": "a", "rate": 1.0, "cause": ""}, "losses": CALM, "warnings": [], **shared}
+    hot = {"run": {"kind": "a", "rate": 4.0, "cause": "rate"}, "losses": RISEN, "warnings": warning, **shared}
+    base = [{"name": f"usual {i}", **usual} for i in range(10)] + [{"name": f"hot {i}", **hot} for i in range(40)]
+    branches = [
+        {
+            "name": f"hot {i}",
+            "sort": "alarmed",
+            "step": 31,
+            "arm": arm,
+            "losses": (CALM if arm == saving else RISEN)[31:],
+        }
+        for i in range(40)
+        for arm in rescue.ARMS
+    ]
+    quiet = [
+        {"name": f"usual {i}", "sort": "quiet", "step": 31, "arm": "nothing", "losses": CALM[31:]} for i in range(10)
+    ]
+    return base, branches + quiet
+
+
+def test_an_arm_that_saves_is_found_and_one_that_does_not_is_not() -> None:
+    found = rescue_judging.judge_trial(*trial("named"))
+    assert found["r1"] is not None
+    assert (found["r1"].value, found["r1"].numbers) == (1.0, {"states": 40, "saved": 40, "lost": 0})
+    assert found["r2"] is not None
+    assert found["r2"].value == 1.0
+    layer = rescue_judging.judge_trial(*trial("layer"))
+    assert layer["r1"] is not None
+    assert layer["r3"] is not None
+    assert (layer["r1"].value, layer["r1"].p, layer["r3"].value) == (0.0, 1.0, 1.0)
+
+
+def test_states_too_few_are_not_judged_and_those_that_had_failed_are_none() -> None:
+    base, branches = trial("named")
+    few = [branch for branch in branches if int(branch["name"].split()[1]) < 5]
+    assert rescue_judging.judge_trial(base, few)["r1"] is None
+    late = [{**branch, "step": 95} for branch in branches]
+    assert [s["sort"] for s in rescue_judging.states_of(base, late)] == ["quiet"] * 10
+
+
+def test_signals_are_compared_at_the_false_alarms_of_the_released_rule() -> None:
+    base, branches = trial("named")
+    found = rescue_judging.judge_trial(base, branches)["r7"]
+    assert found is not None
+    assert found.value == 1.0, "the largest logit of hot runs is that of ordinary ones, and no ordinary run may alarm"
+    assert rescue_judging.bound_for(rescue_judging.SIGNALS["largest logit"], base[:10], 0) == 90.0
+
+
+def test_fisher_is_that_of_scipy() -> None:
+    for a, of_a, b, of_b in ((8, 10, 1, 10), (3, 7, 5, 9), (0, 5, 5, 5)):
+        expected = stats.fisher_exact([[a, of_a - a], [b, of_b - b]]).pvalue
+        assert rescue_judging.fisher(a, of_a, b, of_b) == pytest.approx(expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from locater_lab.engine.runs import Row
 from locater_lab.papers.bao2024 import measured_logits
 from locater_lab.papers.bao2024.arms import BASE, SHORT
 from locater_lab.studies import which_control as script
+from locater_lab.studies.which_control import copying
+from locater_lab.train.sweep import read_lines
 from tests import ROOT
 
 PAGE = ROOT / "docs" / script.PAGE
@@ -42,18 +45,21 @@ def interval(values: list[float], digits: int, sign: str = "") -> str:
 
 
 def row_of(name: str) -> str:
-    (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
-    return row
+    """In the first table that has it; the task of copies has the second."""
+    return next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
 
 
 def test_the_kept_document_is_that_of_the_files(document: dict[str, Any]) -> None:
     costs = {n: json.loads((ROOT / "benchmarks/results" / file).read_text()) for n, file in script.COSTS.items()}
     found = script.results_of(document, costs)
     kept = json.loads((ROOT / "docs" / script.PAPER.document_file).read_text())
-    (study,) = kept["studies"].values()
-    assert study["tables"] == found.tables, "locater reproduce which-control"
+    lines = {(x["arm"], x["seed"]): x for x in read_lines(ROOT / "docs/results" / copying.COPY_RUNS)}
+    copies = copying.copying_results(lines)
+    for study, results in zip(kept["studies"].values(), (found, copies), strict=True):
+        assert study["tables"] == results.tables, "locater reproduce which-control"
+    measured = {**found.measured, **copies.measured}
     for claim in kept["claims"]:
-        assert claim["measured"] == pytest.approx(found.measured[claim["id"]].value, rel=1e-4)
+        assert claim["measured"] == pytest.approx(measured[claim["id"]].value, rel=1e-4)
 
 
 def test_its_numbers_are_those_of_the_runs(lines: dict[str, dict[str, Any]]) -> None:
@@ -129,3 +135,17 @@ def test_costs_are_those_of_the_benchmark(document: dict[str, Any], tmp_path: Pa
     assert len({len(row) for row in tables["rows"]}) == 1, "columns"
     assert tables["machines"][0].startswith("- CPU: a processor")
     assert tables["machines"][1].startswith("- GPU: not measured yet")
+
+
+def test_a_copy_is_learned_where_the_mean_of_five_losses_is_half_of_log_64() -> None:
+    level = math.log(64)
+    assert copying.learned_at([level] * 10) is None
+    assert copying.learned_at([level] * 10 + [0.0] * 10) == 13  # two of five are left of the high ones, 0.4 of log 64
+
+
+def test_arms_of_a_seed_have_the_same_batches_and_the_control_acts() -> None:
+    plain, held, decayed = (
+        copying.train_arm(arm, 3, steps=3) for arm in ("none", "LocAteR, effective", "weight decay 0.3")
+    )
+    assert plain["losses"][0] == held["losses"][0] == decayed["losses"][0]
+    assert plain == {**copying.train_arm("none", 3, steps=3), "seconds": plain["seconds"]}

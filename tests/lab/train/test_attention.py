@@ -27,7 +27,7 @@ from locater_lab.models.transformer import rotate
 from locater_lab.train import Plan, Shape, Transformer, load, run, sweep
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls_and_conversion import check_controls
-from locater_lab.train.measures import find_diverged_layer, why_unread
+from locater_lab.train.map_measures_and_diverged_layer import find_diverged_layer, why_unread
 from tests.conftest import Result as Ran
 from tests.lab.train.test_parts import TINY, corpus
 from tests.lab.train.test_runs import Cut, cut_at, weights

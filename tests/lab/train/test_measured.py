@@ -15,7 +15,7 @@ from locater import observe
 from locater.measures import rank_residual
 from locater_lab.mechanisms import mechanisms
 from locater_lab.train import Plan, Transformer, run
-from locater_lab.train.measures import map_numbers, measure
+from locater_lab.train.map_measures_and_diverged_layer import map_numbers, measure
 from locater_lab.train.run_folder import Result
 from tests.lab.train.test_attention import IDS, SET, can_look_ahead, model_of, parts, plan
 

@@ -22,7 +22,7 @@ from locater_lab.train import Plan, Shape, Transformer, load, run
 from locater_lab.train import checkpoint as checkpoints
 from locater_lab.train.controls_and_conversion import controls, parse_control
 from locater_lab.train.data import open_data
-from locater_lab.train.measures import find_diverged_layer
+from locater_lab.train.map_measures_and_diverged_layer import find_diverged_layer
 from locater_lab.train.run_folder import plan_difference
 from locater_lab.train.text_data import split
 from tests.parity import redraw

@@ -12,7 +12,7 @@ import torch
 from locater import LocaterError
 from locater.inputs.text import batches
 from locater.inputs.tokenizer import ByteTokenizer, StartTokenizer, Tokenizer, make_tokenizer, without_start
-from locater_lab.data.tokens import WordTokenizer
+from locater_lab.data.word_tokenizer import WordTokenizer
 from locater_lab.train import Plan, load, run
 from locater_lab.train.data import open_data
 from tests.lab.train.test_runs import Cut, cut_at, plan, weights

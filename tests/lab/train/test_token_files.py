@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from locater.inputs.tokenizer import PairTokenizer, make_tokenizer
-from locater_lab.data.tokens import TOKENS_FOLDER, load_or_make, shared_tokens
+from locater_lab.data.word_tokenizer import TOKENS_FOLDER, load_or_make, shared_tokens
 from locater_lab.train import text_data
 from locater_lab.train.plan import Plan
 

@@ -13,7 +13,7 @@ import torch
 import locater
 from locater import LocaterError
 from locater.commands.explain_input_and_target import Entries
-from locater_lab.data.tokens import WordTokenizer
+from locater_lab.data.word_tokenizer import WordTokenizer
 from locater_lab.train import Plan, load, run
 from locater_lab.train.data import open_data
 from tests.lab.train.test_runs import Cut, cut_at, plan, weights

@@ -391,9 +391,8 @@ def _heads(seen: Examined, broken: set[str]) -> Iterator[Finding]:
             norms = sketch.square().sum((1, 2)).sqrt()
             if not bool((norms > 0).any()):
                 continue  # said of the layer
-            usual = float(
-                torch.cat([x.maps()[part].square().sum((1, 2)).sqrt() for x in near if part in x.maps()]).median()
-            )
+            around = torch.cat([x.maps()[part].square().sum((1, 2)).sqrt() for x in near if part in x.maps()])
+            usual = float(around[around > 0].median())  # most of them may be zero: the rest of a file is lost
             own = float(norms.median())
             for head, size in enumerate(norms.tolist()):
                 for number in _query_heads(heads, part, head):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,17 @@ from torch import nn
 from locater.commands.doctor.alone import findings_alone
 from locater.commands.doctor.beside_base import findings_beside
 from locater.commands.doctor.merge import open_adapter_on
+from locater.commands.doctor.on_text import check_text, examine_on_text
 from locater.commands.doctor.pairs import Paired, examine_pair
 from locater.commands.doctor.places import tensors_words
 from locater.commands.doctor.reading import Examined, Model, examine, find_attention, open_model, source_name
 from locater.commands.doctor.tensors import Facts
+from locater.commands.probing import HeadKey
 from locater.errors import DamagedError, LocaterError
 from locater.files import is_there, read_json
 from locater.findings.causes import Finding, finding
-from locater.numerics import finite_or_none
+from locater.inputs.text import Text
+from locater.numerics import finite_or_none, one_thread
 from locater.results.diagnosis import Diagnosis
 from locater.sources.open_source import Source, WrappedSource
 from locater.sources.remote import session
@@ -37,11 +40,13 @@ def doctor(
     base: Source | None = None,
     adapter: str | None = None,
     *,
+    text: Text | None = None,
+    tokenizer: Any = None,
     progress: Progress | None = None,
     download: bool = False,
     **names: Any,
 ) -> Diagnosis:
-    """Is this checkpoint what it should be? Every tensor of `source` is read once, and nothing is run.
+    """Is this checkpoint what it should be? Every tensor of `source` is read once; without `text` nothing is run.
 
     `source` and `base` are an nn.Module, a folder, a weights file, a hub id or an address. With `base`, doctor says
     what was done to it; with `adapter`, a folder of peft that should be merged into it, whether it was, once, and into
@@ -54,7 +59,8 @@ def doctor(
     start, shown = time.perf_counter(), source_name(source)
     if adapter is not None and base is None:
         raise LocaterError("--adapter says what should have been added to BASE: give --base too")
-    with session():
+    read = None if text is None else check_text(text)
+    with session(), one_thread():  # blocks are small: on a busy machine a team of threads takes ten times as long
         try:
             model = open_model(source, shown, download)
         except DamagedError as error:  # the files contradict themselves, so nothing more is known of them
@@ -73,21 +79,30 @@ def doctor(
             pairs = examine_pair(model, original, adapted, progress)
             seen, needs, found = pairs.own, [], findings_beside(pairs, adapted is not None)
     found += [*of_files, *unread_notes(seen)]
+    ran = None if read is None else examine_on_text(source, base, read, tokenizer, _places(pairs))
+    found += [] if ran is None else ran.findings
     return Diagnosis(
         shown,
         sorted(found, key=lambda item: ("fault", "change", "note").index(item.severity)),
         [tensor_row(fact, pairs) for fact in seen.facts.values()],
-        head_rows(seen, pairs),
+        head_rows(seen, pairs, {} if ran is None else ran.columns),
         {
             "tensors": len(seen.facts),
             "of": len(model.names),
             "bytes": seen.bytes + (pairs.base.bytes if pairs is not None else 0),
             "seconds": round(time.perf_counter() - start, 3),
+            **({} if ran is None else {"text": ran.numbers}),
         },
         base=None if base is None else source_name(base),
         adapter=adapter,
         needs=needs,
     )
+
+
+def _places(pairs: Paired | None) -> dict[HeadKey, HeadKey]:
+    """Where in MODEL each head of BASE is, of layers that are equivalent but for the order of their heads."""
+    equivalent = [] if pairs is None else [pair for pair in pairs.heads if pair.equivalent]
+    return {(pair.number, there): (pair.number, here) for pair in equivalent for here, there in enumerate(pair.order)}
 
 
 def stale_index(model: Model, source: Source) -> list[Finding]:
@@ -137,8 +152,12 @@ def tensor_row(fact: Facts, pairs: Paired | None) -> dict[str, Any]:
     }
 
 
-def head_rows(seen: Examined, pairs: Paired | None) -> list[dict[str, Any]]:
-    """Heads as the document has them: the spread of their logits, what they write, and both beside the base's."""
+def head_rows(
+    seen: Examined, pairs: Paired | None, on_text: Mapping[HeadKey, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Heads as the document has them: the spread of their logits, what they write, both beside the base's, and what
+    they do on a text.
+    """
     beside = {} if pairs is None else {x.number: x for x in pairs.heads}
     rows = []
     for heads in seen.heads:
@@ -148,5 +167,5 @@ def head_rows(seen: Examined, pairs: Paired | None) -> list[dict[str, Any]]:
             columns |= {"logits_difference": pair.logits_difference, "output_difference": pair.output_difference}
         for head in range(heads.heads):
             numbers = {name: None if x is None else finite_or_none(float(x[head])) for name, x in columns.items()}
-            rows.append({"layer": heads.number, "head": head, **numbers})
+            rows.append({"layer": heads.number, "head": head, **numbers, **on_text.get((heads.number, head), {})})
     return rows

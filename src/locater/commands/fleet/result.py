@@ -24,9 +24,9 @@ from locater.commands.fleet.store import Store
 from locater.defaults import LENGTH, Progress
 from locater.errors import LocaterError, first_line
 from locater.findings import FLAGS, Condition, crossings
+from locater.redacted_and_escaped_text import one_line
 from locater.results.document import Document
 from locater.results.scan import Scan
-from locater.safe_text import one_line
 
 if TYPE_CHECKING:
     import duckdb

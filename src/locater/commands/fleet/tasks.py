@@ -13,8 +13,8 @@ from locater.commands.fleet.store import Store, StoreError
 from locater.commands.scanning import scan
 from locater.errors import LocaterError, first_line
 from locater.files import read_json
+from locater.redacted_and_escaped_text import without_secrets
 from locater.results.scan import Scan
-from locater.safe_text import without_secrets
 from locater.sources.listing import identity
 from locater.sources.open_source import WrappedSource
 from locater.sources.weights import Weights

@@ -220,6 +220,7 @@ async function drawMatrix() {
 // ---- heads ----
 const patternAt = new Map(PATTERNS.map((p, i) => [p.layer * 65536 + p.head, i]));
 const shareAt = new Map(DATA.heads.map(h => [h[0] * 65536 + h[1], h[2]]));
+const lostWithout = new Map(DATA.heads.map(h => [h[0] * 65536 + h[1], h[3]]));
 function drawHeads() {
   const layers = DATA.layers, most = Math.max(1e-9, ...DATA.heads.map(h => Math.abs(h[2]))), signed = DATA.heads.some(h => h[2] < -0.02 * most), count = Math.max(1, ...layers.map(l => l.heads));
   if (!layers.length) { element("heads").setAttribute("hidden", ""); return; }
@@ -245,7 +246,7 @@ function ramp(svg, x, y, wide, most, signed) {
 }
 function readHead(key) {
   const l = Math.floor(key / 65536), v = shareAt.get(key), away = patternAt.has(key) ? "" : ` · its pattern is not on this page: --patterns ${DATA.layers[l].short}.${key % 65536}`;
-  element("read-heads").innerHTML = `<b>Layer ${escape(DATA.layers[l].short)}, head ${key % 65536}</b>${v === undefined ? "" : ` · ${percent(v)} of the target passes through it`}${escape(away)}`;
+  element("read-heads").innerHTML = `<b>Layer ${escape(DATA.layers[l].short)}, head ${key % 65536}</b>${v === undefined ? "" : ` · ${percent(v)} of the target passes through it`}${lostWithout.get(key) == null ? "" : ` · ${percent(lostWithout.get(key))} is lost without it`}${escape(away)}`;
 }
 // the input coloured by one row of the chosen head: of the token that is pointed at, else of the explained one
 let headStrip = null, headData = null;

@@ -2,7 +2,7 @@
 // Its data is in <script id="data">; a live page asks its server for news every two seconds. DATA.other is a second run.
 
 const DATA = JSON.parse(element("data").textContent);
-const blank = () => ({ name: "", steps: [], columns: [], layers: [], offsets: [], heads: 0, values: {}, scalars: {}, curves: {}, warnings: [], comparisons: {}, resumed: [], revision: 0 });
+const blank = () => ({ name: "", steps: [], columns: [], layers: [], offsets: [], heads: 0, values: {}, scalars: {}, curves: {}, warnings: [], comparisons: {}, verdict: null, resumed: [], revision: 0 });
 const runs = DATA.other ? [blank(), blank()] : [blank()]; // the second is drawn dashed over the first, on the same axes
 let run = runs[0]; // the one that maps, numbers and warnings show
 const state = { metric: "", over: "mean", curve: "loss", layer: 0, head: 0, step: null, flag: null, guide: true, all: false }; // step null: the last
@@ -280,6 +280,11 @@ function words() {
   const drawn = run.stride > 1 ? ` Drawn: one in ${run.stride} of them, the last, and those where a warning began (${run.steps.length} in all).` : "";
   element("counts").textContent = `${runs.length > 1 ? `${labelOf(runs.indexOf(run))}: ` : ""}${plural(run.heads, "head")} in ${plural(run.layers.length, "attention layer")}, ${observed}.${drawn}`
     + (run.resumed.length ? ` Resumed at step ${run.resumed.join(", ")}.` : "");
+  element("verdict").hidden = !run.verdict;
+  if (run.verdict) {
+    element("verdict").className = `verdict ${["failed", "stuck"].includes(run.verdict.state) ? "broken" : ""}`;
+    element("verdict").innerHTML = ["Verdict", "Why", "Next"].map((name, i) => `<dt>${name}</dt><dd>${escape(run.verdict.lines[i])}</dd>`).join("");
+  }
   if (DATA.live) {
     element("heading").textContent = runs.length > 1 ? `${labelOf(0)} and ${labelOf(1)}` : run.name;
     document.title = `${element("heading").textContent} · Locater`;

@@ -4,7 +4,7 @@
 with M (D, E), own and new (C, E), carried and keys (C, D), decay a number. Columns of M do not meet, so a program has
 some columns of one head and all its chunks. The gradient runs backwards, with G_n the whole gradient of M_{n+1}:
     dnew_n = dnew_n (from outside) + keys_n G_n,   G_{n-1} = dM_n (from outside) + decay_n G_n - carried_n^T dnew_n
-The other gradients are products for all chunks at once (`locater_lab.mechanisms.kernels.delta`).
+The other gradients are products for all chunks at once (`locater_lab.mechanisms.delta`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from locater.commands.probing import probe
 from locater.inputs.text import batches
 from locater.layers import AttentionLayer, Norm
 from locater.measures import ChannelMoments, normality_distance
-from locater.theory.gaussian_surrogate import gaussian_tokens
+from locater.theory.gaussian_tokens_and_covariance_root import gaussian_tokens
 from locater_lab.engine.claims import Claim, half_range
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, layer_inputs, model_folders

@@ -20,9 +20,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from locater import observe, scan
+from locater.numerics import interval
 from locater.observing.head_roles import match_scores
 from locater_lab.data.synthetic import NgramSource
-from locater_lab.engine.claims import Claim, by_seed, interval
+from locater_lab.engine.claims import Claim, by_seed
 from locater_lab.engine.devices_and_processes import map_parts
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.models.shape import Shape

@@ -28,7 +28,7 @@ from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Runs
 from locater_lab.mechanisms import mechanism
 from locater_lab.mechanisms.linear import taylor_features
-from locater_lab.train.measures import SINK
+from locater_lab.train.map_measures_and_diverged_layer import SINK
 
 # ---- d: cost ----
 

@@ -43,7 +43,7 @@ from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.mechanisms import mechanism, mechanisms
 from locater_lab.mechanisms.modules import attention_module
-from locater_lab.train.measures import SINK, map_numbers
+from locater_lab.train.map_measures_and_diverged_layer import SINK, map_numbers
 
 # ---- a: sinks and spikes as numbers ----
 

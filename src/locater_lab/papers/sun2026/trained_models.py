@@ -30,7 +30,7 @@ from locater_lab.engine.claims import Claim, Measurement, half_range
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.trained_models import HALVES, model_folders, read_each
 from locater_lab.papers.sun2026.sinks_and_spikes import LENGTH
-from locater_lab.train.measures import map_numbers
+from locater_lab.train.map_measures_and_diverged_layer import map_numbers
 
 # A SwiGLU MLP as a quadratic form, which it is where its gates are far above 0.
 

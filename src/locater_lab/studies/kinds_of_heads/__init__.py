@@ -25,7 +25,7 @@ from locater.errors import LocaterError
 from locater.findings.flags import LEVEL, LOCAL, ROLE_WEIGHT, UNIFORM
 from locater.layers import AttentionLayer, Norm
 from locater.observing.head_roles import matches
-from locater.theory.gaussian_surrogate import gaussian_tokens
+from locater.theory.gaussian_tokens_and_covariance_root import gaussian_tokens
 from locater_lab.engine.claims import Claim, Measurement, Relation
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
 from locater_lab.studies.kinds_of_heads.exhibits import (

@@ -13,7 +13,8 @@ from statistics import fmean, median
 from typing import Any
 
 from locater.errors import LocaterError
-from locater_lab.engine.claims import Claim, Measurement, by_seed, interval
+from locater.numerics import interval
+from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
 from locater_lab.engine.runs import Runs
 from locater_lab.studies.pretraining import plan

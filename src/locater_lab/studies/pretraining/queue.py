@@ -43,7 +43,7 @@ from locater_lab.engine.reproduction import round_numbers
 from locater_lab.engine.runs import SOURCES, Row, Runs, code_of_tree, process_context, with_data_folder
 from locater_lab.studies.pretraining import plan as plans
 from locater_lab.studies.pretraining.plan import BASES, STAGES, STREAM, Bases
-from locater_lab.train.measures import SINK
+from locater_lab.train.map_measures_and_diverged_layer import SINK
 from locater_lab.train.plan import Plan
 from locater_lab.train.streams import (
     StreamData,

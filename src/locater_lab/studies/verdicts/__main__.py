@@ -10,7 +10,7 @@ from pathlib import Path
 
 from locater_lab.studies.verdicts import bench
 from locater_lab.studies.verdicts.models import TINY, Model, trained_models
-from locater_lab.studies.verdicts.page import goal, page
+from locater_lab.studies.verdicts.page import goal, of_text, page
 
 ROOT = Path()  # of the repository, where make runs
 LINES, PAGE = ROOT / "docs" / "results" / "verdicts.jsonl", ROOT / "docs" / "verdicts.md"
@@ -40,6 +40,8 @@ def main() -> None:
     lines = bench.compact(args.lines)
     if args.lines == LINES:
         PAGE.write_text(page(lines, WHY))
+    if told := of_text(lines):
+        print(f"doctor --text, by the change of the loss:\n{told}")
     found = goal(lines)
     print(f"{len(lines)} lines: {args.lines}")
     print(f"doctor on models that judge: found {found['harmful'].found_text()}, named {found['harmful'].right_text()}, false alarms {found['alarms'].found} of {found['alarms'].of}")  # fmt: skip

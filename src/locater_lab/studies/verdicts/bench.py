@@ -187,6 +187,8 @@ class Bench:
             return False
         if call == "doctor --adapter":
             return self.adapter is not None and (fault.with_adapter or fault.name == "merged-once")
+        if call == "text":
+            return bool(self.model.kind) and fault.container not in ("gguf", "adapter")
         if fault.with_adapter:
             return False
         if call != "probe":
@@ -203,6 +205,7 @@ class Bench:
             "doctor --base": lambda: commands.doctor(path, base),
             "doctor --adapter": lambda: commands.doctor(path, base, adapter),
             "probe": lambda: commands.probe(path, models.ids_of(self.model)),
+            "text": lambda: commands.text(path, base, models.ids_of(self.model)),
         }
         said = asked[call]()
         for folder, name in ((path, "MODEL"), (self.folder, "."), (base, "BASE")):

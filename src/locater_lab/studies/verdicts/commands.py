@@ -12,16 +12,20 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 import locater
+from locater.commands.doctor.on_text import Behaviour, findings_on_text, run_on_tokens
 from locater.commands.load_model import load_model
 from locater.errors import LocaterError, first_line
 from locater.findings import crossings, parse_conditions
+from locater.inputs.text import batches
 from locater_lab.studies.verdicts.models import quiet
 
 SCAN_ON = "nonfinite,sharp"  # as the README has it, and action.yml
@@ -126,6 +130,33 @@ def doctor(path: Path, base: Path | None = None, adapter: Path | None = None) ->
         "status": int(bool(found.broken)),
         "says": str(found.verdict)[:300],
         "causes": causes,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+@cache
+def _base_on_text(base: Path, ids: tuple[tuple[int, ...], ...]) -> Behaviour:
+    return _on_text(base, torch.tensor(ids))
+
+
+def _on_text(path: Path, ids: Tensor) -> Behaviour:
+    with quiet():
+        module = load_model(str(path))
+    return run_on_tokens(module, batches(module, ids, batch=2))
+
+
+def text(path: Path, base: Path, ids: Tensor) -> Said:
+    """What `doctor --text` adds to the weights: a status of 1 where it calls the loss, or the output, a fault."""
+    start = time.perf_counter()
+    rows = ids if ids.ndim == 2 else ids[None]
+    try:
+        found = findings_on_text(_on_text(path, rows), _base_on_text(base, tuple(map(tuple, rows.tolist()))))
+    except (LocaterError, RuntimeError, IndexError, ValueError) as error:
+        return {"status": 2, "says": first_line(error)[:300], "causes": [], "seconds": time.perf_counter() - start}
+    return {
+        "status": int(any(item.severity == "fault" for item in found)),
+        "says": "; ".join(f"{item.where} {item.words}" for item in found)[:400],
+        "causes": [[item.severity, item.cause] for item in found],
         "seconds": time.perf_counter() - start,
     }
 

@@ -85,6 +85,24 @@ def alarms(lines: Iterable[Line], call: str) -> Count:
     return Count(sum(bool(said["status"]) for said in asked), sum(said["right"] for said in asked), len(asked))
 
 
+def of_text(lines: Iterable[Line]) -> str:
+    """What `doctor --text` adds: how often the loss is called a fault, by how far it moved."""
+    parts: dict[str, list[int]] = {}
+    for line in lines:
+        said = line["said"].get("text")
+        if said is None or line["reference"] is None:
+            continue
+        moved = change(line)
+        harmless = "harmless, " if not is_fault(line) else ""
+        size = "NaN or not run" if moved is None else "from 0.5 nats" if moved >= 0.5 else "0.05 to 0.5" if moved >= SMALLEST else "less"  # fmt: skip
+        told = 2 if said["status"] else int(any(severity == "change" for severity, _ in said["causes"]))
+        parts.setdefault(harmless + size, []).append(told)
+    return "\n".join(
+        f"{name}: fault {share_text(told.count(2), len(told))}, changed {told.count(1)}, nothing {told.count(0)}"
+        for name, told in sorted(parts.items())
+    )
+
+
 def of_role(lines: Sequence[Line], role: str) -> list[Line]:
     return [line for line in lines if line["role"] == role]
 

@@ -1,7 +1,7 @@
 """Which control to try first, what it costs and what it buys: docs/which-control.md, from kept results and benchmarks.
 
 Losses and entropies are those of docs/results/bao2024.json (studies c, d, e and i to l), which judges most of what the
-page says; what the page adds is judged here. Costs are those of benchmarks/results/controls-cpu.json and
+page says; what the page adds is judged here, a task that needs a sharp head in copying.py. Costs are those of benchmarks/results/controls-cpu.json and
 controls-gpu.json, which benchmarks/controls.py makes.
 """
 
@@ -18,6 +18,7 @@ from locater.errors import LocaterError
 from locater_lab.engine.claims import Claim, Measurement, Relation, by_seed
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
 from locater_lab.papers.bao2024.training import mean_and_half
+from locater_lab.studies.which_control import copying
 
 PAGE = "which-control.md"
 RESULTS = "bao2024.json"
@@ -198,6 +199,12 @@ def table_rows(results: KeptResults, costs: Mapping[str, Mapping[str, Any] | Non
     return found
 
 
+def copying_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of an arm of the task of copies."""
+    delay = "0" if row["arm"] == "none" else mean_text(row["delay"], 1, "+")
+    return [row["arm"], mean_text(row["steps"], 1), delay, mean_text(row["end"], 4)]
+
+
 def machine_text(name: str, costs: Mapping[str, Any] | None) -> str:
     """Where the costs of a column were measured, as an item of a list."""
     if costs is None:
@@ -282,7 +289,8 @@ def measure(setting: Setting) -> Results:
     paths = {path.name: path for path in (*setting.more_runs, *filter(None, [setting.runs]))}
     if RESULTS not in paths:
         return Results({})
-    held = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    documents = {name: path for name, path in paths.items() if name in (RESULTS, *COSTS.values())}
+    held = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in documents.items()}
     return results_of(held[RESULTS], {name: held.get(file) for name, file in COSTS.items()})
 
 
@@ -319,11 +327,12 @@ PAPER = Paper(
     "which-control",
     "Which control to try first",
     "Controls on the same model, text and seeds: what each costs and what it buys",
-    (STUDY,),
+    (STUDY, copying.STUDY),
     Path(__file__).parent,
-    kinds={"experiment": "a"},
+    {"copying_cells": copying_cells},
+    kinds={"experiment": "a b"},
     page="which-control",
-    kept=(RESULTS, *(f"../../benchmarks/results/{file}" for file in COSTS.values())),
+    kept=(RESULTS, copying.COPY_RUNS, *(f"../../benchmarks/results/{file}" for file in COSTS.values())),
 )
 
 __all__ = ["PAPER"]
