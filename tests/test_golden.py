@@ -282,9 +282,12 @@ def test_a_document_of_today_has_all_keys_of_an_old_one(name: str, command: tupl
 
 
 def key_paths(document: Any, path: str = "") -> set[str]:
-    """`heads[].flags` and the like; the names of columns inside `changes` and of roles are data too."""
+    """`heads[].flags` and the like; the names of columns inside `changes` and of roles are data too. A list of texts or
+    numbers, such as notes, has no keys and may be empty.
+    """
     if isinstance(document, list):
-        return {found for item in document for found in key_paths(item, f"{path}[]")}
+        inner = (item for item in document if isinstance(item, dict | list))
+        return {found for item in inner for found in key_paths(item, f"{path}[]")}
     if not isinstance(document, dict):
         return {path}
     return {found for key, item in document.items() for found in {f"{path}.{key}", *key_paths(item, f"{path}.{key}")}}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, CLIPConfig, CLIPModel, GPT2Config, T5Config, ViTConfig, WhisperConfig
 
+import locater
 from locater.discovery.example_inputs import example_inputs
 from locater.errors import LocaterError
 
@@ -104,6 +107,13 @@ def test_the_error_of_the_model_is_given_in_one_line() -> None:
         example_inputs(Strict())
     assert "\n" not in str(caught.value)
     assert "input_ids (2, 9)" in str(caught.value)
+
+
+@pytest.mark.parametrize("example", [torch.zeros(1, 4, dtype=torch.long), (torch.zeros(2),), {0: torch.zeros(2)}])
+@pytest.mark.parametrize("ask", [locater.scan, locater.discover, locater.attention_layers])
+def test_inputs_without_names_are_refused(ask: Any, example: Any) -> None:
+    with pytest.raises(LocaterError, match=r"example is a \w+: give a mapping from names"):
+        ask(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1), example=example)
 
 
 def test_a_model_on_the_meta_device_is_refused() -> None:

@@ -70,6 +70,7 @@ NEW: dict[str, tuple[str, ...]] = {
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
         *(f"result.plan.{name}" for name in ("words", "select", "report", "bos", "keep")),
         *("scan.heads[*].effective_rank",),
+        "log.steps[*].outputs",  # how many outputs the model has, by which a loss at log V is known
     ),
 }
 

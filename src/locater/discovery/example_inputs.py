@@ -218,6 +218,15 @@ def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     raise LocaterError(f"{name}: no inputs could be guessed: {problem}. Give them: example={{{given}}}")
 
 
+def check_example(example: object) -> None:
+    """Refuse inputs that have no names."""
+    if example is None or (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
+        return
+    raise LocaterError(
+        f"example is a {type(example).__name__}: give a mapping from names of arguments of forward to inputs"
+    )
+
+
 def left_out(model: nn.Module, given: Collection[str]) -> list[str]:
     """Contents that a model takes and that are not given: with them other parts of it may run."""
     required, optional = _arguments(model)

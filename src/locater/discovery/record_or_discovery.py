@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from locater.calls.attention_like import CROSS, attention_like, folded_paths, is_within, unread
+from locater.discovery.example_inputs import check_example
 from locater.discovery.from_config_json import discovered_on_disk
 from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError, first_line
@@ -306,6 +307,7 @@ def read_source(
     """The layers that can be read, and a line for each kind of attention that cannot. Only discovery leaves gaps: a
     family that reads a part is refused.
     """
+    check_example(example)
     for option, count in (("--heads", heads), ("kv_heads", kv_heads)):
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise LocaterError(f"{weights.where}: {option} {count!r} is not a positive whole number")

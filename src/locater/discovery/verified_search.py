@@ -21,7 +21,7 @@ from locater.brief import brief
 from locater.calls.attention_like import attention_like, folded_paths, unread
 from locater.calls.recognise import NO_SOFTMAX
 from locater.discovery.attention_site import AttentionSite, call_logits, site_of, trace_projection
-from locater.discovery.example_inputs import CONTENT, left_out
+from locater.discovery.example_inputs import CONTENT, check_example, left_out
 from locater.discovery.layout_json import nearly_equal, tensor_names
 from locater.discovery.layout_of_call import read_layout
 from locater.discovery.logits import centred_logits
@@ -215,10 +215,6 @@ def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Disc
     """
     if not isinstance(model, nn.Module):
         raise LocaterError(f"{model!r:.60} is not a live model: discovery runs an nn.Module, so load the model first")
-    if example is not None and not isinstance(example, Mapping):
-        raise LocaterError(
-            f"example is a {type(example).__name__}: give a mapping from names of arguments of forward to inputs"
-        )
     return discovered_in(ModuleWeights(model), example)
 
 
@@ -238,6 +234,7 @@ def _cached_search(weights: ModuleWeights, example: Mapping[str, Any] | None) ->
     """A search, or one from before that still holds. Where no example is given and none can be guessed, an earlier one
     of the user's serves.
     """
+    check_example(example)
     model, key, facts = weights.module, example_signature(example), facts_of(weights.module)
     result = _MEMORY.get(model, key, facts)
     if result is None:

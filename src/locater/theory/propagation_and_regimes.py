@@ -30,7 +30,7 @@ from locater.theory.entropy import variance_at
 from locater.theory.gaussian_tokens_and_covariance_root import symmetric_root
 
 SKEW_LIMIT = 0.75  # |g1| above which the mixture is used: the closed form of a near-projector is off by 0.05 there
-DRAWS = 4096
+DRAWS = 2048
 NODES = 64
 
 

@@ -316,7 +316,7 @@ def _template_variables(document: Mapping[str, Any], paper: Paper) -> dict[str, 
         },
         "ours": verdict_text.AUTHORS["ours"],
         "folded": any(entry["by"] != "ours" for entry in claims),  # a page of our own claims alone shows all
-        "headline": verdict_text.last_sentence(document),
+        "headline": verdict_text.last_sentence({**document, "paper": paper.name}),
         "kept": {claim.id for study in paper.studies if study.on_runs for claim in study.claims},
         "open_reasons": verdict_text.reasons(entry for entry in claims if not entry["waits_for"]),
         "waiting": [entry for entry in claims if entry["waits_for"]],

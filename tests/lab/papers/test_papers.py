@@ -16,6 +16,7 @@ import torch
 
 from locater.errors import LocaterError
 from locater_lab.cli import reproduce as command_module
+from locater_lab.engine import runs as engine_runs
 from locater_lab.engine.claims import by_seed
 from locater_lab.engine.figures import Cells, Panel, Series, draw
 from locater_lab.engine.pages import page, write_report

@@ -229,6 +229,7 @@ def test_fusion_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_lines_without_measures_decide_nothing(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs.jsonl")
     for number, arm in enumerate(depth_theorem.ARMS):

@@ -308,7 +308,7 @@ def train_branch(
 ) -> dict[str, Any]:
     """The line of one branch; without losses where its clip does not apply to the model."""
     torch.set_num_threads(1)
-    state = torch.load(states / f"{run.name}.pt", map_location=device, weights_only=False)
+    state = torch.load(states / f"{run.name}.pt", map_location=device, weights_only=True)
     this = Training(run, tokens, device, size)
     this.load(state)
     about = {"name": run.name, "arm": arm, "sort": state["sort"], "step": state["step"]}
