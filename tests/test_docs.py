@@ -230,7 +230,7 @@ def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixt
 
 
 def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
-    from locater_lab.engine.verdict_text import AUTHORS, tally
+    from locater_lab.engine.verdict_text import results_cells
     from locater_lab.papers import PAPERS
 
     lines = (ROOT / "docs" / "results" / "README.md").read_text().splitlines()
@@ -238,8 +238,7 @@ def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
     for name in PAPERS:
         assert f"\n| `{name}` | " in offered
         claims = json.loads((ROOT / "docs" / PAPERS[name].document_file).read_text())["claims"]
-        parts = [[entry for entry in claims if entry["by"] == by] for by in AUTHORS]
-        cells = " | ".join(" / ".join(map(str, tally(part))) if part else "-" for part in parts)
+        cells = " | ".join(results_cells(claims))
         row = next(line for line in lines if line.startswith(f"| [{name}]("))
         assert row.endswith(f"| {cells} |"), f"{name}: {cells}"
 

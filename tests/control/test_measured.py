@@ -405,6 +405,13 @@ def test_the_stored_form_takes_parameters_as_they_are(kw: dict[str, Any]) -> Non
     assert float(LocAteR(form="stored").attach(model).loss().detach()) == pytest.approx(explicit(model, 2), rel=1e-9)
 
 
+@pytest.mark.parametrize(("name", "spelled"), [("held", {}), ("free", {"target": "free"}), ("full", {"part": "full"})])
+def test_a_reading_of_the_paper_is_the_stored_form_spelled_out(name: str, spelled: dict[str, Any]) -> None:
+    model = model_of(case_of("llama"))
+    by_name, by_parts = (LocAteR(**given).attach(model) for given in ({"form": name}, {"form": "stored", **spelled}))
+    assert float(by_name.loss().detach()) == float(by_parts.loss().detach()) != 0
+
+
 def test_the_stored_form_has_no_latent_attention() -> None:
     with pytest.raises(LocaterError, match=r"layers.0.self_attn: latent attention has no query-key map as stored"):
         LocAteR(form="stored").attach(model_of(case_of("deepseek_v3")))
@@ -413,7 +420,7 @@ def test_the_stored_form_has_no_latent_attention() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(form="raw"), "form='raw': choose effective, measured or stored"),
+        (dict(form="raw"), "form='raw': choose effective, measured, held, free, full or stored"),
         (dict(form="measured", part="full"), "leave part out"),
         (dict(limit=-1.0), "limit=-1.0: must be a number from 0"),
         (dict(limit=math.inf), "limit=inf"),

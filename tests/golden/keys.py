@@ -124,7 +124,7 @@ EXCLUDED: dict[str, tuple[str, ...]] = {
         *tuple(
             f"claims[{claim}].{key}"
             for claim in ("d4", "d5")
-            for key in ("measured", "spread", "verdict", "decided", "numbers", "p")
+            for key in ("measured", "spread", "verdict", "decided", "numbers", "p", "alone")
         ),
     ),
 }

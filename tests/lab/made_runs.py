@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from locater_lab.engine import claims
 from locater_lab.engine.claims import Measurement
 from locater_lab.engine.mechanism_runs import PROBE_SEED, RECIPES, TEXT_SEEDS, recipe_row, text_arms, text_rows
+from locater_lab.engine.reproduction import Paper, Reproduction, Setting, reproduce
 from locater_lab.engine.runs import Arm, Runs
+
+
+@contextmanager
+def lifted_rules() -> Iterator[None]:
+    """Which way claims go by few made-up runs, all seeds of all arms counted. The rules on edges and on seeds, under which
+    few runs decide nothing, have tests of their own (tests/lab/engine).
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arm, "edge", lambda self, runs: None)
+        patch.setattr(Arm, "choosing", 0)
+        patch.setattr(claims, "FEWEST_SEEDS", 1)
+        yield
+
+
+def reproduce_without_rules(paper: Paper, setting: Setting, claim: str | None = None) -> Reproduction:
+    with lifted_rules():
+        return reproduce(paper, setting, claim)
 
 
 def known_measurements(found: Mapping[str, Measurement | None]) -> dict[str, Measurement]:

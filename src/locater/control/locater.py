@@ -4,7 +4,7 @@
 
 M = s tr W is the mean logit of a unit token with itself. V is the scale of the spectrum in the same units:
 
-    part="symmetric"   V = s^2 tr W_sym^2                     as in the paper
+    part="symmetric"   V = s^2 tr W_sym^2
     part="full"        V = s^2 (2 ||W||_F^2 + tr W^2) / 3     penalizes the antisymmetric part too; it is the variance
                                                               of the paper's delta, averaged over positions
 
@@ -13,8 +13,10 @@ scaling W_Q where a norm follows changes nothing. Where no norm stands in front 
 its tokens. There W is multiplied by their mean square size in the last training pass, r^2 = E |z|^2 / d, so that
 M = s r^2 tr W and V = s^2 r^4 tr W_sym^2.
 
-With form="stored" W is made of the parameters as stored. Raw tr W^2 is no such penalty: it has no lower bound, since a
-rotation makes it negative.
+With form="stored" W is made of the parameters as stored. No source that could be read quotes the paper's formula, so
+its readings have names: form="held" is "stored" with a target, which every description says; form="free" is "stored"
+with target="free", where nothing holds the mean; form="full" is "stored" with part="full". Raw tr W^2 is no such
+penalty: it has no lower bound, since a rotation makes it negative.
 
 With form="measured" M and V are those of tokens that the layer actually reads, instead of unit tokens:
 
@@ -278,6 +280,9 @@ def _missing_sample(model: str, empty: list[TokenSample], of: int) -> str:
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 
 
+READINGS = ("held", "free", "full")  # of the paper's penalty, each on W as it is stored
+
+
 class LocAteR(Control):
     """The regularizer of Bao, Hataya and Karakida (2024) in logit units.
 
@@ -291,7 +296,8 @@ class LocAteR(Control):
       L_ij = s q_i . (k_j - mean k), V is the mean of L_ij^2 over all pairs and M the mean of L_ii. Norms and biases of
       queries and keys are exact; rotation is left out, so these are logits at distance zero. `loss()` comes after the
       forward pass. Passes between two calls of `loss()` share the sample;
-    - "stored": of unit tokens, with W_Q and W_K as the parameters are stored and no norm at all.
+    - "stored": of unit tokens, with W_Q and W_K as the parameters are stored and no norm at all. "held", "free" and
+      "full" are readings of the paper by name: this form with a target, with `target="free"`, with `part="full"`.
 
     `target="free"` concentrates the spectrum around whatever mean it has: shrink * (V - M^2 / d_head), never negative.
     With a `limit` only V above it is penalised: shrink * max(0, V - limit). `part` applies to W, not to the measured
@@ -316,14 +322,17 @@ class LocAteR(Control):
         shrink: float = 0.01,
         hold: float = 0.01,
         target: float | Literal["free"] = 2.0,
-        form: Literal["effective", "measured", "stored"] = "effective",
+        form: Literal["effective", "measured", "stored", "held", "free", "full"] = "effective",
         part: Literal["symmetric", "full"] = "symmetric",
         limit: float = 0.0,
         layers: Layers = None,
         schedule: Schedule | None = None,
     ) -> None:
-        if form not in ("effective", "measured", "stored"):
-            raise LocaterError(f"form={form!r}: choose effective, measured or stored")
+        if form not in ("effective", "measured", "stored", *READINGS):
+            raise LocaterError(f"form={form!r}: choose effective, measured, held, free, full or stored")
+        if form in READINGS:
+            target = "free" if form == "free" else target
+            part = "full" if form == "full" else part
         if part not in ("symmetric", "full"):
             raise LocaterError(f"part={part!r}: choose symmetric or full")
         if form == "measured" and part == "full":
@@ -342,7 +351,8 @@ class LocAteR(Control):
             raise LocaterError(f"limit={limit!r}: must be a number from 0 on, the V that is not penalised")
         if limit and target == "free":
             raise LocaterError(f"limit={limit} does not apply to target='free': give a number as target")
-        self.shrink, self.hold, self.target, self.form = shrink, hold, target, form
+        self.shrink, self.hold, self.target = shrink, hold, target
+        self.form: Form = form if form == "effective" or form == "measured" else "stored"
         self.part, self.limit, self.layers, self.schedule = part, limit, layers, schedule
         self.step = 0
 

@@ -109,6 +109,10 @@ def excuses(verdict: Verdict) -> dict[str, str]:
 # ---- Markdown as a page ----
 
 
+# the one markup that text may have
+FOLD = r"<p>&lt;details markdown=&quot;1&quot;&gt;\n&lt;summary&gt;(.*?)&lt;/summary&gt;</p>"
+
+
 def prose_page(text: str, figures: Mapping[str, str]) -> str:
     """A page from Markdown whose first line is its title. `![...](figure:NAME)` is replaced by the SVG of that name."""
     from markdown_it import MarkdownIt  # comes with rich
@@ -116,6 +120,7 @@ def prose_page(text: str, figures: Mapping[str, str]) -> str:
     first, _, rest = text.partition("\n")
     title = first.removeprefix("# ")
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(rest)
+    body = re.sub(FOLD, r"<details><summary>\1</summary>", body).replace("<p>&lt;/details&gt;</p>", "</details>")
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     body = re.sub(r'<a href="(?!#|https?:)[^"]*">(.*?)</a>', r"\1", body)  # files of the repository: no link
     body = re.sub(r'src="figure:([^"]+)"', lambda mark: f'src="{_data_url(figures[mark[1]])}"', body)

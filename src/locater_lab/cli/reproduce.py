@@ -8,6 +8,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,6 +101,16 @@ Earlier = Annotated[
 ]
 
 
+Again = Annotated[
+    str | None,
+    typer.Option(
+        "--again",
+        metavar="PATH",
+        help="Judge a kept JSON again: claims and rules of now, numbers as they were measured, training runs read again.",
+    ),
+]
+
+
 def run(
     papers: Names = None,
     quick: Quick = False,
@@ -113,6 +124,7 @@ def run(
     runs: Runs = None,
     data: Data = None,
     jobs: Jobs = 0,
+    again: Again = None,
 ) -> None:
     """The arguments are checked before hours of work; one page and one document are written for each paper."""
     from locater.amx import avoid_broken_amx
@@ -125,7 +137,7 @@ def run(
         for paper in chosen_papers:
             print_claims(paper, stdout_console())
         return
-    _check_files(json, report, figures, models, earlier, len(chosen_papers))
+    _check_files(json, report, figures, models, earlier, again, len(chosen_papers))
     run_claims = [
         (paper, c) for paper in chosen_papers for c in select_claims(paper, claim) if _rests_on_runs(paper, c)
     ]
@@ -142,12 +154,19 @@ def run(
         )
         return
     avoid_broken_amx()
+    if again is not None:
+        for paper in chosen_papers:
+            document = _judged_again(Path(str(_path_for(again, paper))), paper, log)
+            _write_results(document, paper, _path_for(json, paper), _path_for(report, paper), figures)
+        return
     settings = []
     for paper in chosen_papers:
         bar = partial(show_progress, label=paper.name)
         files = [Path(runs)] if runs is not None else [] if jobs else _find_kept_runs(paper, claim, log)
         path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
         settings.append((paper, Setting(quick, _as_path(models), bar, path, _as_path(data), jobs, log, more)))
+    if claim is None and not jobs:
+        _say_how_long(chosen_papers, quick, log)
     # training and long measurements use all cores by themselves
     done = measure_in_parallel(settings, claim, processor_count() if quick and not jobs else 1)
     failures: list[Exception] = []
@@ -182,13 +201,16 @@ def _check_files(
     figures: str | None,
     models: str | None,
     earlier: list[str] | None,
+    again: str | None,
     papers: int,
 ) -> None:
     """Refuse what could not be written or read before hours of work."""
     check_writable(json, report)
+    if again is not None and earlier:
+        raise LocaterError(f"--again {again}: leave --from out, which takes verdicts as they are kept")
     if papers > 1 and earlier:
         raise LocaterError("--from is for one paper: name it (--list shows them)")
-    for option, path in (("--json", json), ("--report", report)):
+    for option, path in (("--json", json), ("--report", report), ("--again", again)):
         if papers > 1 and path is not None and "NAME" not in path:
             raise LocaterError(
                 f"{option} {path}: {papers} papers need a file each: put NAME into it, as in out/NAME.json"
@@ -292,6 +314,36 @@ def _read_document(path: Path, paper: Paper) -> dict[str, Any]:
     if not isinstance(document.get("studies"), dict):
         raise LocaterError(f"{path}: written by an earlier version, without its studies: measure it again")
     return document
+
+
+def _say_how_long(papers: Iterable[Paper], quick: bool, log: Callable[[str], None]) -> None:
+    """Processor time by the kept documents, of those that were measured in the same way."""
+    from locater_lab.engine.runs import KEPT
+    from locater_lab.engine.verdict_text import time_spent
+
+    spent: dict[str, float] = {}
+    for paper in papers:
+        path = KEPT.parent / paper.document_file
+        if path.is_file():
+            about = jsonlib.loads(path.read_text(encoding="utf-8"))["assumptions"]
+            spent |= {paper.name: time_spent(about)} if about["quick"] == quick else {}
+    if spent:
+        log(
+            f"when it was last measured this took {sum(spent.values()) / 60:.1f} minutes of processor time ({', '.join(spent)})"
+        )
+
+
+def _judged_again(path: Path, paper: Paper, log: Callable[[str], None]) -> dict[str, Any]:
+    """A kept document judged again; studies that read kept runs alone, which takes moments, are measured."""
+    from locater_lab.engine.reproduction import Setting, judge_again, reproduce
+    from locater_lab.engine.runs import kept_runs
+
+    document, files = _read_document(path, paper), kept_runs(paper)
+    studies = tuple(study for study in paper.studies if files and study.on_runs and not study.on_models)
+    if not studies:
+        return judge_again(document, paper)
+    setting = Setting(document["assumptions"]["quick"], runs=files[-1], more_runs=tuple(files[:-1]), log=log)
+    return judge_again(document, paper, reproduce(replace(paper, studies=studies), setting).to_dict())
 
 
 def _write_results(

@@ -1,7 +1,7 @@
 """Claims judged by training runs: arms seed by seed against each other, from the lines of a file.
 
 Differences are taken within a seed, which fixes first weights and order of the data; `claims.py` says what they
-decide.
+decide. Seeds that chose a learning rate do not judge, and an arm whose best rate is an edge of its grid decides nothing.
 """
 
 from __future__ import annotations
@@ -52,35 +52,70 @@ def difference(
     """Of the ends of two arms, by the seeds that both have; None where one is not whole, or the quantity is not
     known.
     """
-    of, base = arm.final_lines(runs), against.final_lines(runs)
-    if of is None or base is None:
+    values = judging_values(runs, (arm, against), what)
+    if values is None:
         return None
-    values = [(value_of(a, what), value_of(b, what)) for a, b in zip(of, base, strict=False)]  # seeds are 0, 1, ...
-    if any(x is None for pair in values for x in pair):
-        return None
-    return by_seed([a - b for a, b in values if a is not None and b is not None], more)
+    return open_at_edges(runs, (arm, against), by_seed([a - b for a, b in values], more))
+
+
+def judging_values(runs: Runs, arms: Sequence[Arm], what: Quantity) -> list[tuple[float, ...]] | None:
+    """Of each seed that judges, the quantity of every arm; None where an arm is not whole, or the quantity not known.
+    Seeds that chose the rate of one of the arms are left out.
+    """
+    ends = [arm.final_lines(runs) for arm in arms]
+    first = max(arm.choosing for arm in arms)
+    values = [
+        tuple(value_of(line, what) for line in each) for each in zip(*(held or () for held in ends), strict=False)
+    ]
+    judging = [tuple(x for x in each if x is not None) for each in values[first:]]  # seeds are 0, 1, ...
+    return judging if judging and all(len(each) == len(arms) for each in judging) else None
+
+
+def open_at_edges(runs: Runs, arms: Iterable[Arm], measured: Measurement) -> Measurement:
+    """The measurement, left open where the best rate of one of these arms is an edge of its grid."""
+    edges = {arm.name: edge for arm in arms if (edge := arm.edge(runs)) is not None}
+    if not edges:
+        return measured
+    said = ", ".join(f"{name} ({rate:g})" for name, rate in edges.items())
+    return replace(
+        measured, spread=math.inf, sample=(), spread_of=f"unknown: the best rate is an edge of the grid: {said}"
+    )
 
 
 def mean_of_arm(runs: Runs, arm: Arm, what: Quantity, more: Mapping[str, Any] | None = None) -> Measurement | None:
     """The quantity itself over the seeds of an arm."""
-    values = [value_of(line, what) for line in arm.final_lines(runs) or ()]
-    return by_seed([x for x in values if x is not None], more) if values and None not in values else None
+    values = judging_values(runs, (arm,), what)
+    return None if values is None else open_at_edges(runs, (arm,), by_seed([x for (x,) in values], more))
+
+
+def largest_over_seeds(runs: Runs, arm: Arm, what: Quantity) -> Measurement | None:
+    """Over seeds: for a claim that no head, or no key, has something, which one seed could refute."""
+    values = judging_values(runs, (arm,), what)
+    if values is None:
+        return None
+    known = [x for (x,) in values]
+    found = Measurement(
+        max(known), 0.0, f"none: the largest of {len(known)} seeds", {"by_seed": known}, values=len(known)
+    )
+    return open_at_edges(runs, (arm,), found)
 
 
 def rank_correlation(
     runs: Runs, arms: Iterable[Arm], x: Quantity | Sequence[float], y: Quantity, more: Mapping[str, Any] | None = None
 ) -> Measurement | None:
     """Over arms, for each seed that all have; `x` may be a number for each arm. None while an arm is not whole."""
-    ends = [arm.final_lines(runs) for arm in arms]
-    found = []
-    for lines in zip(*(held or () for held in ends), strict=False):  # seeds are 0, 1, ...
-        xs = [value_of(line, x) for line in lines] if isinstance(x, str) or callable(x) else list(x)
-        ys = [value_of(line, y) for line in lines]
-        if None in xs or None in ys:
-            return None
-        a, b = (torch.tensor(values, dtype=torch.float64) for values in (xs, ys))
-        found.append(spearman(a, b) or 0.0)  # 0 where one side is constant
-    return by_seed(found, more) if found else None
+    arms = list(arms)
+    ys = judging_values(runs, arms, y)
+    xs = judging_values(runs, arms, x) if isinstance(x, str) or callable(x) else ys and [tuple(x)] * len(ys)
+    if not xs or not ys:
+        return None
+    pairs = [
+        (torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+        for a, b in zip(xs, ys, strict=True)
+    ]
+    return open_at_edges(
+        runs, arms, by_seed([spearman(a, b) or 0.0 for a, b in pairs], more)
+    )  # 0: one side is constant
 
 
 def uniform_first(length: int) -> float:

@@ -3,7 +3,11 @@
 A claim states a bound or a value for one quantity. A measurement brings a value and its spread, the half-width of the
 interval that it is known to lie in. The verdict compares the whole interval with what is stated, so a measurement that
 is too coarse to tell says `undecided` and not the more welcome of the two answers. Measurements with several seeds are
-judged together with the others of their page.
+judged together with the others of their page that the same author makes.
+
+Four rules keep a verdict open whatever the numbers say. Fewer than four seeds decide nothing, and one training run
+decides nothing about training. A setting that is not the paper's own cannot fail the paper. An arm whose best rate is an
+edge of its grid decides nothing (`arms.py`, which also sees to it that seeds which chose a rate do not judge it).
 """
 
 from __future__ import annotations
@@ -18,7 +22,13 @@ from locater.numerics import LEVEL, interval, probability_within
 
 Relation = Literal["at most", "at least", "about"]
 Judgement = Literal["holds", "fails", "undecided"]
-Author = Literal["paper", "summary", "assumption", "ours"]
+Author = Literal["paper", "summary", "ours"]
+# What a test of a claim is. Identity: follows from algebra or from a proof, and was checked. Construction: weights made by
+# hand do it. Published: a number of the paper, computed again. Simulation: drawn weights or drawn data. Experiment:
+# trained models.
+Kind = Literal["experiment", "simulation", "published", "construction", "identity", ""]
+KINDS: tuple[Kind, ...] = ("experiment", "simulation", "published", "construction", "identity")
+FEWEST_SEEDS = 4  # that decide anything
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,9 @@ class Claim:
     """A sentence, whose it is, and the number that decides it.
 
     `by` tells who says it: the paper, with `where` (section, theorem, equation or figure); a public summary of the
-    paper; an assumption that its theory makes; or this project (ours). `bound` tells who chose the number: a paper that
-    says "small" leaves the bound to us.
+    paper; or this project (ours). `bound` tells who chose the number: a paper that says "small" leaves the bound to us.
+    `kind`, `setting`, `one_run` and `within` are stated in one place for all claims of a paper, its `Paper`. `setting` is
+    "own" where a claim is tested in the setting of its authors, "scaled" where sizes, data or recipe are others.
     """
 
     id: str
@@ -39,6 +50,10 @@ class Claim:
     by: Author = "paper"
     where: str = ""
     bound: Literal["paper", "ours"] = "paper"
+    kind: Kind = ""
+    setting: Literal["own", "scaled"] = "own"
+    one_run: bool = False  # the measurement is of one training run, whatever its spread is over
+    within: tuple[float | None, float | None] | None = None  # what the quantity can be, where intervals may go beyond
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Measurement:
 
     `sample` are the values by seed, where there are seeds: the verdict then follows from their p-value. Where values
     were drawn in another way (a bootstrap over heads, counts) `p` is given: the level at which the claim would just be
-    decided.
+    decided. `values` counts seeds where the largest of them is taken and no sample is left.
     """
 
     value: float
@@ -56,12 +71,14 @@ class Measurement:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     sample: tuple[float, ...] = ()
     p: float | None = None
+    values: int | None = None
 
 
 @dataclass(frozen=True)
 class ClaimVerdict:
     """A claim beside its measurement. `measured` is None where nothing was measured, and `waits_for` then says what it
-    needs. `alone` is the verdict before claims are judged together, `p` the level at which it would just be decided.
+    needs. `alone` is the verdict before claims are judged together, `p` the level at which it would just be decided,
+    `values` how many values its sample has. `undecided_by` is the rule that keeps it open.
     """
 
     claim: Claim
@@ -76,6 +93,8 @@ class ClaimVerdict:
     waits_for: str = ""
     p: float | None = None
     alone: Judgement = "undecided"
+    values: int | None = None
+    undecided_by: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As it stands in the JSON document: `claim` is the sentence, `id` its short name."""
@@ -144,43 +163,59 @@ def verdict_of(claim: Claim, measured: Measurement | None, command: str, waits_f
         return ClaimVerdict(claim, claim.stated, None, None, "undecided", False, command, waits_for=waits_for)
     value, spread = (x if math.isfinite(x) else None for x in (measured.value, measured.spread))
     p = p_of(claim, measured.sample) if measured.sample else measured.p
+    p = None if p is None else min(max(p, 0.0), 1.0)
     alone = judge(claim, measured.value, 0.0 if p is not None else measured.spread)
-    verdict = alone if p is None or p <= LEVEL else "undecided"
-    return ClaimVerdict(
+    found = ClaimVerdict(
         claim,
         claim.stated,
         value,
         spread,
-        verdict,
-        verdict != "undecided",
+        alone,
+        alone != "undecided",
         command,
         measured.numbers,
         measured.spread_of,
         p=p,
         alone=alone,
+        values=len(measured.sample) or measured.values,
     )
+    return judge_together([found])[0]
 
 
 def judge_together(verdicts: Sequence[ClaimVerdict]) -> tuple[ClaimVerdict, ...]:
-    """The same verdicts, with those that rest on seeds corrected for their number."""
-    changes = corrections({v.claim.id: (v.p, v.alone) for v in verdicts if v.p is not None})
-    return tuple(replace(v, **changes.get(v.claim.id, {})) for v in verdicts)
+    """The same verdicts after all rules; of each author, those that rest on seeds are corrected for their number.
 
-
-def corrections(seeded: Mapping[str, tuple[float, Judgement]]) -> dict[str, dict[str, Any]]:
-    """What becomes of claims on seeds when they are judged together, from the p and the verdict alone of each.
-
-    >>> corrections({"a": (0.01, "holds"), "b": (0.2, "fails")})["b"]
-    {'verdict': 'undecided', 'decided': False}
+    >>> claims = [Claim(name, "", "", "at most", 0.0, by=by) for name, by in (("a", "paper"), ("b", "ours"), ("c", "ours"))]
+    >>> found = [verdict_of(claim, Measurement(-1.0, 0.0, "", p=0.04), "") for claim in claims]
+    >>> [each.verdict for each in judge_together(found)]  # ours are two, of which one would be decided by chance
+    ['holds', 'undecided', 'undecided']
     """
-    decided = decided_by_holm({name: p for name, (p, _) in seeded.items()})
-    return {
-        name: {
-            "verdict": alone if name in decided else "undecided",
-            "decided": name in decided and alone != "undecided",
-        }
-        for name, (_, alone) in seeded.items()
-    }
+    judged: dict[str, ClaimVerdict] = {}
+    for author in {v.claim.by for v in verdicts}:
+        family = {v.claim.id: v.p for v in verdicts if v.claim.by == author and v.p is not None and not rule_on_runs(v)}
+        decided = decided_by_holm(family)
+        for each in verdicts:
+            if each.claim.by == author:
+                known = each.p is None or each.claim.id in decided
+                judged[each.claim.id] = _under_rules(replace(each, verdict=each.alone if known else "undecided"))
+    return tuple(judged[v.claim.id] for v in verdicts)
+
+
+def _under_rules(found: ClaimVerdict) -> ClaimVerdict:
+    rule = rule_on_runs(found)
+    if not rule and found.verdict == "fails" and found.claim.by != "ours" and found.claim.setting == "scaled":
+        rule = "measured outside of the paper's own setting, which cannot fail the paper"
+    verdict = "undecided" if rule else found.verdict
+    return replace(found, verdict=verdict, decided=verdict != "undecided", undecided_by=rule)
+
+
+def rule_on_runs(found: ClaimVerdict) -> str:
+    """The rule that too few runs break, or nothing."""
+    if found.claim.one_run and found.measured is not None:
+        return "one training run, which decides nothing about training"
+    if found.values is not None and found.values < FEWEST_SEEDS:
+        return f"fewer than {FEWEST_SEEDS} seeds, which decide nothing"
+    return ""
 
 
 def _judge_sides(all_of_it: bool, none_of_it: bool) -> Judgement:
@@ -199,9 +234,9 @@ def _judge_sides(all_of_it: bool, none_of_it: bool) -> Judgement:
 # spread, such as counts that are all equal, has no s: it is judged by signs, p = 2^(1 - n), and so decides from six
 # seeds on.
 #
-# A page with many claims would decide some by chance, so its claims are corrected for multiple comparisons (Holm): the
-# smallest p must be at most 0.05 / m, the next 0.05 / (m - 1), and so on. The chance that one claim or more of the page
-# is decided wrongly is then at most 5 %.
+# A page with many claims would decide some by chance, so its claims are corrected for multiple comparisons (Holm), those
+# of the paper, of summaries and ours each by themselves: the smallest p must be at most 0.05 / m, the next
+# 0.05 / (m - 1), and so on. The chance that one claim or more of such a family is decided wrongly is then at most 5 %.
 
 
 def p_value(values: Sequence[float], stated: float) -> float:
@@ -216,7 +251,7 @@ def p_value(values: Sequence[float], stated: float) -> float:
     distance, error = abs(fmean(values) - stated), stdev(values) / math.sqrt(n)
     if error <= 1e-12 * max(map(abs, values), default=0.0):
         return 2.0 ** (1 - n) if distance else 1.0
-    return 1 - probability_within(distance / error, n - 1)
+    return max(0.0, 1 - probability_within(distance / error, n - 1))
 
 
 def decided_by_holm(p_values: Mapping[str, float], level: float = LEVEL) -> set[str]:

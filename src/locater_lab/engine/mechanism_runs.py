@@ -12,7 +12,15 @@ from statistics import fmean
 from typing import Any
 
 from locater.measures import MASSIVE_RATIO
-from locater_lab.engine.arms import Line, final_numbers, table_of_arms, uniform_first, value_of
+from locater_lab.engine.arms import (
+    Line,
+    final_numbers,
+    judging_values,
+    open_at_edges,
+    table_of_arms,
+    uniform_first,
+    value_of,
+)
 from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.engine.reproduction import Paper
 from locater_lab.engine.runs import Arm, Row, Runs, expected_rows
@@ -125,6 +133,7 @@ COPY = Plan(
     checkpoint=0, precision="float32",
 )  # fmt: skip
 COPY_RATE, COPY_SEEDS = 6e-3, 8
+COPY_CHOSE = 3  # the first seeds, which chose the rate and were seen before the claims were written
 UNIFORM = round(uniform_first(COPY.length), 4)  # the first token's weight where attention is even
 COPY_SINK = 0.3  # and from where on it is a sink
 NEARLY_GONE = 0.1  # of the plain model's weight: what counts as taken away
@@ -147,6 +156,7 @@ def sink_arm(attention: str = "softmax", **changes: Any) -> Arm:
         replace(COPY, attention=attention, **changes),
         (COPY_RATE,),
         COPY_SEEDS,
+        COPY_CHOSE,
     )
 
 
@@ -155,10 +165,10 @@ PLAIN = sink_arm()
 
 def weight_left(runs: Runs, arm: Arm, against: Arm = PLAIN) -> Measurement | None:
     """Weight on the first token over that of the plain model, seed by seed."""
-    ends, plain = arm.final_lines(runs), against.final_lines(runs)
-    values = [(value_of(a, WEIGHT), value_of(b, WEIGHT)) for a, b in zip(ends or (), plain or (), strict=False)]
-    ratios = [a / b for a, b in values if a is not None and b]
-    return by_seed(ratios) if ratios and len(ratios) == len(values) else None
+    values = judging_values(runs, (arm, against), WEIGHT)
+    if values is None or not all(b for _, b in values):
+        return None
+    return open_at_edges(runs, (arm, against), by_seed([a / b for a, b in values]))
 
 
 def sink_tables(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:

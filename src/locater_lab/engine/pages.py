@@ -295,8 +295,7 @@ class Facts:
         middle = f"{entry['measured']:{sign}.{digits}f}"
         if verdict_text.is_open(entry) or not entry["spread"]:
             return middle
-        ends = (entry["measured"] - entry["spread"], entry["measured"] + entry["spread"])
-        return f"{middle} ({' to '.join(f'{end:{sign}.{digits}f}' for end in ends)})"
+        return f"{middle} ({' to '.join(f'{end:{sign}.{digits}f}' for end in verdict_text.possible_ends(entry))})"
 
     def figure(self, name: str, *panels: Panel | Cells | Field | str, columns: int = 0, words: str = "") -> str:
         """The link to a figure of these panels, or of a drawing that is whole already."""
@@ -312,15 +311,32 @@ def _template_variables(document: Mapping[str, Any], paper: Paper) -> dict[str, 
         "made_by": _made_by(paper, assumptions),
         "count": verdict_text.count_by_author(claims),
         "took": ", ".join(times),
-        "open_reasons": verdict_text.reasons(entry for entry in claims if verdict_text.is_open(entry)),
+        "families": {
+            words: own for author, words in verdict_text.AUTHORS.items() if (own := _of_author(claims, author))
+        },
+        "ours": verdict_text.AUTHORS["ours"],
+        "folded": any(entry["by"] != "ours" for entry in claims),  # a page of our own claims alone shows all
+        "headline": verdict_text.last_sentence({**document, "paper": paper.name}),
+        "kept": {claim.id for study in paper.studies if study.on_runs for claim in study.claims},
+        "open_reasons": verdict_text.reasons(entry for entry in claims if not entry["waits_for"]),
         "waiting": [entry for entry in claims if entry["waits_for"]],
         "measurable": {claim.id for study in paper.studies if study.measure is not None for claim in study.claims},
     }
 
 
+def _of_author(claims: Sequence[Mapping[str, Any]], author: str) -> list[Mapping[str, Any]]:
+    return [entry for entry in verdict_text.in_order(claims) if entry["by"] == author]
+
+
 def _made_by(paper: Paper, assumptions: Mapping[str, Any]) -> str:
     how = " --quick" * assumptions["quick"] + " --runs ..." * ("runs" in assumptions)
     first = f"{paper.source}. Made by `locater reproduce {paper.name}{how} --json ... --report ...`"
+    again = assumptions.get("judged_again")
+    if again is not None:
+        return (
+            f"{first}, and judged again by `--again` with locater {again['judged_by']}: numbers are as they were measured with "
+            f"{again['measured_by']}, those from training runs read again; every number is in the JSON beside this page."
+        )
     if "joined" in assumptions:
         count = assumptions["joined"]
         return f"{first}, {count} runs joined by `--from`; the JSON beside this page has every number and its command."

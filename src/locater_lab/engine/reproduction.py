@@ -6,10 +6,11 @@ import json
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from locater.files import write_whole
 from locater.inputs.corpus import embedded_text, fingerprint
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
-from locater_lab.engine.claims import Claim, ClaimVerdict, Measurement, corrections, judge_together, verdict_of
+from locater_lab.engine.claims import Claim, ClaimVerdict, Kind, Measurement, judge_together, verdict_of
 
 
 def round_numbers(x: Any, digits: int) -> Any:
@@ -115,6 +116,10 @@ class Paper:
     `template_names` are further functions and numbers that its template uses. `page` says where below docs/ its page is
     kept, without the suffix; the document is kept in docs/results under the same name. `kept` are the files of
     docs/results that it judges, where they are not lines of training runs that the engine made.
+
+    What its claims are tested by stands here, for all of them at a glance: ids, or letters for whole groups, where an id
+    counts before its letter. `kinds`: the kind of test of each. `scaled`: those that are tested outside of their authors'
+    own setting. `one_run`: those that rest on one training run. `within`: what quantities can be.
     """
 
     name: str
@@ -125,6 +130,30 @@ class Paper:
     template_names: Mapping[str, Any] = field(default_factory=dict)
     page: str = ""
     kept: tuple[str, ...] = ()
+    kinds: Mapping[Kind, str] = field(default_factory=dict)
+    scaled: str = ""
+    one_run: str = ""
+    within: Mapping[tuple[float | None, float | None], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Give each claim what is stated here of it. A claim of a paper that states kinds must have one."""
+        kinds, ranges = _by_name(self.kinds), _by_name(self.within)
+        scaled, one_run = (_by_name({True: names}) for names in (self.scaled, self.one_run))
+
+        def stated(claim: Claim) -> Claim:
+            kind = _named(claim, kinds)
+            if self.kinds and kind is None:
+                raise ValueError(f"{self.name}: claim {claim.id} has no kind of test")
+            return replace(
+                claim,
+                kind=kind or claim.kind,
+                setting="scaled" if _named(claim, scaled) else claim.setting,
+                one_run=bool(_named(claim, one_run)) or claim.one_run,
+                within=_named(claim, ranges) or claim.within,
+            )
+
+        studies = tuple(replace(study, claims=tuple(map(stated, study.claims))) for study in self.studies)
+        object.__setattr__(self, "studies", studies)
 
     @property
     def page_file(self) -> str:
@@ -139,6 +168,15 @@ class Paper:
     @property
     def claims(self) -> list[Claim]:
         return [claim for study in self.studies for claim in study.claims]
+
+
+def _by_name(stated: Mapping[Any, str]) -> dict[str, Any]:
+    """What is stated, by id or letter."""
+    return {name: value for value, names in stated.items() for name in names.split()}
+
+
+def _named(claim: Claim, stated: Mapping[str, Any]) -> Any:
+    return stated.get(claim.id, stated.get(claim.id[0]))
 
 
 @dataclass(frozen=True)
@@ -250,14 +288,75 @@ def join_documents(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[st
         assumptions[name] = ", ".join(sorted(versions))
     if len(documents) > 1:
         assumptions["joined"] = len(documents)
-    changes = corrections({key: (x["p"], x["alone"]) for key, x in claims.items() if x.get("p") is not None})
-    claims = {key: {**entry, **changes.get(key, {})} for key, entry in claims.items()}
+    verdicts = judge_together([_as_verdict(claims[name]) for name in ids])
+    judged = {v.claim.id: {key: getattr(v, key) for key in JUDGED} for v in verdicts}
     return {
         **documents[-1],
         "assumptions": assumptions,
-        "claims": [claims[name] for name in ids],
+        "claims": [claims[name] | judged[name] for name in ids],
         "studies": {title: {"tables": tables[title]} for title in titles},
     }
+
+
+JUDGED = ("verdict", "decided", "undecided_by")  # what judging together changes of a claim
+STATED = ("stated", "relation", "tolerance")  # what a kept p is of
+
+
+def _as_verdict(entry: Mapping[str, Any], claim: Claim | None = None) -> ClaimVerdict:
+    """A claim of a document with its numbers as they were measured, not judged yet; under what is stated of it now where
+    that is given.
+    """
+    if claim is None:
+        known = {part.name: entry[part.name] for part in fields(Claim) if part.name in entry}
+        claim = Claim(**known, says=entry["claim"])
+    p, alone = entry.get("p"), entry.get("alone", entry["verdict"])
+    p = None if p is None else min(max(p, 0.0), 1.0)
+    if entry["measured"] is None:
+        return verdict_of(claim, None, entry["command"], entry["waits_for"])
+    return ClaimVerdict(
+        claim, claim.stated, entry["measured"], entry["spread"], alone, alone != "undecided", entry["command"], entry["numbers"],
+        entry["spread_of"], p=p, alone=alone, values=entry.get("values", _values_of(entry)),
+    )  # fmt: skip
+
+
+def _values_of(entry: Mapping[str, Any]) -> int | None:
+    """How many values stand behind a claim of a document that does not say so; None where it rests on no sample."""
+    numbers = entry["numbers"].get("by_seed")
+    said = re.search(r"interval \(t\) over (\d+)", entry["spread_of"])
+    return None if entry.get("p") is None else len(numbers) if numbers else int(said[1]) if said else None
+
+
+def judge_again(document: Mapping[str, Any], paper: Paper, anew: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A kept document under the claims and rules of now; `anew` is a document of the studies that were measured now.
+
+    All other numbers stay as they were measured, and `assumptions` says by which version. A claim whose statement has
+    changed since then needs a new measurement: it is refused here.
+    """
+    now: Mapping[str, Any] = anew or {"claims": (), "studies": {}, "assumptions": {}}
+    held = {entry["id"]: entry for entry in (*document["claims"], *now["claims"])}
+    verdicts = []
+    for study in paper.studies:
+        for claim in study.claims:
+            entry = held.get(claim.id)
+            if entry is None:
+                how = f"locater reproduce {paper.name} --claim {claim.id}"
+                verdicts.append(verdict_of(claim, None, how, study.needs))
+                continue
+            changed = [key for key in STATED if entry[key] != getattr(claim, key)]
+            if entry["measured"] is not None and changed:
+                raise LocaterError(
+                    f"{paper.name} {claim.id}: {changed[0]} has changed since it was measured: measure it again"
+                )
+            verdicts.append(_as_verdict(entry, claim))
+    earlier = document["assumptions"]
+    since = {"measured_by": earlier.get("judged_again", {}).get("measured_by", document["locater"])}
+    since["judged_by"] = __version__
+    since["measured_again"] = list(now["assumptions"].get("seconds", ()))
+    runs = {key: now["assumptions"][key] for key in ("runs",) if key in now["assumptions"]}
+    about = {**earlier, **runs, **_rules(), "judged_again": since}
+    tables = {title: study["tables"] for title, study in {**document["studies"], **now["studies"]}.items()}
+    ordered = {study.title: tables[study.title] for study in paper.studies if study.title in tables}
+    return Reproduction(paper, judge_together(verdicts), about, ordered).to_dict()
 
 
 def select_claims(paper: Paper, claim: str | None) -> list[Claim]:
@@ -292,11 +391,17 @@ def _assumptions(setting: Setting, times: Mapping[str, TimedResults]) -> dict[st
     texts = {x.text_sha256 for x in times.values()} - {None}
     if texts:
         (about["text_sha256"],) = texts
-    about["verdict"] = (
+    return about | _rules()
+
+
+def _rules() -> dict[str, str]:
+    """What a document says of its verdicts."""
+    text = (
         "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else "
-        "undecided; claims on seeds by Student's t, those of one document together (Holm, 5 %)"
+        "undecided; claims on seeds by Student's t, those of one document and one author together (Holm, 5 %); "
+        "`undecided_by` names a rule that keeps a claim open"
     )
-    return about
+    return {"verdict": text}
 
 
 @cache

@@ -41,6 +41,7 @@ from locater_lab.train.sweep import append_line, read_lines
 STORED = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
 PACKAGES, SOURCES = ("locater", "locater_lab"), Path(locater.__file__).parents[1]  # a run rests on both packages
 TEXT_FIELDS = ("corpus", "select", "report")  # fields of a plan that name files of text
+CHANGED = " and changes"  # behind a commit that files of the tree differ from
 SAMPLES = 10  # images that are drawn from a model that denoises
 
 _last_trained: list[tuple[Any, ...]] = []  # controls, mechanism and sizes of the last run of this process
@@ -170,7 +171,7 @@ def commit_of(folder: Path) -> str | None:
     if done.returncode != 0 or not done.stdout.strip():
         return None
     changes = subprocess.run(["git", "-C", folder, "status", "--porcelain", "--", "."], capture_output=True, timeout=10)
-    return done.stdout.strip()[:12] + (" and changes" if changes.stdout else "")
+    return done.stdout.strip()[:12] + (CHANGED if changes.stdout else "")
 
 
 # ---- many runs, each once ----
@@ -225,7 +226,16 @@ class Runs:
         whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
         self.lines[row.key] = whole
         if self.path is not None:
+            _check_commit(self.path, line.get("commit"))
             append_line(self.path, round_numbers(whole, 6))
+
+
+def _check_commit(path: Path, commit: str | None) -> None:
+    """Refuse to keep, in docs/results of the tree, a line of code that no commit has."""
+    kept = SOURCES.parent / "docs" / "results"
+    if path.resolve().is_relative_to(kept) and (commit is None or commit.endswith(CHANGED)):
+        why = "files of src differ from its commit" if commit else "it names no commit"
+        raise LocaterError(f"{path}: a line is not kept where {why}: commit first, or give another file")
 
 
 def train_missing(
@@ -241,6 +251,8 @@ def train_missing(
     A run that breaks, rather than diverges, leaves no line and stops no other; the first of them is raised at the end.
     """
     _check_files(rows(runs), data)
+    if runs.path is not None:
+        _check_commit(runs.path, commit_of(SOURCES))
     with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
         _tokenize(runs.missing(rows(runs)), data, Path(folder))
         _train_missing(rows, runs, data, jobs, log)
@@ -357,7 +369,7 @@ RATES = (1e-3, 2.5e-3, 6e-3)
 @dataclass(frozen=True)
 class Arm:
     """A way to train: what it changes in a base plan. Tuned: each rate with the first seed, then the other seeds at the
-    best one.
+    best one. Seeds that chose the rate do not judge: `chose` is how many they are, where others than the first did.
     """
 
     name: str
@@ -365,6 +377,17 @@ class Arm:
     base: Plan
     rates: tuple[float, ...] = RATES
     seeds: int = 3
+    chose: int = 0
+
+    @property
+    def choosing(self) -> int:
+        """How many of the first seeds chose the rate."""
+        return max(self.chose, 1 if len(self.rates) > 1 else 0)
+
+    def edge(self, runs: Runs) -> float | None:
+        """The best rate, where it is the lowest or the highest that was tried: the best of all may lie beyond it."""
+        best = self.rate(runs) if len(self.rates) > 1 else None
+        return best if best in (min(self.rates), max(self.rates)) else None
 
     def row(self, rate: float, seed: int) -> Row:
         return _cached_row(self.claim, self.name, self.base, rate, seed)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from locater_lab.engine import reproduction
 from locater_lab.engine.claims import Measurement
 from locater_lab.engine.devices_and_processes import measure_in_parallel
 from locater_lab.engine.pages import page
+from locater_lab.engine.reproduction import judge_again
 from locater_lab.papers import Claim, Paper, Setting, Study, reproduce
 from tests.conftest import Result
 
@@ -40,7 +42,8 @@ def measure(setting):
 
 
 OTHER = Study("never", (Claim("b1", "More", "more", "at least", 1.0, by="ours"),), None, "a larger machine")
-PAPER = Paper("made2026", "A made-up paper", "Nobody (2026)", (Study("halves", CLAIMS, measure), OTHER), Path(__file__).parent)
+PAPER = Paper("made2026", "A made-up paper", "Nobody (2026)", (Study("halves", CLAIMS, measure), OTHER), Path(__file__).parent,
+              kinds={"identity": "a1", "experiment": "a b"}, scaled="a2")
 """
 TEMPLATE = """{% extends "base.md.j2" %}
 {% block differs %}
@@ -87,9 +90,43 @@ def test_a_paper_is_two_files(paper: Paper) -> None:
     assert "- Halves are small." in text
     assert "- Seeds help: -0.25 (-0.30 to -0.20)." in text
     assert "| 1 | 0.50 |" in text
-    assert "The paper's claims: 2 hold, 0 fail, 0 undecided. Our own: 0 hold, 0 fail, 1 undecided" in text
+    counted = (
+        "The paper's claims: experiments 1 hold, 0 fail, 0 undecided; identities 1 hold, 0 fail, 0 undecided. Our own: "
+    )
+    assert f"{counted}experiments 0 hold, 0 fail, 1 undecided" in text
+    kinds = [(x["id"], x["kind"], x["setting"]) for x in document["claims"]]
+    assert kinds == [("a1", "identity", "own"), ("a2", "experiment", "scaled"), ("b1", "experiment", "own")]
     assert figures["halves"].startswith("<svg")
     assert "b1: waits for a larger machine" in text
+
+
+def test_every_claim_of_a_paper_has_a_kind_of_test(paper: Paper) -> None:
+    with pytest.raises(ValueError, match="made2026: claim b1 has no kind of test"):
+        replace(paper, kinds={"experiment": "a"})
+    for each in locater_lab.papers.PAPERS.values():
+        assert all(claim.kind for claim in each.claims), each.name
+
+
+def test_a_document_is_judged_again_by_its_own_numbers(
+    paper: Paper, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Numbers stay, whatever verdicts and sentences were kept; what was measured by another statement is refused."""
+    document = reproduce(paper).to_dict()
+    before = json.loads(json.dumps(document))
+    for entry in before["claims"]:
+        entry |= {"verdict": "fails", "decided": True, "kind": "", "claim": "in other words"}
+        del entry["undecided_by"], entry["values"]
+    before["claims"][1] |= {"numbers": {}}  # as many documents were: the sample is told in words alone
+    again = judge_again(before, paper)
+    kept = [{**x, "numbers": y["numbers"]} for x, y in zip(document["claims"], again["claims"], strict=True)]
+    assert again["claims"] == kept
+    assert again["assumptions"]["judged_again"]["measured_by"] == document["locater"]
+    (tmp_path / "made.json").write_text(json.dumps(before))
+    done = run("reproduce", "made2026", "--again", tmp_path / "made.json", "--json", "-")
+    assert json.loads(done.out)["claims"] == again["claims"], done.err
+    before["claims"][0]["stated"] = 0.4
+    with pytest.raises(LocaterError, match="made2026 a1: stated has changed since it was measured"):
+        judge_again(before, paper)
 
 
 def test_a_page_says_what_the_verdict_is(paper: Paper) -> None:

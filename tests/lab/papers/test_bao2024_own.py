@@ -67,7 +67,7 @@ def test_the_plan_page_shows_the_plan_and_its_controls_exist(earlier: dict[str, 
     text = (ROOT / "docs" / "results" / "bao2024-own-plan.md").read_text()
     runs = Runs(KEPT)
     assert "\n".join(run_plans.next_table(runs)) in text.split("## After the first sitting")[1]
-    later = next(row for row in paper_experiment.sweep_rows() if row.arm == "stored, 0.1")
+    later = next(row for row in paper_experiment.sweep_rows() if row.arm == "held, 0.1")
     runs.path = None
     runs.add(later, own_line(later, 5.0, 9.0) | {"commit": "of a later sitting"})
     assert "\n".join(run_plans.next_table(runs)) in text
@@ -123,18 +123,18 @@ def test_doses_are_chosen_by_select_loss_and_entropy_of_the_sweep() -> None:
         paper_experiment.NONE: (5.0, 3.0),
         "measured, 0.001": (5.003, 3.09),  # too little entropy
         "measured, 0.01": (5.02, 3.3),  # ours: the least loss of our forms that adds 0.1
-        "stored, 0.01": (5.03, 3.11),  # published: the same of the paper's form
-        "stored, 0.0001": (4.999, 3.02),
+        "held, 0.01": (5.03, 3.11),  # the same of the forms on W itself
+        "held, 0.0001": (4.999, 3.02),
     }
     for row in paper_experiment.sweep_rows():
         assert paper_experiment.best_dose(runs) is None
         loss, entropy = ends.get(row.arm, (5.5, 3.5))
         # report losses are the other way around, and must not count
         runs.add(row, own_line(row, loss, entropy) | {"report_loss": 10 - loss})
-    doses = (paper_experiment.published_dose(runs), paper_experiment.own_dose(runs), paper_experiment.best_dose(runs))
-    assert doses == ("stored, 0.01", "measured, 0.01", "measured, 0.01")
+    doses = (paper_experiment.weights_dose(runs), paper_experiment.own_dose(runs), paper_experiment.best_dose(runs))
+    assert doses == ("held, 0.01", "measured, 0.01", "measured, 0.01")
     rows = runs.missing(paper_experiment.experiment_rows(runs))
-    assert [row.arm for row in rows[:3]] == [paper_experiment.NONE, "stored, 0.01", "measured, 0.01"]
+    assert [row.arm for row in rows[:3]] == [paper_experiment.NONE, "held, 0.01", "measured, 0.01"]
     assert {row.plan.seed for row in rows} == set(range(1, 11)), "seed 0 chooses and does not judge"
 
 
@@ -153,13 +153,13 @@ def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dic
     doses = {
         form: -math.log10(strength(next(row for row in paper_experiment.sweep_rows() if row.arm == dose)))
         for form, dose in (
-            ("published", paper_experiment.published_dose(runs)),
+            ("weights", paper_experiment.weights_dose(runs)),
             ("ours", paper_experiment.own_dose(runs)),
         )
     }
     expected_changes = {"j1": 0.1, "j3": 0.1, "j5": 0.1, "j7": 0.1, "j2": 1.0, "j4": 1.0, "j8": 1.0}
     for id, expected in expected_changes.items():
-        dose = doses["ours" if id in ("j7", "j8") else "published"]
+        dose = doses["ours" if id in ("j7", "j8") else "weights"]
         assert found[id].value == pytest.approx(expected * (9 - dose) / 9, abs=1e-3), id
         assert len(found[id].sample) == 10
     assert found["j6"].value == pytest.approx(0.0, abs=1e-9), "losses of these fall to the end"
@@ -168,38 +168,37 @@ def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dic
 
 def test_seeds_that_one_arm_lacks_are_left_out(earlier: dict[str, Line]) -> None:
     runs = filled(earlier, "j", lambda row: own_line(row, 5.0 + strength(row) + row.plan.seed, 3.0 + strength(row)))
-    published = paper_experiment.rows_by_role(runs)["published"]
-    for row in published[3:]:
+    weights = paper_experiment.rows_by_role(runs)["weights"]
+    for row in weights[3:]:
         del runs.lines[row.key]
     found = paper_experiment.judge_experiment(runs).measured["j1"]
     assert found is not None
     assert len(found.sample) == 3
-    assert found.value == pytest.approx(strength(published[0])), "the size of a seed cancels within it"
-    del runs.lines[published[0].key]
+    assert found.value == pytest.approx(strength(weights[0])), "the size of a seed cancels within it"
+    del runs.lines[weights[0].key]
     assert paper_experiment.judge_experiment(runs).measured["j1"] is None, "two seeds judge nothing"
 
 
 def test_a_sweep_that_is_not_whole_shows_its_runs_and_judges_nothing(earlier: dict[str, Line]) -> None:
     """Curves of every run that there is, with the distance from the plain one; no verdict, and the page says so."""
     runs = Runs()
-    arms_run = (paper_experiment.NONE, "stored, 0.01", "measured, 0.001")
+    arms_run = (paper_experiment.NONE, "held, 0.01", "measured, 0.001")
     for row in paper_experiment.sweep_rows():
         if row.arm in arms_run:
             runs.add(row, own_line(row, 5.0 + strength(row), 3.0 + 10 * strength(row)))
     results = paper_experiment.judge_experiment(runs)
     assert known_measurements(results.measured) == {}
     curves = results.tables["own_training"]
-    assert list(curves) == [paper_experiment.NONE, "measured, 0.001", "stored, 0.01"], "by form and strength"
-    for arm, change in ((paper_experiment.NONE, 0.0), ("measured, 0.001", 0.001), ("stored, 0.01", 0.01)):
+    assert list(curves) == [paper_experiment.NONE, "measured, 0.001", "held, 0.01"], "by form and strength"
+    for arm, change in ((paper_experiment.NONE, 0.0), ("measured, 0.001", 0.001), ("held, 0.01", 0.01)):
         assert [loss for _, loss in curves[arm]["change"]] == pytest.approx([change] * 12)
-    claims = [{"id": f"j{n}", "measured": None} for n in range(1, 9)]
     studies = {"the paper's own experiment": {"tables": json.loads(json.dumps(results.tables))}}
     document = json.loads((KEPT.parent / "bao2024.json").read_text())
     others = [{**claim, "measured": None} for claim in document["claims"] if claim["id"][0] != "j"]
-    asked = [{**claim, **claims[int(claim["id"][1:]) - 1]} for claim in document["claims"] if claim["id"][0] == "j"]
+    asked = [{**claim, "measured": None} for claim in document["claims"] if claim["id"][0] == "j"]
     text, figures = page({**document, "claims": [*others, *asked], "studies": studies}, PAPERS["bao2024"])
     assert "**The paper's own experiment is open**: 3 runs of one seed" in text
-    assert '"stored, 0.01", entropy +0.10' in text
+    assert '"held, 0.01", entropy +0.10' in text
     assert list(figures) == ["own-training", "own-doses"]
 
 
@@ -305,7 +304,8 @@ def test_pages_of_made_runs_and_of_none(earlier: dict[str, Line], tmp_path: Path
     assert list(figures) == ["own-training", "own-doses", "own-seeds", "acting-hot", "cause", "own-long"]
     headings = [part[0] for part in text.split("\n## ") if part[1:3] == ". "]
     assert headings == ["j", "k", "l", "m", "n"]
-    assert "Not decided yet" not in text
+    waiting = text.split("Not decided yet")[1]
+    assert [line[2:5].strip(":") for line in waiting.splitlines() if line.startswith("- j")] == ["j9", "j10"]
     text, figures, verdicts = rendered(earlier.values())
     assert "planned and not run yet" in text
     assert verdicts == {"undecided"}

@@ -17,7 +17,7 @@ from locater_lab.engine.reproduction import Reproduction, Results
 from locater_lab.engine.runs import Runs
 from locater_lab.papers import PAPERS, Setting, reproduce, verdict_of
 from locater_lab.papers.qiu2025 import gate_forms, linearity, training
-from tests.lab.made_runs import fill_text, made_line
+from tests.lab.made_runs import fill_text, lifted_rules, made_line
 
 PAPER = PAPERS["qiu2025"]
 
@@ -149,7 +149,8 @@ def filled(rate: float) -> Runs:
 
 @pytest.fixture(scope="module")
 def results(runs: Runs) -> Results:
-    return training.judge_training(runs)
+    with lifted_rules():
+        return training.judge_training(runs)
 
 
 def verdicts_of(results: Results) -> dict[str, str]:
@@ -157,6 +158,7 @@ def verdicts_of(results: Results) -> dict[str, str]:
     return {c.id: verdict_of(c, m, "").verdict for c, m in measured.items() if m is not None}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_verdicts_follow_the_runs(runs: Runs, results: Results) -> None:
     by_claim = verdicts_of(results)
     assert by_claim.keys() == {claim.id for claim in training.TRAINING_CLAIMS}
@@ -178,6 +180,7 @@ def test_verdicts_follow_the_runs(runs: Runs, results: Results) -> None:
         assert (training.judge_training(less).measured["d15"] is not None) == known, "three seeds are the least"
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_without_a_sink_nothing_is_said_of_sinks(document: dict[str, Any]) -> None:
     results = training.judge_training(filled(0.0))
     by_claim = verdicts_of(results)
@@ -230,6 +233,7 @@ def test_the_paper_says_what_is_laid_at_its_door() -> None:
         assert claim.by == "ours" or claim.where or claim.id in ("a6", "b7", "e1"), claim.id
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_stands_with_all_some_and_no_claims_measured(document: dict[str, Any], results: Results) -> None:
     json.dumps(document, allow_nan=False)
     text, figures = page(document, PAPER)

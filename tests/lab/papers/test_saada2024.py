@@ -26,7 +26,7 @@ from locater_lab.models.shape import Shape
 from locater_lab.models.transformer import Transformer
 from locater_lab.papers import PAPERS, Setting, reproduce
 from locater_lab.papers.saada2024 import PAPER, map_spectrum, width_collapse
-from tests.lab.made_runs import fill, made_line
+from tests.lab.made_runs import fill, made_line, reproduce_without_rules
 
 
 def test_random_maps_have_the_unevenness_they_are_asked_for() -> None:
@@ -111,6 +111,7 @@ def filled(path: Path, better: float) -> Path:
 
 
 @pytest.mark.parametrize(("better", "expected"), [(0.1, "holds"), (-0.1, "fails")])
+@pytest.mark.usefixtures("without_rules")
 def test_runs_are_judged_seed_by_seed(tmp_path: Path, better: float, expected: str) -> None:
     reproduction = reproduce(PAPER, Setting(runs=filled(tmp_path / "runs.jsonl", better)), claim="f")
     assert [v.verdict for v in reproduction.verdicts] == [expected] * 5
@@ -118,6 +119,7 @@ def test_runs_are_judged_seed_by_seed(tmp_path: Path, better: float, expected: s
     assert {v.verdict for v in reproduce(PAPER, Setting(), claim="f").verdicts} == {"undecided"}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_runs_without_measures_decide_the_loss_alone(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs.jsonl")
     for each in map_spectrum.ARMS:
@@ -153,9 +155,10 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         patch.setitem(width_collapse.GRADIENT_SEEDS, True, 6)
         patch.setattr(map_spectrum, "trained_layers", layers)
         runs = filled(tmp_path_factory.mktemp("runs") / "runs.jsonl", 0.1)
-        yield json.loads(reproduce(PAPER, Setting(runs=runs)).to_json())
+        yield json.loads(reproduce_without_rules(PAPER, Setting(runs=runs)).to_json())
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_claims_that_do_not_depend_on_size_come_out_small_too(document: dict[str, Any]) -> None:
     verdicts = {entry["id"]: entry["verdict"] for entry in document["claims"]}
     sure = ("a1", "b1", "b6", "b7", "b8", "c1", "c2", "c3", "c5", "d4", "f1", "f5")
@@ -171,6 +174,7 @@ def test_every_claim_of_the_paper_says_where_or_that_the_bound_is_ours() -> None
     assert {claim.by for claim in PAPER.claims} == {"paper", "ours"}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_comes_from_the_document(document: dict[str, Any], tmp_path: Path) -> None:
     written = write_report(document, PAPERS["saada2024"], tmp_path / "page.md", tmp_path)
     text = written[0].read_text()

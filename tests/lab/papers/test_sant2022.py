@@ -18,7 +18,7 @@ from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers import Setting, judge, reproduce
 from locater_lab.papers.sant2022 import PAPER, kinds, relevance
-from tests.lab.made_runs import fill
+from tests.lab.made_runs import fill, reproduce_without_rules
 
 IDS = torch.arange(3, 15).reshape(2, 6)
 EVEN, UNEVEN = [[0.25] * 4] * 2, [[0.7, 0.1, 0.1, 0.1]] * 2
@@ -69,7 +69,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
             patch.setattr(module, "DRAWS", {True: 6})
         patch.setattr(relevance, "model_folders", lambda folder: {"tiny": None, "other": None})
         patch.setattr(relevance, "model_entry", one)
-        yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
+        yield reproduce_without_rules(PAPER, Setting(quick=True, runs=path)).to_dict()
 
 
 def test_shortened_lengths_by_the_formula() -> None:
@@ -168,6 +168,7 @@ def test_the_papers_claims_are_what_its_abstract_says(document: dict[str, Any]) 
     assert "--claim f1" not in page(document, PAPER)[0], "no command decides it"
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     claims = {x["id"]: x for x in document["claims"]}
     assert {claims[f"e{n}"]["verdict"] for n in range(1, 5)} == {"holds"}
@@ -206,6 +207,7 @@ def test_even_heads_that_do_worse_refute_the_claim() -> None:
     assert relevance.evenness_correlation(runs) is None, "one arm was not measured"
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
     copy = json.loads(json.dumps(document, allow_nan=False))
     text, figures = page(copy, PAPER)

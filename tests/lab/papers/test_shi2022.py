@@ -22,7 +22,7 @@ from locater_lab.engine.runs import Arm, Runs
 from locater_lab.papers import Setting, judge, reproduce
 from locater_lab.papers.shi2022 import PAPER, depth_theorem, token_distance, trained_models
 from locater_lab.theory import FunctionalBlock
-from tests.lab.made_runs import fill, made_line
+from tests.lab.made_runs import fill, made_line, reproduce_without_rules
 
 IDS = torch.arange(3, 15).reshape(2, 6)
 
@@ -95,7 +95,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
             "read_models",
             lambda setting: ([entry("a", bert, False), {**entry("b", bert, True), "blocks": []}], {"c": "why"}),
         )
-        yield json.loads(reproduce(PAPER, Setting(quick=True, runs=path)).to_json())
+        yield json.loads(reproduce_without_rules(PAPER, Setting(quick=True, runs=path)).to_json())
 
 
 def test_the_distance_counts_pairs() -> None:
@@ -216,11 +216,12 @@ def test_what_is_the_papers() -> None:
     assert [key for key, claim in said.items() if claim.bound == "ours"] == ["c6", "e1"]
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_fusion_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     claims = {x["id"]: x for x in document["claims"]}
     assert [claims[f"f{n}"]["verdict"] for n in range(1, 10)] == [
-        "holds", "fails", "undecided", "holds", "fails", "undecided", "undecided", "holds", "fails",
-    ]  # fmt: skip
+        "holds", "undecided", "undecided", "holds", "fails", "undecided", "undecided", "holds", "fails",
+    ], "at this size nothing of the paper fails"  # fmt: skip
     assert claims["f1"]["numbers"]["by_seed"] == pytest.approx([-0.1, -0.1], abs=1e-4)
     assert claims["f4"]["measured"] == pytest.approx(-0.1, abs=1e-4)
     assert claims["f7"]["measured"] == pytest.approx(1.0)
@@ -228,6 +229,7 @@ def test_fusion_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_lines_without_measures_decide_nothing(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs.jsonl")
     for number, arm in enumerate(depth_theorem.ARMS):

@@ -238,6 +238,7 @@ def verdicts_of(results: Results) -> dict[str, str]:
     return {c.id: verdict_of(c, m, "").verdict for c, m in measured.items() if m is not None}
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_verdicts_follow_the_runs() -> None:
     results = training.judge_training(made_up())
     by_claim = verdicts_of(results)
@@ -277,7 +278,8 @@ def test_what_holds_and_what_waits(document: dict[str, Any]) -> None:
     by_id = {entry["id"]: entry for entry in document["claims"]}
     for key in ("a1", "a2", "a3", "a4", "a5", "b1", "b2", "b5", "b7", "c1", "c2", "c3", "d1", "d2"):
         assert by_id[key]["verdict"] == "holds", key
-    assert by_id["b8"]["verdict"] == by_id["d3"]["verdict"] == "fails"
+    assert by_id["d3"]["verdict"] == "fails"
+    assert by_id["b8"]["undecided_by"], "tokens drawn here cannot fail a paper on large models"
     assert by_id["d6"]["measured"] is None, "no step up, nothing to measure of it"
     assert "--models FOLDER" in by_id["d6"]["waits_for"]
     assert by_id["e1"]["verdict"] == "undecided"

@@ -42,7 +42,10 @@ def test_the_theorem_is_the_papers_and_open_with_its_reason(document: dict[str, 
     assert papers.keys() == {"c5", "e1", "e2"}
     assert {x["where"] for x in papers.values()} == {"abstract"}
     text, _ = page(document, PAPER)
-    assert "The paper's claims: 1 hold, 0 fail, 2 undecided." in text
+    assert (
+        "The paper's claims: experiments none; constructions 1 hold, 0 fail, 0 undecided; identities 0 hold, 0 fail, 2 undecided."
+        in text
+    )
     assert "- e1: waits for a proof" in text
     assert "--claim e1" not in text, "no command decides it"
 

@@ -15,6 +15,7 @@ import pytest
 from scipy import stats
 
 from locater.errors import LocaterError
+from locater_lab.engine.reproduction import DIGITS, round_numbers
 from locater_lab.engine.runs import Row
 from locater_lab.papers.bao2024 import measured_logits
 from locater_lab.papers.bao2024.arms import BASE, SHORT
@@ -71,7 +72,7 @@ def test_its_numbers_are_those_of_the_runs(lines: dict[str, dict[str, Any]]) -> 
         ("LocAteR, measured", {"control": ("locater(form=measured, shrink=0.001, hold=0.001)",), "rate": 2.5e-3}),
     ):
         for what, digits in (("report_loss", 4), ("entropy", 2)):
-            changes = [of(seed, what, **options) - of(seed, what, rate=2.5e-3) for seed in range(8)]
+            changes = [of(seed, what, **options) - of(seed, what, rate=2.5e-3) for seed in range(1, 8)]
             assert interval(changes, digits, "+") in row_of(name)
     hot = {"control": ("sigmareparam",), "steps": SHORT, "evaluate": 0}
     for rate in script.HOT:
@@ -79,7 +80,11 @@ def test_its_numbers_are_those_of_the_runs(lines: dict[str, dict[str, Any]]) -> 
         assert f"| {interval(ends[0], 2)}, {interval(ends[1], 2)} |" in row_of("sigma-reparam"), "without seed 0"
     learned = {"positions": "learned", "rate": 2.5e-3}
     heat = ("temperature(init=8, learn=False)",)
-    changes = [of(s, "report_loss", control=heat, **learned) - of(s, "report_loss", **learned) for s in range(8)]
+    ends = [  # as the document keeps them
+        [round_numbers(of(s, "report_loss", control=control, **learned), DIGITS) for s in range(1, 8)]
+        for control in (heat, ())
+    ]
+    changes = [hot - plain for hot, plain in zip(*ends, strict=True)]
     assert interval(changes, 4, "+") in row_of("temperature, fixed at 8")
 
 
@@ -100,7 +105,7 @@ def test_what_is_said_of_the_model_is_its_plan(document: dict[str, Any]) -> None
 
 
 def test_words_are_refused_when_a_verdict_changes(document: dict[str, Any]) -> None:
-    for id in ("k4", "c1", "d15", "k7", "k12", "l3"):
+    for id in ("k4", "c1", "d15", "k7", "k11", "l3"):
         changed = copy.deepcopy(document)
         next(claim for claim in changed["claims"] if claim["id"] == id)["verdict"] = "other"
         with pytest.raises(LocaterError, match=f"{id} is other now"):

@@ -11,6 +11,14 @@ PAPER = Paper(
     "Amsel, Yehudai and Bruna, On the Benefits of Rank in Attention Layers (arXiv 2407.16153, 2024)",
     (untrained_heads.FULL_RANK_STUDY, untrained_heads.RANDOM_STUDY, encoders.SMALL_STUDY, *published_size.STUDIES),
     Path(__file__).parent,
+    kinds={
+        "construction": "a1 a2",
+        "identity": "a3 b1",
+        "simulation": "a4 b2 b7",
+        "published": "b3 b4 b5 b6",
+        "experiment": "c d e f g",
+    },
+    scaled="d e f g",
 )
 
 __all__ = ["PAPER"]

@@ -12,6 +12,9 @@ PAPER = Paper(
     "(arXiv 2601.17958, 2026)",
     (linear_operator.OPERATOR_STUDY, linear_operator.PERTURBATION_STUDY, linear_operator.SANITY_STUDY),
     Path(__file__).parent,
+    kinds={"identity": "a1 a5", "experiment": "a b c5", "construction": "c"},
+    scaled="b",
+    one_run="b1 b2 b5 b6 b7 b8",
 )
 
 __all__ = ["PAPER"]

@@ -30,12 +30,16 @@ PAPER = Paper(
         entropy_or_mean.ENTROPY_STUDY,
         training.HOT_STUDY,
         paper_experiment.EXPERIMENT_STUDY,
+        paper_experiment.HELD_STUDY,
         measured_logits.MEASURED_STUDY,
         entropy_or_mean.CAUSE_STUDY,
         measured_logits.ONCE_STUDY,
         paper_experiment.LONG_STUDY,
     ),
     Path(__file__).parent,
+    kinds={"simulation": "a b", "experiment": "c d e f g h i j k l m n"},
+    scaled="b d h",
+    within={(-1.0, 1.0): "d11"},
 )
 
 __all__ = ["PAPER"]

@@ -209,7 +209,13 @@ def plan_table(step: float = 0.003, run: float = 2.0) -> list[str]:
 # ---- seed by seed ----
 
 
+CHOOSING_SEED = 0  # of rates, and of what is chosen between at one rate
 FEWEST_SEEDS = 3  # seeds that a claim is judged by
+
+
+def judging(rows: Iterable[Row]) -> list[Row]:
+    """Without the seed that chose the rate, or the setting, of these runs."""
+    return [row for row in rows if row.plan.seed != CHOOSING_SEED]
 
 
 def finished_lines(runs: Runs, rows: Iterable[Row]) -> dict[int, Line]:

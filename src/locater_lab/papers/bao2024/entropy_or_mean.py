@@ -40,6 +40,7 @@ from locater_lab.papers.bao2024.arms import (
     curve_rows,
     entropy_rows,
     finished_lines,
+    judging,
     measure_seeds,
     rows_of,
     with_controls,
@@ -292,7 +293,7 @@ def points_by_seed(runs: Runs, by_arm: dict[str, list[Row]]) -> dict[int, list[d
                 "arm": name,
                 "loss": lines[name][seed]["report_loss"],
                 "entropy": lines[name][seed]["entropy"],
-                "M": mean_logit(rows[seed], lines[name][seed]),
+                "M": mean_logit(rows[0], lines[name][seed]),
             }
             for name, rows in by_arm.items()
         ]
@@ -304,7 +305,7 @@ def judge_cause(runs: Runs) -> Results:
     plan = plain_plan(runs)
     if plan is None:
         return Results({})
-    by_arm = compared_arms(runs, plan)
+    by_arm = {name: judging(rows) for name, rows in compared_arms(runs, plan).items()}
     locater = by_arm["LocAteR"]
     scale = change_between(runs, by_arm["scale only"], by_arm["none"], "report_loss")
     more_seeds = scale is not None and len(scale.sample) > FIRST_SEEDS  # than d16 has

@@ -32,6 +32,7 @@ from locater_lab.papers.bao2024.arms import (  # fmt: skip
     STABLE,
     change_between,
     finished_lines,
+    judging,
     measure_seeds,
     with_controls,
 )
@@ -62,7 +63,7 @@ MEASURED = {
 OTHER_FORMS = {
     "effective": "locater(target=2)",
     "effective, 0.1": "locater(target=2, shrink=0.1, hold=0.1)",
-    "stored": "locater(form=stored)",
+    "held": "locater(form=stored)",
 }
 HOT_RIVALS = {name: STABLE[name] for name in ("sigma-reparam", "QK-norm", "QK-clip at 20", "soft-cap at 20")} | {
     "weight decay 0.3": RIVALS["weight decay 0.3"].base,
@@ -322,7 +323,7 @@ def judge_measured_form(runs: Runs) -> Results:
     rate = PLAIN.rate(runs)
     if rate is not None:
         plain = [PLAIN.row(rate, seed) for seed in range(PLAIN.seeds)]
-        measured["k14"] = change_between(runs, guarded, plain, "report_loss")
+        measured["k14"] = change_between(runs, judging(guarded), plain, "report_loss")
     tables = {
         "acting_hot": hot_table(runs),
         "acting_ordinary": arm_rows(runs, ordinary_arms(arm), PLAIN),
@@ -398,7 +399,7 @@ def hot_cell(runs: Runs, arm: str, rate: float) -> dict[str, Any]:
 
 def kind_of(arm: str) -> str:
     """
-    >>> kind_of("none"), kind_of("limit 4"), kind_of("stored"), kind_of("QK-norm")
+    >>> kind_of("none"), kind_of("limit 4"), kind_of("held"), kind_of("QK-norm")
     ('none', 'measured', 'other form', 'rival')
     """
     if arm == "none":
@@ -418,7 +419,7 @@ def judge_settings(runs: Runs, settings: Mapping[str, Mapping[str, list[Row]]]) 
         ("k13", "images", "none", "accuracy"),
     )
     return {
-        id: change_between(runs, settings[name]["measured"], settings[name][base], what)
+        id: change_between(runs, judging(settings[name]["measured"]), settings[name][base], what)
         for id, name, base, what in questions
         if settings[name]
     }

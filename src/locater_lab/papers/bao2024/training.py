@@ -181,7 +181,9 @@ def judge_rivals(runs: Runs) -> Results:
     """LocAteR against each of them, on top of three, and against the one with the least report loss."""
     mimetic, normed, decay = (RIVALS[name] for name in ("mimetic", "QK-norm", "weight decay 0.3"))
     rivals = [(arm, ends) for arm in RIVALS.values() if "LocAteR" not in arm.name and (ends := arm.final_lines(runs))]
-    best = min(rivals, key=lambda pair: fmean(line["report_loss"] for line in pair[1]), default=(None, []))[0]
+    best = min(rivals, key=lambda pair: float(pair[1][0]["select_loss"]), default=(None, []))[
+        0
+    ]  # by the seed that does not judge
     measured = {
         "e1": difference(runs, BOTH, mimetic, "report_loss"),
         "e2": difference(runs, BOTH, normed, "report_loss"),
@@ -369,7 +371,7 @@ SMALL_CLAIMS = (
     Claim(
         "d6", "LocAteR holds the mean of the spectrum while it shrinks the scale",
         f"mean self-logit M over heads at the end, target {TARGET:g}, {SMALL_MODEL}", "about", TARGET, 0.5,
-        where="definition of LocAteR", bound="ours",
+        by="ours",
     ),
     Claim(
         "d7", "Raw tr W^2 is no penalty on the scale: it grows the antisymmetric part",

@@ -12,6 +12,9 @@ PAPER = Paper(
     "Transformers (ICCV 2021, arXiv 2103.15679)",
     (relevance.RULE_STUDY, relevance.PERTURBATION_STUDY, relevance.STREAM_STUDY, relevance.LARGE_STUDY),
     Path(__file__).parent,
+    kinds={"identity": "a1", "simulation": "a2", "experiment": "b c d"},
+    scaled="b c",
+    one_run="b1 b2 b5",
 )
 
 __all__ = ["PAPER"]

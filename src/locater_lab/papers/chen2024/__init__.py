@@ -18,6 +18,8 @@ PAPER = Paper(
         real_transformer.STUDY,
     ),
     Path(__file__).parent,
+    kinds={"experiment": "a b c d e", "identity": "a7 c1"},
+    within={(0.0, 1.0): "b1 c4"},
 )
 
 __all__ = ["PAPER"]

@@ -13,6 +13,8 @@ PAPER = Paper(
     "Ding, Fan, Lan, Schuurmans and Soricut, Attention that does not Explain Away (arXiv 2009.14308)",
     (guarantee.GUARANTEE_STUDY, guarantee.CAUSAL_STUDY, trained_models.MODELS_STUDY, trained_models.TRAINING_STUDY),
     Path(__file__).parent,
+    kinds={"identity": "a b", "construction": "a8", "simulation": "b2", "experiment": "c d"},
+    scaled="d",
 )
 
 __all__ = ["PAPER"]

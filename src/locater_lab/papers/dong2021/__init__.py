@@ -30,6 +30,16 @@ PAPER = Paper(
         locater_slowing.STUDY,
     ),
     Path(__file__).parent,
+    kinds={
+        "simulation": "a b2 c4 c12 c13 c14 c15 c16 c21 d5 d6 h",
+        "identity": "b e3 e4 h2",
+        "construction": "b6",
+        "published": "c d1 d2 d3 e",
+        "experiment": "c17 c18 c19 c20 d4 f g h13",
+    },
+    scaled="a c17 c18 c19 d3 d4 f g",
+    one_run="f16",
+    within={(0.0, 1.0): "f1 f2 f3 f6 f7 f8 f11 f12 f13 f16 g1 g2 g3 g4", (-1.0, 1.0): "h3 h4 h5 h6 h7 h9 h10"},
 )
 
 __all__ = ["PAPER"]

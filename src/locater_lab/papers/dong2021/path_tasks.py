@@ -173,7 +173,7 @@ CLAIMS = (
     Claim(
         "f16", "Trained as published, Adam at 1e-5 for 65 epochs of 1,000 sequences, the model sorts",
         "token accuracy of the whole model at the published rate", "at least", 0.95,
-        where="settings of its code", bound="ours",
+        by="ours",
     ),
     Claim(
         "f17", "Paths that use the attention of the whole model, as in the decomposition, sort better than those that compute their own",

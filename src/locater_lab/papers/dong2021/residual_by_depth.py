@@ -260,9 +260,9 @@ DEPTH_CLAIMS = (
         "relative residual at the end without skips, least of trained causal models, MLPs in or out", "at least", COLLAPSED, by="ours",
     ),
     Claim(
-        "c21", "Skip connections and MLPs stop the output from degeneration, here at initialisation",
+        "c21", "Skip connections alone and MLPs alone stop the output from degeneration at initialisation, which is one reading of the abstract",
         "relative residual after layer 12 with one of the two: the lesser, largest of three models", "at least", COLLAPSED,
-        where="abstract", bound="ours",
+        by="ours",
     ),
 )  # fmt: skip
 

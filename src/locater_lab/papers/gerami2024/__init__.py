@@ -19,6 +19,13 @@ PAPER = Paper(
         cost_and_training.TRAINING_STUDY,
     ),
     Path(__file__).parent,
+    kinds={
+        "identity": "a b c2 d1 d2 d3 d6",
+        "simulation": "a4 a5 b6 c",
+        "construction": "b2 b5 b10",
+        "experiment": "d e",
+    },
+    scaled="e",
 )
 
 __all__ = ["PAPER"]

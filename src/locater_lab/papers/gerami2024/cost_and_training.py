@@ -165,8 +165,8 @@ TEXT = "causal language model of this size"
 
 TRAINING_CLAIMS = (
     Claim(
-        "e1", "Fastmax has a robust performance: it does about as well as softmax on text, as seen at this size",
-        f"change of report loss by order 2, {TEXT}", "at most", 0.05, where="abstract", bound="ours",
+        "e1", "Fastmax with the norm of each token by itself, which is not the paper's, does about as well as softmax on text at this size",
+        f"change of report loss by order 2, {TEXT}", "at most", 0.05, by="ours",
     ),
     Claim(
         "e2", "Order 1 does about as well as softmax too, as seen at this size",

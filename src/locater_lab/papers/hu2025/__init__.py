@@ -11,6 +11,8 @@ PAPER = Paper(
     "Hu, Liu, Chen, Wu and Liu, Universal Approximation with Softmax Attention (arXiv 2504.15956, 2025)",
     (constructions.HEAD_STUDY, constructions.SEQUENCE_STUDY, trained_heads.HEAD_STUDY, trained_heads.LAYER_STUDY),
     Path(__file__).parent,
+    kinds={"construction": "a b", "identity": "a8", "experiment": "c d"},
+    scaled="d",
 )
 
 __all__ = ["PAPER"]

@@ -12,6 +12,7 @@ PAPER = Paper(
     "Experts (arXiv 2602.01468, 2026)",
     (gate_places.MIXTURE_STUDY, gate_places.PLACES_STUDY, sample_counts.SAMPLES_STUDY, sample_counts.THEOREM_STUDY),
     Path(__file__).parent,
+    kinds={"identity": "a b d", "simulation": "b2 b4 b5 b6 b7 c"},
 )
 
 __all__ = ["PAPER"]

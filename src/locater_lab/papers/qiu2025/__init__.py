@@ -19,6 +19,9 @@ PAPER = Paper(
         training.SINK_STUDY,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a b", "simulation": "b2 b3 b5", "published": "c", "experiment": "d e f"},
+    scaled="d e f",
+    within={(-1.0, 1.0): "d15 f9"},
 )
 
 __all__ = ["PAPER"]

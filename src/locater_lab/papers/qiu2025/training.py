@@ -89,7 +89,7 @@ TRAINING_CLAIMS = (
           where="Table 1"),
     Claim("d6", "It is better than on queries", f"report loss after attention less on queries, per head, {VARIED}", "at most", 0.0,
           where="Table 1"),
-    Claim("d7", "The gate takes the sink away", f"change of the first token's share of rows by a gate per element, {ON_TEXT}",
+    Claim("d7", "The gate lowers the sink", f"change of the first token's share of rows by a gate per element, {ON_TEXT}",
           "at most", 0.0, where="Table 4"),
     Claim("d8", "So does one per head", f"change of the first token's share of rows by a gate per head, {ON_TEXT}", "at most", 0.0,
           where="Table 4"),

@@ -19,6 +19,8 @@ PAPER = Paper(
         map_spectrum.TRAINING_STUDY,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a1 b7 b8 c1", "simulation": "a b c d", "experiment": "e f"},
+    scaled="e f",
 )
 
 __all__ = ["PAPER"]

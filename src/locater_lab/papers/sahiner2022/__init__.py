@@ -19,6 +19,9 @@ PAPER = Paper(
         image_heads.STUDY,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a c4", "simulation": "b c d", "experiment": "e"},
+    scaled="d e",
+    within={(0.0, 1.0): "b5"},
 )
 
 __all__ = ["PAPER"]

@@ -21,6 +21,9 @@ PAPER = Paper(
         relevance.SCORES_STUDY,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a b c", "simulation": "a6 c5", "construction": "c6", "experiment": "d e f"},
+    scaled="e",
+    within={(-1.0, 1.0): "e5"},
 )
 
 __all__ = ["PAPER"]

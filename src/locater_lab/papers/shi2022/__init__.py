@@ -18,6 +18,9 @@ PAPER = Paper(
         depth_theorem.FUSION_STUDY,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a b c1", "simulation": "a5 b3 b4 c d", "construction": "a3 a4 c4 c5", "experiment": "e f"},
+    scaled="e f",
+    within={(-1.0, 1.0): "d1"},
 )
 
 __all__ = ["PAPER"]

@@ -18,8 +18,12 @@ PAPER = Paper(
         training.TRAINING_STUDY,
         training.SINK_STUDY,
         training.GROWTH_STUDY,
+        training.OWN_STUDY,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a c d1 d2", "simulation": "a5 a6 b c3", "experiment": "d e f g h"},
+    scaled="b d e f g",
+    within={(0.0, 1.0): "a5 a6 b3", (0.0, 2.0): "b2", (-1.0, 1.0): "e4 e14 f3 f12"},
 )
 
 __all__ = ["PAPER"]

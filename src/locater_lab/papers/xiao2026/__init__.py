@@ -19,6 +19,8 @@ PAPER = Paper(
         training.IMAGE_STUDY,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a", "simulation": "a8 b", "construction": "a14", "experiment": "c d e f g"},
+    scaled="d g",
 )
 
 __all__ = ["PAPER"]

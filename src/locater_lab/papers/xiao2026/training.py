@@ -100,8 +100,8 @@ AT_IMAGE_RATES = f"each at the better of two rates, Fashion-MNIST, {AT_THIS_SIZE
 ACCURACY_CHANGE, LOSS_RATIO = "change of test accuracy", "log ratio of denoising losses"
 
 IMAGE_CLAIMS = (
-    Claim("g1", "Made binary and fine-tuned, a classifier of images is as accurate as in full precision, or more (in the paper: on ImageNet)",
-          f"{ACCURACY_CHANGE}, {AFTER}, against softmax throughout, {AT_IMAGE_RATES}", "at least", 0.0, where="abstract"),
+    Claim("g1", "Made binary and fine-tuned, a small classifier of Fashion-MNIST is as accurate as in full precision, or more",
+          f"{ACCURACY_CHANGE}, {AFTER}, against softmax throughout, {AT_IMAGE_RATES}", "at least", 0.0, by="ours"),
     Claim("g2", "It comes within one point",
           f"{ACCURACY_CHANGE}, {AFTER}, against softmax throughout, {AT_IMAGE_RATES}", "at least", -POINT, by="ours"),
     Claim("g3", "Without fine-tuning the change costs a classifier a point or more",

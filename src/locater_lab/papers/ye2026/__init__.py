@@ -18,6 +18,8 @@ PAPER = Paper(
         *composition.SEPARATION_STUDIES,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a b1 b2 c3 c4 e", "construction": "a5 c", "simulation": "b c2 c7", "experiment": "d"},
+    within={(0.0, 1.0): "d1", (-1.0, 1.0): "d3"},
 )
 
 __all__ = ["PAPER"]

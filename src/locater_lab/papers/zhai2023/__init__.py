@@ -18,6 +18,9 @@ PAPER = Paper(
         trained_models.GAMMA_STUDY,
     ),
     Path(__file__).parent,
+    kinds={"identity": "a b1 b4 b5", "construction": "a2 b6", "simulation": "a6 b2 b3", "experiment": "c d e"},
+    scaled="d",
+    within={(0.0, None): "d2 d3"},
 )
 
 __all__ = ["PAPER"]

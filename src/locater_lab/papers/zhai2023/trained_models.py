@@ -169,7 +169,7 @@ HOT_CLAIMS = (
     ),
     Claim(
         "d4", "At the best rate of each it does no worse than the plain model, as seen at this size",
-        "change of report loss, each at its best of three rates", "at most", 0.0, where="section 4",
+        "change of report loss, each at its best of three rates", "at most", 0.0, by="ours",
     ),
     Claim(
         "d5", "It raises entropy at the best rates too, as seen at this size",

@@ -234,6 +234,8 @@ PAPER = Paper(
     },
     page="results/early-warning-unseen",
     kept=("early-warning-unseen.jsonl",),
+    kinds={"experiment": "a b c d"},
+    within={(0.0, 1.0): "a b"},
 )  # fmt: skip
 
 __all__ = ["PAPER"]

@@ -383,6 +383,8 @@ PAPER = Paper(
     },
     page="flags",
     kept=("flags-heads.jsonl",),
+    kinds={"construction": "a b", "experiment": "c"},
+    within={(0.0, 1.0): "a b c"},
 )  # fmt: skip
 
 __all__ = ["PAPER"]

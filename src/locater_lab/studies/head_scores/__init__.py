@@ -204,6 +204,7 @@ PAPER = Paper(
     {"SCORES": SCORES, "LEAST": LEAST, "TOP": TOP, "NAMED": NAMED, "TOKENS": TOKENS},
     page="head-scores",
     kept=("head-scores.jsonl",),
+    kinds={"experiment": "a b c d e f"},
 )
 
 __all__ = ["PAPER"]

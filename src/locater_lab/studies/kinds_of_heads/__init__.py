@@ -404,6 +404,7 @@ PAPER = Paper(
         "by_kind": by_kind, "numbers_of": numbers_text, "radius": radius, "weight": weight_text,
     },
     page="kinds-of-heads",
+    kinds={"experiment": "a"},
 )  # fmt: skip
 
 __all__ = ["PAPER"]

@@ -233,6 +233,7 @@ PAPER = Paper(
     Path(__file__).parent,
     {"cells_table": cells_table, "STAGES": plan.STAGES},
     kept=("pretraining-runs.jsonl",),
+    kinds={"experiment": "a b c d e f g h"},
 )
 
 __all__ = ["PAPER"]

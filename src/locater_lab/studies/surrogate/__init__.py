@@ -189,6 +189,8 @@ PAPER = Paper(
         "between": figure_between, "cells_table": cells_table, "id_of": claim_id,
     },
     kept=("surrogate-heads.jsonl", "surrogate-runs.jsonl"),
+    kinds={"experiment": "a b c d e f"},
+    within={(-1.0, 1.0): "a"},
 )  # fmt: skip
 
 __all__ = ["PAPER"]

@@ -8,6 +8,7 @@ from locater_lab.engine.arms import (
     Line,
     difference,
     has_sink,
+    largest_over_seeds,
     mark_inconclusive,
     mean_of_arm,
     rank_correlation,
@@ -16,7 +17,7 @@ from locater_lab.engine.arms import (
 )
 from locater_lab.engine.claims import Measurement
 from locater_lab.engine.mechanism_runs import NO_SINK, SOFTMAX, SOFTMAX_MASKED
-from locater_lab.engine.runs import Arm, Runs
+from locater_lab.engine.runs import Runs
 from locater_lab.studies.zoo.losses import ARMS, BOTH_WAYS, CAUSAL, own_claim
 
 FIRST = "change of its share of rows"
@@ -131,15 +132,6 @@ def judge_collapse(runs: Runs) -> Mapping[str, Measurement | None]:
         "d4": mean_of_arm(runs, SOFTMAX_MASKED, away),
         "d5": difference(runs, BOTH_WAYS["hybrid_normalized"], SOFTMAX_MASKED, away),
     }
-
-
-def largest_over_seeds(runs: Runs, arm: Arm, measure: str) -> Measurement | None:
-    """Over seeds: for a claim that no head, or no key, has something, which one seed could refute."""
-    values = [value_of(line, measure) for line in arm.final_lines(runs) or ()]
-    known = [x for x in values if x is not None]
-    if not known or len(known) < len(values):
-        return None
-    return Measurement(max(known), 0.0, f"none: the largest of {len(known)} seeds", {"by_seed": known})
 
 
 def last_residual(line: Line) -> float:

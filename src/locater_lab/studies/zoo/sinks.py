@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from locater_lab.engine.arms import difference, mean_of_arm, study_of_arms, value_of
+from locater_lab.engine.arms import difference, judging_values, mean_of_arm, study_of_arms
 from locater_lab.engine.claims import Claim, Measurement, Relation, by_seed
 from locater_lab.engine.mechanism_runs import (
     COPY_SINK,
@@ -43,7 +43,7 @@ def _left_claim(id: str, says: str) -> Claim:
 
 CLAIMS = (
     _weight_claim("f1", "A softmax head that has nothing to add forms a sink", "at least", COPY_SINK),
-    _left_claim("f2", "A gate takes it away, as it acts"),
+    _left_claim("f2", "A gate takes its effect away, which its map may keep"),
     _left_claim("f3", "So does sigmoid attention"),
     _left_claim("f4", "So does a sink in the softmax, fixed at zero"),
     _left_claim("f5", "So does a learned sink"),
@@ -124,12 +124,8 @@ def judge(runs: Runs) -> Results:
 
 def largest_weight(runs: Runs) -> Measurement | None:
     """Of the mechanisms without a softmax, seed by seed; None where one was not measured."""
-    ends = [ARMS[name].final_lines(runs) or [] for name in SUMS]
-    weights = [[value_of(line, WEIGHT) for line in lines] for lines in zip(*ends, strict=False)]
-    known = [[x for x in values if x is not None] for values in weights]
-    if not known or any(len(values) < len(SUMS) for values in known):
-        return None
-    return by_seed([max(values) for values in known])
+    values = judging_values(runs, [ARMS[name] for name in SUMS], WEIGHT)
+    return None if values is None else by_seed([max(each) for each in values])
 
 
 STUDY = study_of_arms("sinks where a head has nothing to add", CLAIMS, (*ARMS.values(), ROTARY), judge)
