@@ -29,6 +29,7 @@ from locater_lab.studies.verdicts import commands, models, writing
 from locater_lab.studies.verdicts.checkpoint import SIZES, Checkpoint, LoraAdapter, NotHereError, Place, adapter_for
 from locater_lab.studies.verdicts.faults import Fault, faults
 from locater_lab.studies.verdicts.models import Model
+from locater_lab.studies.verdicts.unseen import unseen_faults
 from locater_lab.train.sweep import append_line, read_lines
 
 ROOMS = ("commands", "results", "findings", "families", "layers", "sources", "cli")  # whose code answers
@@ -132,6 +133,7 @@ class Bench:
             "strength": place.strength,
             "group": fault.group,
             "causes": list(fault.causes),
+            **({"unseen": True} if fault.unseen else {}),
             "role": self.model.role,
             "container": fault.container,
             "digest": digest,
@@ -245,8 +247,10 @@ def open_bench(
 
 def run(bench: Bench, path: Path, only: str = "") -> Iterator[dict[str, Any]]:
     """Measure of a model what has no line yet, and append each line as it comes."""
-    for fault in faults(bench.adapter):
-        if only not in f"{fault.group}: {fault.name}" or (bench.model.role == "tiny" and not fault.on_tiny):
+    for fault in [*faults(bench.adapter), *unseen_faults(bench.adapter)]:
+        if only not in f"{'unseen ' * fault.unseen}{fault.group}: {fault.name}" or (
+            bench.model.role == "tiny" and not fault.on_tiny
+        ):
             continue
         for spot in bench.places(fault):
             line = bench.measure(fault, spot)
@@ -277,7 +281,8 @@ def compact(path: Path) -> list[dict[str, Any]]:
     """Keep the newest line of each model, fault and place, in order; returns them. What counts as the right cause is that
     of the table of today.
     """
-    table = {fault.name: fault for fault in faults(LoraAdapter({}, False))}
+    known = LoraAdapter({}, False)
+    table = {fault.name: fault for fault in [*faults(known), *unseen_faults(known)]}
     lines = sorted(newest(path).values(), key=lambda line: (line["model"], line["group"], line["fault"], line["at"]))
     lines = [line for line in lines if line["fault"] in table]
     for line in lines:

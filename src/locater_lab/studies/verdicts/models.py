@@ -143,7 +143,8 @@ def loss_in_place(module: nn.Module, model: Model, base: Checkpoint, planted: Ch
     """
     parameters, changed = module.state_dict(), planted.changed(base)
     if planted.config != base.config or any(
-        name not in parameters or name not in planted.tensors or parameters[name].shape != planted.tensors[name].shape
+        any(name not in own for own in (parameters, planted.tensors, base.tensors))
+        or parameters[name].shape != planted.tensors[name].shape
         for name in changed
     ):
         return None
