@@ -31,6 +31,7 @@ from locater_lab.studies.verdicts.checkpoint import (
     adapter_for,
 )
 from locater_lab.studies.verdicts.faults import CAUSES, GROUPS, NEUTRAL, Fault, faults
+from locater_lab.studies.verdicts.unseen import unseen_faults
 from tests import ROOT
 
 DEMO = models.trained_models(None)[0]
@@ -267,6 +268,23 @@ def test_changes_of_form_leave_the_logits(name: str, tmp_path: Path) -> None:
     assert (before - after).abs().max().item() < tolerance
 
 
+NEW_AND_EQUAL = ("stored-head", "permuted-neurons", "permuted-stream", "scaled-neurons", "scaled-values", "groups-expanded",
+                 "other-settings", "old-buffers", "in-reverse")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEW_AND_EQUAL)
+def test_changes_that_nobody_had_in_mind_leave_the_logits(name: str, tmp_path: Path) -> None:
+    change = next(fault for fault in unseen_faults(None) if fault.name == name)
+    made = BASE.copied()
+    change.plant(made, place(change))
+    assert change.damage or made.changed(BASE) or made.config != BASE.config
+    path = writing.write(made, tmp_path / "out", change.container)
+    if change.damage is not None:
+        change.damage(path, made, place(change))
+    tolerance = 1e-5 if name == "permuted-stream" else 1e-9  # norms add their squares up in float32, in another order
+    assert (logits(DEMO.folder, True) - logits(path, True)).abs().max().item() < tolerance
+
+
 def test_permuted_heads_with_their_outputs_leave_the_logits(tmp_path: Path) -> None:
     made = planted("equal-permutation")
     assert len(made.changed(BASE)) == 4
@@ -433,6 +451,28 @@ def test_shares_are_counted_on_judged_models_and_on_faults_that_do_harm() -> Non
     assert page.goal([*lines, line("a", "judged", "harmless", 1, False, 2.0)])["reached"] is False
     low, high = wilson(9, 10)
     assert found["harmful"].found_text() == f"9 of 10: 0.90 ({low:.2f} to {high:.2f})"
+
+
+def test_faults_that_nobody_had_in_mind_are_counted_apart() -> None:
+    unseen = unseen_faults(ADAPTER)
+    assert not {fault.name for fault in unseen} & set(TABLE)
+    assert len({fault.name for fault in unseen}) == len(unseen)
+    assert all(fault.unseen and fault.group in (*GROUPS, "harmless") for fault in unseen)
+    assert {cause for fault in unseen for cause in fault.causes} <= {*CAUSES, *NEUTRAL} - {"unknown"}
+    lines = [line("a", "judged", "values", 1, True), line("a", "judged", "harmless", 0, True, 2.0)]
+    new = [{**line("a", "judged", "values", 1, False), "fault": "zero-pages", "unseen": True} for _ in range(4)]
+    for one in [*lines, *new]:
+        one["commit"] = "0" * 12
+    for at, causes in enumerate(([], ["unknown"], ["untied"], ["untied", "unknown"])):
+        new[at]["said"]["doctor --base"]["causes"] = [["fault", cause] for cause in causes]
+    assert [page.answer(one, "doctor --base") for one in new] == ["unknown", "unknown", "untied", "untied"]
+    assert page.goal([*lines, *new]) == page.goal(lines)
+    apart = page.page([*lines, *new], {}).partition("## Faults that nobody had in mind")
+    assert (
+        apart[0].replace(page.ELSEWHERE.lstrip(), "").replace("\n\n\n", "\n\n").strip()
+        == page.page(lines, {}).partition("## Every fault")[0].strip()
+    )
+    assert "| 2 | 2 of 4: 0.50 (0.15 to 0.85) |" in apart[2], "no cause, wrong cause"
 
 
 def test_words_of_commands_name_causes() -> None:

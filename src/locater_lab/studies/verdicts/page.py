@@ -14,6 +14,7 @@ from locater_lab.studies.verdicts.checkpoint import LoraAdapter
 from locater_lab.studies.verdicts.commands import COMPARE_ON, PROBE_ON, PROBED, SCAN_ON
 from locater_lab.studies.verdicts.faults import GROUPS, faults
 from locater_lab.studies.verdicts.models import SMALLEST
+from locater_lab.studies.verdicts.unseen import FROZEN, unseen_faults
 
 ROLES = {"chosen on": "thresholds chosen on", "judged": "judged", "tiny": "tiny models"}
 ASKED = {
@@ -107,6 +108,22 @@ def of_role(lines: Sequence[Line], role: str) -> list[Line]:
     return [line for line in lines if line["role"] == role]
 
 
+def seen(lines: Iterable[Line]) -> list[Line]:
+    """Those of faults that rules were written beside."""
+    return [line for line in lines if not line.get("unseen")]
+
+
+def answer(line: Line, call: str) -> str:
+    """What a command makes of a fault: "missed", "named", "unknown" (found, and no cause named), or the wrong causes."""
+    said = line["said"][call]
+    if not said["status"]:
+        return "missed"
+    told = dict.fromkeys(
+        cause for severity, cause in said.get("causes", ()) if severity == "fault" and cause != "unknown"
+    )
+    return "named" if said["right"] else ", ".join(told) or "unknown"
+
+
 def models_of(lines: Iterable[Line]) -> list[str]:
     order = {"chosen on": 0, "judged": 1, "tiny": 2}
     found = {line["model"]: order[line["role"]] for line in lines}
@@ -114,8 +131,8 @@ def models_of(lines: Iterable[Line]) -> list[str]:
 
 
 def goal(lines: Sequence[Line]) -> dict[str, Any]:
-    """What issue and plan ask of doctor: on judged models, by faults that do harm."""
-    judged = of_role(lines, "judged")
+    """What issue and plan ask of doctor: on judged models, by faults that do harm; without those that were not seen."""
+    judged = of_role(seen(lines), "judged")
     harmful = count([line for line in judged if does_harm(line)], best_call)
     calls = ("doctor", "doctor --base", "doctor --adapter")
     false = [alarms(judged, call) for call in calls]
@@ -136,15 +153,24 @@ has its commit.
 """
 
 
+ELSEWHERE = """
+These faults were known when the rules were written. [Faults that nobody had in mind](#faults-that-nobody-had-in-mind) are found
+less often.
+"""
+
+
 def page(lines: Sequence[Line], why: dict[str, str]) -> str:
     """The whole page. `why` says of a fault why it is missed, where that is known."""
+    every, lines = lines, seen(lines)
     parts = [
         _head(lines),
+        ELSEWHERE if len(every) > len(lines) else "",
         _models(lines),
         _commands(lines),
         _groups(lines),
         _missed(lines, why),
         _alarms(lines),
+        _unseen([line for line in every if line.get("unseen")]),
         _faults(lines),
     ]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
@@ -361,3 +387,80 @@ def _faults(lines: Sequence[Line]) -> str:
         "## Every fault\n\nChange of the loss, and what `doctor` makes of it (with the base, or the adapter).\n\n"
         + "\n".join(parts)
     )
+
+
+def _unseen(lines: Sequence[Line]) -> str:
+    """Faults that no rule was written for: how many are found, what they are called, and each of them."""
+    if not lines:
+        return ""
+    kinds = [len({x["fault"] for x in lines if is_fault(x) == real}) for real in (True, False)]
+    harmful = [x for x in lines if is_fault(x) and does_harm(x)]
+    columns = {"faults": "faults", "command": "command", "found": "found", "named": "right cause", "unknown": "no cause",
+               "wrong": "wrong cause", "false": "false alarms"}  # fmt: skip
+    return f"""
+## Faults that nobody had in mind
+
+{kinds[0]} more faults and {kinds[1]} more harmless changes (`src/locater_lab/studies/verdicts/unseen.py`). The rules of doctor were frozen at
+{FROZEN} before these were written down, and whoever wrote them had not read the rules. They are in no figure above. What
+counts as the right cause was fixed before doctor was asked; one was added afterwards, because with two groups of two heads
+`outputs-by-position-in-group` is a swap. Where doctor has no cause for what was done, none counts as right, and the honest
+answer is that it is unknown: it has one for {sum(bool(x["causes"]) for x in harmful)} of the {len(harmful)} that do harm. Each is planted once in
+{", ".join(models_of(lines))}. Intervals take these for independent, which they are
+not: "each once" counts a fault once, by the worst answer of the models that it harms.
+
+{markdown_table(_text(_unseen_counts(lines)), columns)}
+
+Change of the loss, and what `doctor` makes of it (with the base, or the adapter): the right cause ("named"), no cause
+("unknown"), the wrong ones by name, or "missed", with the change that it reports.
+
+{_unseen_table(lines)}
+"""
+
+
+def _unseen_counts(lines: Sequence[Line]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    planted = [x for x in lines if is_fault(x)]
+    harmful = [x for x in planted if does_harm(x)]
+    for title, some in (("that do harm", harmful), ("that do harm, each once", harmful), ("all", planted)):
+        for call in ("doctor", "doctor --base", "doctor --adapter"):
+            told = [(x["fault"], answer(x, call)) for x in some if call in x["said"]]
+            if "once" in title:  # missed, a wrong cause, none, the right one
+                worst = {"missed": 0, "unknown": 2, "named": 3}
+                told = list(dict(sorted(told, key=lambda item: -worst.get(item[1], 1))).items())
+            missed, named, unknown = ([x for _, x in told].count(word) for word in ("missed", "named", "unknown"))
+            false = alarms(lines, call)
+            rows.append(
+                {
+                    "faults": title,
+                    "command": ASKED[call],
+                    "found": share_text(len(told) - missed, len(told)),
+                    "named": share_text(named, len(told)),
+                    "unknown": unknown,
+                    "wrong": share_text(len(told) - missed - named - unknown, len(told)),
+                    "false": share_text(false.found, false.of) if false.of and title == "all" else None,
+                }
+            )
+    return rows
+
+
+def _unseen_table(lines: Sequence[Line]) -> str:
+    says = {x.name: x.says for x in unseen_faults(LoraAdapter({}, False))}
+    rows = []
+    for name in sorted(says, key=lambda name: any(x["fault"] == name and not is_fault(x) for x in lines)):
+        own = {x["model"]: x for x in lines if x["fault"] == name and best_call(x) in x["said"]}
+        if own:
+            first = next(iter(own.values()))
+            causes = (" or ".join(first["causes"]) or "none") if is_fault(first) else "harmless"
+            row: dict[str, object] = {"fault": f"`{name}`: {says[name]}", "causes": causes}
+            rows.append(row | {model: f"{_loss(x) or ''} {_unseen_sign(x)}".strip() for model, x in own.items()})
+    return markdown_table(rows, {"fault": "fault", "causes": "right", **{name: name for name in models_of(lines)}})
+
+
+def _unseen_sign(line: Line) -> str:
+    """Of a fault what doctor answers, and of a missed one the change that it reports; of a harmless change an alarm."""
+    told, said = answer(line, best_call(line)), line["said"][best_call(line)].get("causes", ())
+    severity = "change" if told == "missed" else "fault"
+    causes = ", ".join(dict.fromkeys(cause for kind, cause in said if kind == severity))
+    if is_fault(line):
+        return f"missed ({causes or 'no change'})" if told == "missed" else told
+    return "" if told == "missed" else f"alarm: {causes}"

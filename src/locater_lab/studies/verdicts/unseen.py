@@ -14,7 +14,7 @@ import torch
 
 from locater_lab.studies.verdicts import models
 from locater_lab.studies.verdicts import planting as p
-from locater_lab.studies.verdicts.checkpoint import Checkpoint, LoraAdapter, NotHereError, Place, generator
+from locater_lab.studies.verdicts.checkpoint import Checkpoint, LoraAdapter, NotHereError, Part, Place, generator
 from locater_lab.studies.verdicts.faults import NEUTRAL, Fault
 
 FROZEN = "47660d23"  # the commit whose rules were asked
@@ -267,14 +267,16 @@ def merged_elsewhere(adapter: LoraAdapter, how: str) -> p.Plant:
     """Each delta in the next layer, or the other way round where it is square."""
 
     def plant(c: Checkpoint, place: Place) -> None:
-        layers = range(len(c.stack))
-        names = {c.part(n, part).weight: c.part((n + 1) % len(layers), part).weight for n in layers for part in ("query", "value")}  # type: ignore[arg-type]  # fmt: skip
+        parts: tuple[Part, ...] = ("query", "value")
+        after = {
+            c.part(n, x).weight: c.part((n + 1) % len(c.stack), x).weight for n in range(len(c.stack)) for x in parts
+        }
+        square = {name for name in adapter.factors if len(set(c.tensors[name].shape)) == 1}
+        if how == "transposed" and not square:
+            raise NotHereError(f"{c.name}: no map of the adapter is square")
         for name in adapter.factors:
-            delta = adapter.delta(name)
-            square = delta.shape[0] == delta.shape[1]
-            target = names[name] if how == "next layer" else name
-            stored = c.tensors[target].float()
-            c.put(target, stored + (delta.mT if how == "transposed" and square else delta))
+            delta, target = adapter.delta(name), after[name] if how == "next layer" else name
+            c.put(target, c.tensors[target].float() + (delta.mT if how == "transposed" and name in square else delta))
 
     return plant
 
@@ -287,8 +289,8 @@ def padded_vocabulary(c: Checkpoint, place: Place) -> None:
     name = c.embedding()
     rows = c.tensors[name].float()
     drawn = rows.std(0) * 1e-3 * torch.randn(64, rows.shape[1], generator=generator("rows", c.name))
-    if "CausalLM" in (c.config.get("architectures") or [""])[0]:
-        _llama(c)
+    if "For" in (c.config.get("architectures") or [""])[0]:
+        _llama(c)  # others have output maps with biases, or embeddings of which copies are kept
     c.tensors[name] = torch.cat([rows, rows.mean(0) + drawn]).to(c.tensors[name].dtype)
     c.config["vocab_size"] += 64
 
@@ -415,7 +417,7 @@ def in_reverse(path: Path, c: Checkpoint, place: Place) -> None:
     start = 8 + int.from_bytes(raw[:8], "little")
     header, made, data = json.loads(raw[8:start]), {}, []
     header.pop("__metadata__", None)
-    for name, entry in reversed(sorted(header.items(), key=lambda item: item[1]["data_offsets"])):
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"], reverse=True):
         first, last = entry["data_offsets"]
         at = sum(map(len, data))
         data.append(raw[start + first : start + last])
@@ -446,7 +448,7 @@ def unseen_faults(adapter: LoraAdapter | None) -> list[Fault]:
         fault("positions-off-by-two", "conversion", "", shifted_positions, "embeddings of positions moved by two rows"),
         fault("biases-twice", "conversion", "", doubled_biases, "every bias was added twice"),
         fault("norm-biases-lost", "conversion", "lost-biases zero", norm_biases_lost, "the biases of norms are zero"),
-        fault("outputs-by-position-in-group", "conversion", "permuted-heads", outputs_by_position_in_group, "output maps expect heads in another order than queries have"),
+        fault("outputs-by-position-in-group", "conversion", "permuted-heads swapped-heads", outputs_by_position_in_group, "output maps expect heads in another order than queries have"),
         fault("groups-interleaved", "conversion", "permuted-heads", expanded_groups(True), "key and value heads were repeated in turn, not in place"),
         fault("drawn-mlp", "values", "another-model", drawn_mlp, "an MLP that was not loaded: drawn anew with a spread of 0.02"),
         fault("drawn-head", "conversion", "untied another-model", drawn_head, "an output map drawn anew beside embeddings that were tied"),
