@@ -39,7 +39,7 @@ class Fault:
     container: str = "one file"
     damage: w.Damage | None = field(default=None, compare=False)
     on_tiny: bool = True  # tried on the tiny models too
-    unseen: bool = False  # written after the rules of doctor, by somebody who had not read them: counted apart
+    unseen: bool = False  # no rule of doctor was written for it: counted apart
 
     @property
     def harmless(self) -> bool:

@@ -401,8 +401,8 @@ def _unseen(lines: Sequence[Line]) -> str:
 ## Faults that nobody had in mind
 
 {kinds[0]} more faults and {kinds[1]} more harmless changes (`src/locater_lab/studies/verdicts/unseen.py`). The rules of doctor were frozen at
-{FROZEN} before these were written down, and whoever wrote them had not read the rules. They are in no figure above. What
-counts as the right cause was fixed before doctor was asked; one was added afterwards, because with two groups of two heads
+{FROZEN} before these were written down, by somebody who knew [the page of doctor](doctor.md) and the faults above, and had not read the
+code of the rules. They are in no figure above. What counts as the right cause was fixed before doctor was asked; one was added afterwards, because with two groups of two heads
 `outputs-by-position-in-group` is a swap. Where doctor has no cause for what was done, none counts as right, and the honest
 answer is that it is unknown: it has one for {sum(bool(x["causes"]) for x in harmful)} of the {len(harmful)} that do harm. Each is planted once in
 {", ".join(models_of(lines))}. Intervals take these for independent, which they are

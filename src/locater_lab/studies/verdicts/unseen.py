@@ -1,5 +1,5 @@
 """Faults and harmless changes that nobody had in mind: the rules of doctor were frozen at FROZEN before these were
-written down, planted and measured, and whoever wrote them had not read the rules. They are counted apart from the others.
+written down, planted and measured, by somebody who had not read their code. They are counted apart from the others.
 
 Where no cause of doctor is what was done, `causes` is empty: then `unknown` is the honest answer, and any name a wrong one.
 """
@@ -40,10 +40,6 @@ def _neurons(c: Checkpoint, layer: int) -> tuple[list[str], str]:
     return inner, outer
 
 
-def _swap(c: Checkpoint, one: str, other: str) -> None:
-    c.tensors[one], c.tensors[other] = c.tensors[other], c.tensors[one]
-
-
 def _llama(c: Checkpoint) -> None:
     if c.config.get("model_type") != "llama":
         raise NotHereError(f"{c.name}: planted by the names of Llama")
@@ -57,7 +53,7 @@ def swapped_names(one: str, other: str) -> p.Plant:
 
     def plant(c: Checkpoint, place: Place) -> None:
         for first, second in zip(_ends(c, [one]), _ends(c, [other]), strict=True):
-            _swap(c, first, second)
+            c.tensors[first], c.tensors[second] = c.tensors[second], c.tensors[first]
 
     return plant
 
@@ -66,7 +62,8 @@ def norms_of_two_layers(c: Checkpoint, place: Place) -> None:
     names = [name for name, _ in c.gains()]
     if len(names) < 4:
         raise NotHereError(f"{c.name}: no gains in front of attention")
-    _swap(c, names[1], names[place.layer + 1 if place.layer == 1 else place.layer])
+    one, other = names[1], names[place.layer + 1 if place.layer == 1 else place.layer]
+    c.tensors[one], c.tensors[other] = c.tensors[other], c.tensors[one]
 
 
 def shifted_positions(c: Checkpoint, place: Place) -> None:
@@ -215,7 +212,7 @@ def zero_pages(c: Checkpoint, place: Place) -> None:
 
 def swapped_bytes(c: Checkpoint, place: Place) -> None:
     """A map in the other order of bytes."""
-    tensor = c.edit(c.mlp(place.layer))
+    tensor = c.tensors[c.mlp(place.layer)]
     size = tensor.element_size()
     c.tensors[c.mlp(place.layer)] = tensor.view(torch.uint8).unflatten(-1, (-1, size)).flip(-1).flatten(-2).view(tensor.dtype)  # fmt: skip
 
@@ -395,7 +392,7 @@ def trained_on(c: Checkpoint, place: Place) -> None:
     steps = torch.optim.AdamW(own.values(), lr=2e-5)
     for _ in range(5):
         steps.zero_grad()
-        models.loss_of(module, model).backward()  # type: ignore[no-untyped-call]
+        models.loss_of(module, model).backward()
         steps.step()
     for name, parameter in own.items():
         c.put(name, parameter.detach())
@@ -415,16 +412,15 @@ def in_reverse(path: Path, c: Checkpoint, place: Place) -> None:
     file = path / "model.safetensors"
     raw = file.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
-    header, made, data = json.loads(raw[8:start]), {}, []
+    header, made, data = json.loads(raw[8:start]), {}, b""
     header.pop("__metadata__", None)
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"], reverse=True):
         first, last = entry["data_offsets"]
-        at = sum(map(len, data))
-        data.append(raw[start + first : start + last])
-        made[name] = {**entry, "data_offsets": [at, at + last - first]}
+        made[name] = {**entry, "data_offsets": [len(data), len(data) + last - first]}
+        data += raw[start + first : start + last]
     text = json.dumps({"__metadata__": {"format": "pt", "made_by": "another tool"}, **made}).encode()
     text += b" " * (-len(text) % 8 + 64)
-    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 # ---- the table ----
