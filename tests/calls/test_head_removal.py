@@ -181,6 +181,19 @@ def test_a_copy_lacks_the_same_heads(label: str) -> None:
     assert all(torch.equal(run(other, batch), less) for other in copies)
 
 
+def test_a_control_that_is_copied_with_its_model_puts_back_the_copy() -> None:
+    model, batch = llama(sliding_window=None), tokens(pads=0)
+    plain = run(model, batch)
+    model.control = Surgery(heads=[(1, 0)]).attach(model)
+    less = run(model, batch)
+    other = copy.deepcopy(model)
+    other.control.detach()
+    assert torch.equal(run(other, batch), plain)
+    assert torch.equal(run(model, batch), less)
+    model.control.detach()
+    assert torch.equal(run(model, batch), plain)
+
+
 def test_gradients_pass_the_heads_that_stay() -> None:
     model, batch = llama(sliding_window=None), tokens(pads=0)
     with locater.without(model, [(1, 1)]):

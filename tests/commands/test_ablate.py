@@ -62,6 +62,16 @@ def test_every_head_is_removed_from_the_whole_model(mode: str) -> None:
         assert (row.low, row.high) == pytest.approx((float(low), float(high)), abs=EXACT)
 
 
+def test_a_compiled_model_gives_the_same_numbers() -> None:
+    """Its code is run without the compiler: each removal would be another graph."""
+    model = small()
+    found = locater.ablate(model, [{"input_ids": IDS}])
+    compiled = locater.ablate(torch.compile(model, backend="eager"), [{"input_ids": IDS}])  # type: ignore[arg-type]
+    model.compile(backend="eager")
+    in_place = locater.ablate(model, [{"input_ids": IDS}])
+    assert found.by_head == compiled.by_head == in_place.by_head
+
+
 def test_pairs_and_layers() -> None:
     model = small()
     found = locater.ablate(model, IDS, [(2, 1), [(0, 1), (2, 0)], 1])

@@ -80,15 +80,24 @@ def test_what_is_gathered_is_the_models_own(saved: Path, model: Any) -> None:
 
 
 def test_what_is_lost_without_a_head_is_measured(saved: Path, model: Any) -> None:
-    """For the heads with the largest shares, here all."""
+    """And estimated: the slope of the target along the output of a head."""
     result = explanations(saved, PROMPT, deletion=False)
     ids = torch.tensor([result.streams[0].ids])
     target = result.target
-    assert [row.effect is not None for row in result.heads] == [True] * 8
+    assert all(row.effect is not None for row in result.heads)
     for row in result.heads[2:6]:
         with torch.no_grad(), locater.without(model, [(row.layer, row.head)]):
             left = float(model(ids).logits[0, -1, target.index])
         assert row.effect == pytest.approx(target.value - left, abs=1e-4)
+        columns = model.model.layers[row.layer].self_attn.o_proj.weight[:, row.head * 8 : (row.head + 1) * 8]
+        sides = []
+        with torch.no_grad():
+            before = columns.clone()
+            for scale in (1.05, 0.95):
+                columns.copy_(before * scale)
+                sides.append(float(model(ids).logits[0, -1, target.index]))
+            columns.copy_(before)
+        assert row.estimate == pytest.approx((sides[0] - sides[1]) / 0.1, rel=0.02, abs=1e-3)
 
 
 def test_another_method_where_the_operator_does_not_apply(saved: Path) -> None:
@@ -246,7 +255,7 @@ def test_the_document_and_the_terminal(run: Run, saved: Path, tmp_path: Path) ->
     shown = " ".join(result.out.split())
     assert "The model's first choice is" in shown
     assert f"at token {tokens - 1}" in shown
-    assert "share lost without it" in shown
+    assert "head lost without it estimated share" in shown
     assert "(no token): what starts at no input token: biases, and what MLPs add, which `paths` holds" in shown
     assert "operator: Scores and offset sum to the target" in shown
     assert kept["html"].read_text().startswith("<!doctype html>")

@@ -793,7 +793,7 @@ def test_a_block_that_goes_another_way_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Surgery(), "Surgery would remove nothing: give no_skip=True, no_mlp=True or no_norm=True"),
+        (lambda: Surgery(), "Surgery would remove nothing: give no_skip=True, no_mlp=True, no_norm=True or heads"),
         (lambda: Surgery(layers=[0]), "Surgery would remove nothing"),
         (lambda: Surgery(no_skip="yes"), "no_skip='yes': must be True or False"),  # type: ignore[arg-type]
         (lambda: Surgery(no_norm=1), "no_norm=1: must be True or False"),  # type: ignore[arg-type]

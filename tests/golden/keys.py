@@ -121,7 +121,7 @@ EXCLUDED: dict[str, tuple[str, ...]] = {
     # seconds of a step, and ratios of such: they follow the machine and what else runs on it
     "reproduce-gerami2024": (
         "studies.cost.tables.times",
-        *(
+        *tuple(
             f"claims[{claim}].{key}"
             for claim in ("d4", "d5")
             for key in ("measured", "spread", "verdict", "decided", "numbers", "p", "alone")

@@ -43,7 +43,7 @@ from locater.calls.interceptors import (
     remove_interceptor,
     renumber,
 )
-from locater.calls.patching import force_retrace, replace_method
+from locater.calls.patching import Undo, force_retrace, replace_method
 from locater.calls.recognise import flat_arguments
 from locater.calls.torch_calls import call_of_fused
 from locater.errors import LocaterError
@@ -288,14 +288,10 @@ def run_without_fast_path(module: nn.Module, forward: Callable[..., Any], *args:
         return forward(*args, **kw)
 
 
-@contextmanager
-def fast_path_off(model: nn.Module, control: str | None = None) -> Iterator[None]:
-    """Inside the block PyTorch's encoders call their attention modules, whatever needs no gradient."""
-    with ExitStack() as stack:
-        for part in model.modules():
-            if isinstance(part, FUSED_ENCODERS):
-                stack.callback(replace_method(part, "forward", run_without_fast_path, control))
-        yield
+def turn_fast_path_off(model: nn.Module, control: str | None = None) -> list[Undo]:
+    """Let PyTorch's encoders call their attention modules, also where nothing needs a gradient."""
+    encoders = [part for part in model.modules() if isinstance(part, FUSED_ENCODERS)]
+    return [replace_method(part, "forward", run_without_fast_path, control) for part in encoders]
 
 
 class FunctionInterceptor(FunctionListener):
@@ -459,28 +455,33 @@ def removals_of(
     return removals
 
 
-@contextmanager
-def heads_removed(
+def remove_heads(
     model: nn.Module, removals: Iterable[tuple[nn.Module, HeadRemoval]], control: str | None = None
-) -> Iterator[None]:
-    """Remove heads from the attention modules of `model` inside the block. Where a `control` is named, a copy of the
-    model that is made meanwhile lacks them too.
+) -> list[Undo]:
+    """Remove heads from the attention modules of `model`; returns what puts them back, the last first. Where a
+    `control` is named, a copy of the model that is made meanwhile lacks them too.
     """
+    attention_interface.install()
+    changes: list[InterceptedHeads] = []
+    undo: list[Undo] = [partial(attention_interface.remove, changes)]
+    inside = False
+    for module, removal in removals:
+        if always_uses_interface(module):
+            change = InterceptedHeads(removal, control)
+            changes.append(change)
+            add_interceptor(module, change)
+            undo.append(partial(remove_interceptor, module, change))
+            undo.append(replace_method(module, "forward", force_retrace))
+        else:
+            inside = True
+            undo.append(replace_method(module, "forward", partial(run_without_heads, removal), control))
+    return [*undo, *(turn_fast_path_off(model, control) if inside else ())]
+
+
+@contextmanager
+def heads_removed(model: nn.Module, removals: Iterable[tuple[nn.Module, HeadRemoval]]) -> Iterator[None]:
+    """Remove heads inside of the block."""
     with ExitStack() as stack:
-        attention_interface.install()
-        changes: list[InterceptedHeads] = []
-        stack.callback(attention_interface.remove, changes)
-        inside = []
-        for module, removal in removals:
-            if always_uses_interface(module):
-                change = InterceptedHeads(removal, control)
-                changes.append(change)
-                add_interceptor(module, change)
-                stack.callback(remove_interceptor, module, change)
-                stack.callback(replace_method(module, "forward", force_retrace))
-            else:
-                inside.append(module)
-                stack.callback(replace_method(module, "forward", partial(run_without_heads, removal), control))
-        if inside:
-            stack.enter_context(fast_path_off(model, control))
+        for undo in remove_heads(model, removals):
+            stack.callback(undo)
         yield

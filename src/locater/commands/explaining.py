@@ -24,6 +24,7 @@ from locater.commands.load_model import load_model
 from locater.defaults import Progress
 from locater.errors import LocaterError, first_line
 from locater.explain import METHODS, Run, deletion, paths
+from locater.explain.attention_flow import head_estimates
 from locater.explain.explanation import Explanation, Target, vectors
 from locater.explain.replayed_pass import head_effects
 from locater.inputs.text import Batch
@@ -42,7 +43,7 @@ from locater.results.explanations import (
 
 # What accompanies the scores of an explanation: shares of heads and path lengths, patterns of heads, deletion.
 
-MEASURED = 12  # heads that are removed, those with the largest shares
+MEASURED = 12  # heads that are removed
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # of tokens removed
 PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
 
@@ -106,8 +107,12 @@ def head_shares(split: Mapping[str, Tensor], target: Target) -> list[HeadShare]:
 
 
 def with_effects(run: Run, shares: list[HeadShare], target: Target) -> tuple[list[HeadShare], str]:
-    """The same, and what the target loses without the heads whose shares are largest; or why that is not known."""
-    first = sorted(range(len(shares)), key=lambda at: -abs(shares[at].value))[:MEASURED]
+    """The same with estimates of what the target loses without each head, and with what it does lose without the heads
+    whose estimates (or shares) are largest; or why that is not known.
+    """
+    estimates = head_estimates(run, target) if shares else {}
+    shares = [replace(share, estimate=estimates.get((share.layer, share.head))) for share in shares]
+    first = sorted(range(len(shares)), key=lambda at: -abs(largest_by(shares[at])))[:MEASURED]
     if not first:
         return shares, ""
     try:
@@ -116,6 +121,11 @@ def with_effects(run: Run, shares: list[HeadShare], target: Target) -> tuple[lis
         return shares, f"The effect of removing heads was not measured: {error}."
     found = dict(zip(first, effects, strict=True))
     return [replace(share, effect=found.get(at)) for at, share in enumerate(shares)], ""
+
+
+def largest_by(share: HeadShare) -> float:
+    """What heads are ordered by."""
+    return share.value if share.estimate is None else share.estimate
 
 
 def length_shares(split: Mapping[str, Tensor], target: Target) -> list[LengthShare]:

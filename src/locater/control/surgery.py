@@ -27,7 +27,7 @@ methods of single modules are replaced, and a term is removed from a sum by a ze
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -36,7 +36,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from locater.calls.head_removal import HeadRemoval, Removal, heads_removed, removals_of
+from locater.calls import attention_interface
+from locater.calls.head_removal import HeadRemoval, Removal, removals_of, remove_heads
 from locater.calls.patching import REPLACED, replace_method
 from locater.control.base import Control, Layers, self_layers
 from locater.discovery import attention_layers
@@ -129,9 +130,8 @@ class Surgery(Control):
         removals = self._removals(model)
         self._switch, self._undo = Switch(), list[Callable[[], None]]()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(heads_removed(model, removals, repr(self)))
-                self._undo.append(stack.pop_all().close)
+            if removals:
+                self._undo += remove_heads(model, removals, repr(self))
             for cut in cuts:
                 stand_in = partial(_run_while_on, self._switch, cut.stand_in)
                 self._undo.append(replace_method(cut.module, "forward", stand_in, repr(self)))
@@ -143,6 +143,12 @@ class Surgery(Control):
         self._switch.on = False  # a stand-in may stay below one that somebody else has added
         for undo in reversed(self._undo):
             undo()
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """A surgery that is copied together with its model needs the attention interface for itself."""
+        vars(self).update(attributes)
+        if self.model is not None and self.heads:
+            attention_interface.install()
 
     def _check(self, model: nn.Module) -> list[ReplacedForward]:
         """Every replacement, each block once; raises if a part is missing or its forward is already replaced."""

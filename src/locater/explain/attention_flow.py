@@ -260,6 +260,23 @@ def target_gradients(
     return [by_step.get(id(step)) for step in steps]
 
 
+def head_estimates(run: Run, target: Target) -> dict[tuple[int, int], float]:
+    """What the target would lose without each head, (layer, head), to first order: its gradient times the output of the
+    head, summed over tokens. One backward pass; docs/head-scores.md says how far it can be trusted. Empty where outputs
+    of heads were not seen.
+    """
+    steps = stream_steps(run.events)
+    places = {id(layer): number for number, layer in enumerate(run.layers)}
+    if len(steps) != len(places) or any(step.event.to_heads is not None for step in steps):
+        return {}
+    estimates: dict[tuple[int, int], float] = {}
+    for step, slope in zip(steps, target_gradients(run, target, steps), strict=True):
+        if slope is not None and step.event.output is not None:
+            values = (slope.double() * step.event.output.detach().double()).sum((0, 1, 3)).tolist()
+            estimates |= {(places[id(step.event.layer)], head): x for head, x in enumerate(values)}
+    return estimates
+
+
 def sequence_of(step: StreamStep, target: Target) -> int:
     """The row of a batch that a call is read at: the target's text, where several texts meet one image."""
     rows = step.event.call.query.shape[0]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.attention_interface import always_uses_interface
-from locater.calls.head_removal import LAST, HeadRemoval, Removal, fast_path_off, heads_removed, removals_of
+from locater.calls.head_removal import LAST, HeadRemoval, Removal, heads_removed, removals_of, turn_fast_path_off
 from locater.calls.interceptors import AttentionRequest, Interceptor, add_interceptor, remove_interceptor
 from locater.calls.patching import replace_method
 from locater.discovery import attention_layers
@@ -106,7 +106,8 @@ class ReplayedPass:
                     for child in module.children():
                         stack.callback(replace_method(child, "forward", self._run_part))
             stack.enter_context(heads_removed(self.model, []))  # for as long as interceptors are on
-            stack.enter_context(fast_path_off(self.model))
+            for undo in turn_fast_path_off(self.model):
+                stack.callback(undo)
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # a graph would be traced for each removal
             yield
 

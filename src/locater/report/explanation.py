@@ -23,8 +23,9 @@ Document = Mapping[str, Any]
 LISTED_TOKENS = 40  # tokens that are listed; of more, those with the largest scores
 HEADS_NAMED = 8
 SHARES_LEGEND = (
-    "share: what passes through the head along attention, outputs of MLPs held as they were · "
-    "lost without it: measured, the head set to zero and everything after it computed again"
+    "lost without it: measured, the head set to zero and everything after it computed again · "
+    "estimated: the gradient of the target times the head's output · "
+    "share: what passes through the head along attention, outputs of MLPs held as they were"
 )
 LONGEST_TOKEN = 24
 NOTEBOOK_TOKENS = 200
@@ -142,9 +143,15 @@ def score_unit(method: Document) -> str:
     return f"scores sum to {total:.3g}; {offset:.3g} comes from no token"
 
 
-def effect_share(row: Document, result: Document) -> float | None:
-    """What the target loses without a head, as a share of it."""
-    effect, target = row.get("effect"), result["target"]["value"]
+def _order(row: Document) -> float:
+    """What heads are ordered by."""
+    value: float = row["value"] if row.get("estimate") is None else row["estimate"]
+    return value
+
+
+def effect_share(row: Document, result: Document, name: str = "effect") -> float | None:
+    """What the target loses without a head, as a share of it; measured or estimated."""
+    effect, target = row.get(name), result["target"]["value"]
     return None if effect is None or not target else effect / abs(target)
 
 
@@ -152,10 +159,10 @@ def heads_note(result: Document) -> str:
     """What the map of heads shows, and which patterns the page has."""
     if not result["layers"]:
         return result["assumptions"].get("patterns") or "No attention was recorded."
-    measured = sum(row["effect"] is not None for row in result["heads"])
+    measured = sum(row.get("effect") is not None for row in result["heads"])
     shares = (
         "Share of the target that passes through each head along attention, with outputs of MLPs held. It is not what "
-        f"changes without the head: that was measured for the {measured} with the largest shares."
+        f"changes without the head: that was measured for {measured} of them."
         if result["heads"]
         else result["assumptions"].get("heads", "")
     )
@@ -364,11 +371,12 @@ def print_explanations(result: Document, console: Console) -> None:
     console.print(escape(target_sentence(result)), highlight=False)
     _print_scores(result, console)
     if result["heads"]:
-        best = sorted(result["heads"], key=lambda row: -abs(row["share"]))[:HEADS_NAMED]
-        grid = empty_table("heads with the largest shares of the target", ["head", "share", "lost without it"])
+        best = sorted(result["heads"], key=lambda row: -abs(_order(row)))[:HEADS_NAMED]
+        grid = empty_table("heads that count most for the target", ["head", "lost without it", "estimated", "share"])
         for row in best:
-            lost = effect_share(row, result)
-            grid.add_row(f"{row['layer']}.{row['head']}", percent(row["share"]), "-" if lost is None else percent(lost))
+            numbers = (effect_share(row, result), effect_share(row, result, "estimate"), row["share"])
+            shown = ("-" if x is None else percent(x) for x in numbers)
+            grid.add_row(f"{row['layer']}.{row['head']}", *shown)
         console.print(grid)
         console.print(f"[dim]{SHARES_LEGEND}[/dim]", highlight=False)
     if result["lengths"]:

@@ -63,13 +63,14 @@ class Prediction:
 class HeadShare:
     """How much of the target passes through a head along attention, with the outputs of MLPs held as they were. A path
     passes several heads, so these do not sum to the target. `effect` is another thing: what the target loses without
-    the head, measured for the heads with the largest shares.
+    the head, measured for the heads with the largest estimates of it.
     """
 
     layer: int
     head: int
     value: float  # in units of the target
     share: float  # value / |target|: positive is for the target, negative against it
+    estimate: float | None = None  # of the effect: the gradient of the target times the head's output
     effect: float | None = None  # the target less the target without the head; None where it was not measured
 
 

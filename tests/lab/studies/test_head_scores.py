@@ -77,4 +77,6 @@ def test_the_kept_page_is_that_of_the_lines() -> None:
         stats.spearmanr([abs(x) for x in row["scores"]["norm"]], [abs(x) for x in row["effect"]]).statistic
         for row in own
     ]
-    assert found.tables["models"][model]["scores"]["norm"]["size"][0] == pytest.approx(sum(by_hand) / len(by_hand))
+    assert found.tables["models"][model]["scores"]["norm"]["size"][0] == pytest.approx(
+        sum(by_hand) / len(by_hand), abs=1e-3
+    )

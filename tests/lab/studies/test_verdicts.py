@@ -379,6 +379,17 @@ def test_the_loss_is_that_of_plain_python(tmp_path: Path) -> None:
     assert models.measure_loss(written("lost-shard", tmp_path / "lost"), DEMO) is None
 
 
+def test_a_loss_in_place_is_that_of_the_file(tmp_path: Path) -> None:
+    module = models.load_quietly(DEMO.folder)
+    sound = models.loss_in_place(module, DEMO, BASE, BASE)
+    for name in ("rotary-order", "nan-in-mlp"):
+        there = models.measure_loss(written(name, tmp_path / name), DEMO)
+        assert there == pytest.approx(models.loss_in_place(module, DEMO, BASE, planted(name)), abs=1e-6, nan_ok=True)
+        assert models.loss_in_place(module, DEMO, BASE, BASE) == sound, "the base is there again"
+    for name in ("rope-theta", "lost-layer", "without-prefix"):
+        assert models.loss_in_place(module, DEMO, BASE, planted(name)) is None
+
+
 def test_lines_are_kept_and_the_page_is_theirs(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
 

@@ -20,6 +20,7 @@ from locater.commands.doctor.reading import Examined
 from locater.commands.doctor.tensors import Facts, place_of
 from locater.families.registry import BUILT_IN
 from locater.findings.causes import Finding, finding
+from locater.layers.layout import AttentionLayout
 
 RANDOM_SPREAD = 6.0  # between quartiles of log2 |x|; weights have 1.9, random bits 16 (float16) to 128
 FEW_LEVELS, MANY_LEVELS = 4, 8  # distinct values in groups of 32
@@ -51,7 +52,7 @@ def findings_alone(seen: Examined) -> list[Finding]:
     broken: set[str] = set()  # tensors whose numbers are no weights: nothing else is said of them
     found = [
         *_values(facts, broken),
-        *_zeros(facts, kinds, broken, bool(seen.heads)),
+        *_zeros(facts, kinds, broken, seen),
         *_constants(facts, kinds, broken),
     ]
     found += [*_missing(kinds), *_config(seen), *_tied(seen), *_biases(seen, kinds)]
@@ -94,8 +95,9 @@ def _value_cause(fact: Facts) -> str:
     return "" if fact.finite else "nonfinite"
 
 
-def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str], by_head: bool) -> Iterator[Finding]:
-    """Maps that are zero. A layer whose values and outputs, or whose every map is zero does nothing."""
+def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str], seen: Examined) -> Iterator[Finding]:
+    """Maps that are zero. A layer whose values or outputs, or whose every map is zero does nothing."""
+    writing = _writing_maps(seen)
     zero = [fact for fact in facts if fact.zero and fact.is_map]
     idle = {name for name in (fact.name for fact in zero) if _zero_everywhere(name, zero, kinds)}
     if idle:
@@ -109,10 +111,13 @@ def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str], by_head: bool
     for (stack, layer), some in by_layer.items():
         names = [fact.name for fact in some]
         of_attention = [name for name in names if _of_attention(name)]
-        if layer is not None and (len(of_attention) > 1 or len(names) > 2):
-            of = "attention" if len(of_attention) == len(names) else ""
+        if layer is not None and (len(of_attention) > 1 or len(names) > 2 or writing & {*names}):
             evidence: dict[str, Any] = {"layers": [layer], "tensors": names}
-            words = f"does nothing: {len(names)} maps{' of attention' if of else ''} are zero"
+            attention = len(of_attention) == len(names)
+            count = (
+                f"{len(names)} maps{' of attention' if attention else ''} are" if len(names) > 1 else f"{names[0]} is"
+            )
+            words = f"{'does nothing' if not attention or len(names) > 1 else 'attends for nothing'}: {count} zero"
             yield finding("zero-layer", layers_words(stack, [layer]), words, **evidence)
         else:
             yield finding("zero", tensors_words(some), tensors=names, layers=[] if layer is None else [layer])
@@ -123,13 +128,20 @@ def _zeros(facts: Sequence[Facts], kinds: Kinds, broken: set[str], by_head: bool
             yield finding("zero", tensors_words(some), "is a gain of zeros", tensors=[fact.name for fact in some])
     for fact in facts:
         start, stop = fact.longest_zeros
-        if by_head and _of_attention(fact.name):
+        if seen.heads and _of_attention(fact.name):
             continue  # said of the head
         same = kinds.get((fact.place.stack, fact.place.kind), {}).values()
         alone = all(other.zero_rows == 0 for other in same if other is not fact)
         if not fact.zero and fact.is_map and stop - start >= max(8, fact.shape[0] // 8) and alone and len(same) > 1:
             words = f"has zeros in rows {start} to {stop - 1} of {fact.shape[0]}"
             yield finding("zero", fact.name, words, rows=[start, stop], tensors=[fact.name])
+
+
+def _writing_maps(seen: Examined) -> set[str]:
+    """Maps of values and outputs: where one of them is zero, what a layer attends to is lost."""
+    found = [] if seen.model.reading is None else seen.model.reading.found
+    parts = [part for item in found if isinstance(item, AttentionLayout) for part in (item.value, item.out)]
+    return {name for part in parts if part is not None for name, _ in part.maps(seen.model.weights)}
 
 
 def _zero_everywhere(name: str, zero: Sequence[Facts], kinds: Kinds) -> bool:

@@ -155,17 +155,22 @@ def findings_of_heads(beside: Beside) -> None:
     """Reordered, scaled and copied heads; a layer that computes the same is equivalent."""
     same: list[int] = []
     rows: dict[int, dict[str, MovedRows]] = {}
+    gains: dict[str, dict[int, float]] = {}
     for heads in beside.paired.heads:
         names = _names_of(beside, heads.number)
         changed = [beside.pairs[x] for x in names if x in beside.pairs and beside.pairs[x].changed]
         changed = [x for x in changed if not x.explained and x.difference > 2 * STRUCTURE]
-        if not changed or not heads.comparable:
+        factors = _gain_factors(beside, heads.number)
+        if not (changed or factors) or not heads.comparable:
             continue
         if heads.equivalent:
             same.append(heads.number)
             beside.explain([*names, *_vectors_of(beside, heads.number)], "equivalent")
             continue
-        rows[heads.number] = {part: moved_rows(heads.own, heads.base, part) for part in heads.own.maps()}
+        for part, factor in factors.items():
+            gains.setdefault(part, {})[heads.number] = factor
+        if changed:
+            rows[heads.number] = {part: moved_rows(heads.own, heads.base, part) for part in heads.own.maps()}
     if same:
         orders = [x.order for x in beside.paired.heads if x.number in same]
         words = "computes the same: " + (
@@ -178,7 +183,31 @@ def findings_of_heads(beside: Beside) -> None:
     _rotary(beside, rows)
     _reordered(beside, rows)
     _scaled(beside, rows)
+    for part, layers in gains.items():
+        _scaled_layers(beside, layers, part, f"the gains behind its {part} map")
     _foreign_heads(beside, rows)
+
+
+def _gain_factors(beside: Beside, number: int) -> dict[str, float]:
+    """By map: the factor on the gains of a norm of queries or keys, where these are no more than scaled."""
+    own, base = (
+        next(layer for heads, layer in zip(x.heads, x.layers, strict=True) if heads.number == number)
+        for x in (beside.paired.own, beside.paired.base)
+    )
+    factors: dict[str, float] = {}
+    for part in ("query", "key"):
+        a, b = (getattr(getattr(layer, f"{part}_norm"), "gain", None) for layer in (own, base))
+        if a is None or b is None or a.shape != b.shape:
+            continue
+        x, y = a.detach().double().cpu(), b.detach().double().cpu()
+        factor = float((x * y).sum() / y.square().sum().clamp_min(1e-30))
+        if abs(factor - 1) > 2 * STRUCTURE and float((x - factor * y).norm()) < STRUCTURE * float(x.norm()):
+            factors[part] = factor
+            item, weights = _item(beside, number), beside.paired.own.model.weights
+            norm = getattr(item, f"{part}_norm", None)
+            if isinstance(item, AttentionLayout) and norm is not None:
+                beside.explain([name for name, _ in norm.vectors(weights)], "scaled-queries")
+    return factors
 
 
 def _item(beside: Beside, number: int) -> Any:
@@ -295,24 +324,25 @@ def _scaled(beside: Beside, rows: dict[int, dict[str, MovedRows]]) -> None:
                 if x.told:
                     _told(beside, number, [name], "scaled-head")
     for name, layers in whole.items():
-        factor = median(layers.values())
-        size = beside.paired.own.layers[0].head_dim if beside.paired.own.layers else 0
-        root = size**0.5
-        times = (
-            " (the square root of the head size)"
-            if root and min(abs(factor / root - 1), abs(factor * root - 1)) < 0.03
-            else ""
-        )
-        words = f"has its {name} maps times {factor:.4g}{times}"
-        cause = "scaled-queries" if name in ("query", "key") else "unknown"
-        evidence: dict[str, Any] = {"layers": sorted(layers), "factor": round(factor, 5), "map": name}
-        severity: Severity | None = None if cause == "scaled-queries" else "fault"
-        beside.found.append(finding(cause, beside.layers_words(layers), words, severity=severity, **evidence))
+        _scaled_layers(beside, layers, name, f"its {name} maps")
     for name, factors in single.items():
         worst = max(factors.values(), key=lambda c: abs(math.log(abs(c))) if c else math.inf)
         words = f"has its {name} map times {worst:.4g}" + (" at most" if len(factors) > 1 else "")
-        evidence = {"heads": sorted(factors), "factor": round(worst, 5), "map": name}
+        evidence: dict[str, Any] = {"heads": sorted(factors), "factor": round(worst, 5), "map": name}
         beside.found.append(finding("scaled-head", heads_words([*factors]), words, **evidence))
+
+
+def _scaled_layers(beside: Beside, layers: dict[int, float], name: str, what: str) -> None:
+    """A factor on all heads of some layers."""
+    factor = median(layers.values())
+    size = beside.paired.own.layers[0].head_dim if beside.paired.own.layers else 0
+    root = size**0.5
+    is_root = root and min(abs(factor / root - 1), abs(factor * root - 1)) < 0.03
+    words = f"has {what} times {factor:.4g}{' (the square root of the head size)' if is_root else ''}"
+    cause = "scaled-queries" if name in ("query", "key") else "unknown"
+    evidence: dict[str, Any] = {"layers": sorted(layers), "factor": round(factor, 5), "map": name}
+    severity: Severity | None = None if cause == "scaled-queries" else "fault"
+    beside.found.append(finding(cause, beside.layers_words(layers), words, severity=severity, **evidence))
 
 
 def _others_scaled(rows: dict[int, dict[str, MovedRows]], name: str) -> bool:

@@ -164,7 +164,7 @@ def results_of(lines: Sequence[Line]) -> Results:
             rows[name] = {
                 "size": _mean_and_half(sizes),
                 "signed": _mean_and_half(signed) if signed else None,
-                "found": [sum(_overlap(line, name, count) for line in own) / len(own) for count in NAMED],
+                "found": [round(sum(_overlap(line, name, count) for line in own) / len(own), 3) for count in NAMED],
             }
         models[model] = {"prompts": len(own), "heads": sum(own[0]["heads"]), "scores": rows}
     return Results(measured, {"models": models})
@@ -183,7 +183,7 @@ def _overlap(line: Line, name: str, count: int) -> int:
 
 def _mean_and_half(values: Sequence[float]) -> list[float]:
     found = by_seed(values)
-    return [found.value, found.spread]
+    return [round(found.value, 3), round(found.spread, 3)]
 
 
 STUDY = Study(

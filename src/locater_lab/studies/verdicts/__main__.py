@@ -14,7 +14,7 @@ from locater_lab.studies.verdicts.page import goal, of_text, page
 
 ROOT = Path()  # of the repository, where make runs
 LINES, PAGE = ROOT / "docs" / "results" / "verdicts.jsonl", ROOT / "docs" / "verdicts.md"
-WHY: dict[str, str] = {}  # of faults that are missed: why
+WHY: dict[str, str] = {}  # of faults that do harm and are missed: why
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch import nn
 
 import locater
 from locater.errors import LocaterError, first_line
@@ -92,6 +93,11 @@ class Bench:
             yield Place(layer, head, strength, name)
 
     @cached_property
+    def module(self) -> nn.Module:
+        """The base, ready to run."""
+        return models.load_quietly(self.model.folder)
+
+    @cached_property
     def large(self) -> bool:
         return sum(x.numel() for x in self.base.tensors.values()) > LARGE
 
@@ -161,9 +167,13 @@ class Bench:
         return self._loss(planted.digest(self.base) + "-one file", planted, None)
 
     def _loss(self, digest: str, planted: Checkpoint, path: Path | None) -> float | None:
-        """From the folder that is there, or from one written for it: a GGUF file and an adapter are not run."""
+        """In place, or from the folder that is there, or from one written for it: a GGUF file and an adapter are not run."""
         if not self.model.kind:
             return None
+        if digest not in self.losses and digest.endswith(("-one file", "-gguf")):
+            found = models.loss_in_place(self.module, self.model, self.base, planted)
+            if found is not None:
+                self.losses[digest] = found
         if digest not in self.losses:
             spot = self.folder / "for the loss"
             runs = path is not None and (path / "config.json").is_file()

@@ -82,7 +82,8 @@ def _one_head() -> list[Fault]:
         fault("scaled-gain-of-queries", "scaled-head scaled-queries", p.scaled_gain, "the gain of the norm of a layer's queries times 50", strengths=(50.0, 5.0)),
         fault("scaled-outputs-of-a-head", "scaled-head", p.scaled_head("out"), "a head's outputs times 50", strengths=(50.0,), places=ALL_PLACES),
         fault("dead-outputs", "dead-head", p.dead_head("out"), "a head's outputs are zero", places=ALL_PLACES),
-        fault("dead-values", "dead-head", p.dead_head("value"), "a head's values are zero"),
+        # where a layer has one head of values, its layer writes nothing: the same weights
+        fault("dead-values", "dead-head zero-layer", p.dead_head("value"), "a head's values are zero"),
         fault("dead-queries", "dead-head", p.dead_head("query"), "a head's queries are zero, so it looks at all alike"),
         fault("copied-head", "copied-head", p.copied_head, "a head over the next one of its layer", places=ALL_PLACES),
         fault("swapped-in-a-layer", "swapped-heads permuted-heads", p.swapped_in_layer, "two heads of a layer have each other's queries", places=ALL_PLACES),

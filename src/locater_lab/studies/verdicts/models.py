@@ -130,6 +130,32 @@ def measure_loss(folder: Path, model: Model) -> float | None:
         return None
 
 
+def load_quietly(folder: Path) -> nn.Module:
+    with quiet():
+        module: nn.Module = load_model(str(folder))
+    return module
+
+
+@torch.no_grad()
+def loss_in_place(module: nn.Module, model: Model, base: Checkpoint, planted: Checkpoint) -> float | None:
+    """The loss of a planted model in a module that has the base loaded, and has it again afterwards; None where only
+    loading what is planted shows what becomes of it: with other names, shapes or settings.
+    """
+    parameters, changed = module.state_dict(), planted.changed(base)
+    if planted.config != base.config or any(
+        name not in parameters or name not in planted.tensors or parameters[name].shape != planted.tensors[name].shape
+        for name in changed
+    ):
+        return None
+    try:
+        for name in changed:
+            parameters[name].copy_(planted.tensors[name])
+        return float(loss_of(module, model))
+    finally:
+        for name in changed:
+            parameters[name].copy_(base.tensors[name])
+
+
 def loss_of(module: nn.Module, model: Model) -> Tensor:
     return LOSSES[model.kind](module, model)
 

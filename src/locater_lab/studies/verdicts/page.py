@@ -9,7 +9,7 @@ from typing import Any
 
 from locater_lab.engine.pages import markdown_table
 from locater_lab.studies.flags import share_text
-from locater_lab.studies.verdicts.bench import CALLS
+from locater_lab.studies.verdicts.bench import CALLS, LARGE
 from locater_lab.studies.verdicts.checkpoint import LoraAdapter
 from locater_lab.studies.verdicts.commands import COMPARE_ON, PROBE_ON, PROBED, SCAN_ON
 from locater_lab.studies.verdicts.faults import GROUPS, faults
@@ -127,6 +127,15 @@ def goal(lines: Sequence[Line]) -> dict[str, Any]:
 # ---- the page ----
 
 
+CHOOSING = """
+No threshold was chosen on a judged model, but earlier states of the rules were tried on them. Most of what these missed there
+they missed on a model of the first kind too. Two rules came from Gemma-3-270M, and need no threshold: gains of norms of queries
+are looked at (no model of the first kind has such norms; four faults were not found before), and a zero map of values silences
+its layer (one fault had another cause before). Tiny models, and most lines of the others, were measured before these two: each line
+has its commit.
+"""
+
+
 def page(lines: Sequence[Line], why: dict[str, str]) -> str:
     """The whole page. `why` says of a fault why it is missed, where that is known."""
     parts = [
@@ -164,7 +173,8 @@ def _head(lines: Sequence[Line]) -> str:
 {kinds[0]} faults in {len(GROUPS)} groups and {kinds[1]} harmless changes, planted {len(planted):,} and {len(harmless):,} times in {len({x["model"] for x in lines})} models
 (`src/locater_lab/studies/verdicts/faults.py`), and each command asked about each of them. A fault does harm where it moves the
 loss on a few hundred tokens of what the model was made for by {SMALLEST} nats or more, gives NaN, or leaves a file that cannot be
-run; merging is held against the adapter merged well. A fault is found where the exit status is not 0, and named where the cause
+run; merging is held against the adapter merged well. Models of more than {LARGE:,} numbers have each fault and strength once, in
+one of its places; smaller ones have every place. A fault is found where the exit status is not 0, and named where the cause
 that was planted is among those that the command gives (flags and errors count, where a command gives none). Shares have 95 %
 intervals (Wilson).
 
@@ -196,7 +206,7 @@ def _models(lines: Sequence[Line]) -> str:
     rest = f"\nAnd {len(tiny)} tiny models with drawn numbers, one of each family ({', '.join(sorted(x.removeprefix('tiny ') for x in tiny))}): their loss says nothing.\n" if tiny else ""  # fmt: skip
     columns = {"model": "model", "role": "role", "loss": ("loss", ".3f"), "faults": "planted", "harmful": "do harm",
                "harmless": "harmless"}  # fmt: skip
-    return f"## Models\n\n{markdown_table(_text(rows), columns)}\n{rest}"
+    return f"## Models\n\n{markdown_table(_text(rows), columns)}\n{rest}\n{CHOOSING.strip()}\n"
 
 
 def _text(rows: Iterable[dict[str, object]]) -> list[dict[str, object]]:
@@ -230,7 +240,8 @@ def _commands(lines: Sequence[Line]) -> str:
 ## By command
 
 Faults of merging are asked of `doctor --adapter` alone, which has what it takes to know them. `probe` runs the model, on those of at
-most {PROBED} heads.
+most {PROBED} heads. Where doctor alone was asked again, answers of other commands are of an earlier commit: each has a hash of the
+code that gave it.
 
 {markdown_table(rows, columns)}
 """

@@ -259,6 +259,8 @@ def rotary_order(*parts: Part) -> Plant:
             if one.rotary is None:
                 raise NotHereError(f"{c.name}: no rotary positions")
             turning = 2 * len(one.rotary.frequencies)
+            if turning < 4:
+                raise NotHereError(f"{c.name}: one pair of channels turns, so both orders are one")
             for part in parts:
                 rows = c.rows(layer, part)
                 order = torch.arange(turning).view(2, -1).mT.flatten()
@@ -296,8 +298,8 @@ def fused_order(c: Checkpoint, place: Place) -> None:
         parts = [c.rows(layer, part) for part in ("query", "key", "value")]
         if len({x.shape[1:] for x in parts}) > 1:
             raise NotHereError(f"{c.name}: heads of queries, keys and values have different sizes")
-        if one.heads == 1:
-            raise NotHereError(f"{c.name}: one head in a layer")
+        if one.kv_heads == 1:
+            raise NotHereError(f"{c.name}: one group in a layer, so both orders are one")
         whole, size = torch.cat(parts), one.heads // one.kv_heads
         groups = whole.view(one.kv_heads, size + 2, *whole.shape[1:])
         cut = groups[:, :size].flatten(0, 1), groups[:, size], groups[:, size + 1]
@@ -358,6 +360,8 @@ def lost_biases(zeros: bool) -> Plant:
 
 def other_theta(c: Checkpoint, place: Place) -> None:
     """The base of rotary positions times the strength."""
+    if any(one.rotary is not None and len(one.rotary.frequencies) < 2 for one in c.stack):
+        raise NotHereError(f"{c.name}: one pair of channels turns, at any base")
     rope = c.config.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
         rope["rope_theta"] *= place.strength
