@@ -53,7 +53,7 @@ def command(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Run MODEL, and BASE, on this text: loss, and heads that attend otherwise or lost their role. Needs "
+            help="Text that the model reads, and BASE: loss, and heads that attend otherwise or lost their role. Needs "
             "transformers and memory for one model in float32.",
         ),
     ] = None,

@@ -125,6 +125,10 @@ class Surgery(Control):
         self.heads, self.removal = _pairs(heads), Removal(mode, window, sinks, bits)
         self.mode, self.window, self.sinks, self.bits = mode, window, sinks, bits
 
+    def __repr__(self) -> str:
+        whole = super().__repr__()
+        return whole if self.heads else whole.partition(", heads=")[0] + ")"  # what is said of no head is left out
+
     def _attach(self, model: nn.Module) -> None:
         cuts = self._check(model)
         removals = self._removals(model)

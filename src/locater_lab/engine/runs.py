@@ -226,11 +226,11 @@ class Runs:
         whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
         self.lines[row.key] = whole
         if self.path is not None:
-            _check_commit(self.path, line.get("commit"))
+            check_commit(self.path, line.get("commit"))
             append_line(self.path, round_numbers(whole, 6))
 
 
-def _check_commit(path: Path, commit: str | None) -> None:
+def check_commit(path: Path, commit: str | None) -> None:
     """Refuse to keep, in docs/results of the tree, a line of code that no commit has."""
     kept = SOURCES.parent / "docs" / "results"
     if path.resolve().is_relative_to(kept) and (commit is None or commit.endswith(CHANGED)):
@@ -252,7 +252,7 @@ def train_missing(
     """
     _check_files(rows(runs), data)
     if runs.path is not None:
-        _check_commit(runs.path, commit_of(SOURCES))
+        check_commit(runs.path, commit_of(SOURCES))
     with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
         _tokenize(runs.missing(rows(runs)), data, Path(folder))
         _train_missing(rows, runs, data, jobs, log)

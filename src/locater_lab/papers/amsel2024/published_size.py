@@ -20,7 +20,7 @@ from locater.errors import LocaterError, first_line
 from locater_lab.engine.arms import mark_inconclusive
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Results, Setting, Study, round_numbers
-from locater_lab.engine.runs import Runs, versions
+from locater_lab.engine.runs import Runs, check_commit, versions
 from locater_lab.papers.amsel2024.encoders import Encoder, train_encoders
 from locater_lab.train.sweep import append_line
 
@@ -174,6 +174,8 @@ def train_missing_arms(letter: str, arms: Sequence[Encoder], runs: Runs, setting
     """Train the arms that have no line. One that breaks stops no other; the first of them is raised at the end."""
     if not torch.cuda.is_available():
         raise LocaterError("--jobs: the runs of amsel2024 at the published size need a GPU; --quick trains a small one")
+    if runs.path is not None:
+        check_commit(runs.path, versions("cuda").get("commit"))
     broken: list[str] = []
     for arm in arms:
         if key_of(arm) in runs.lines:

@@ -31,7 +31,7 @@ from locater.inputs.corpus import embedded_text, fingerprint
 from locater.inputs.text import read_text
 from locater.version import __version__
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import SOURCES, commit_of
+from locater_lab.engine.runs import SOURCES, check_commit, commit_of
 from locater_lab.studies.early_warning.plan import (
     BATCH,
     BY_NAME,
@@ -196,6 +196,7 @@ def train_missing(out: Path, text: Path, jobs: int, log: Callable[[str], None]) 
         "locater": __version__,
         "commit": commit_of(SOURCES),
     }
+    check_commit(out, facts["commit"])
     broken: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         facts["texts"] = read_texts(text, Path(folder))

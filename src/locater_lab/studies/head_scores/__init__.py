@@ -196,7 +196,7 @@ STUDY = Study(
     on_runs=True,
 )
 PAPER = Paper(
-    "head_scores",
+    "head-scores",
     "Which explanation of heads can be trusted?",
     "Cheap scores of heads, held against removing each head of trained models",
     (STUDY,),

@@ -31,7 +31,7 @@ from locater.observing.run_model import IDS, run_model
 from locater.predict.prediction_and_logit_bound import on_tokens, predict
 from locater.predict.statistics_file import Input, Statistics
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import Row, machine
+from locater_lab.engine.runs import SOURCES, Row, check_commit, commit_of, machine
 from locater_lab.engine.trained_models import layer_inputs
 from locater_lab.train.data import open_data
 from locater_lab.train.loop import DivergedError, run
@@ -261,6 +261,7 @@ def train_all(
     if not missing:
         log("every run has its line")
         return
+    check_commit(out, commit_of(SOURCES))
     broken = []
     with tempfile.TemporaryDirectory(prefix="locater-surrogate-") as folder:
         placed = _prepare_plans(missing, data, Path(folder), characters)
