@@ -469,9 +469,10 @@ def test_faults_that_nobody_had_in_mind_are_counted_apart() -> None:
     assert page.goal([*lines, *new]) == page.goal(lines)
     apart = page.page([*lines, *new], {}).partition("## Faults that nobody had in mind")
     assert (
-        apart[0].replace(page.ELSEWHERE.lstrip(), "").replace("\n\n\n", "\n\n").strip()
+        apart[0].replace(page._beyond(new).lstrip(), "").replace("\n\n\n", "\n\n").strip()
         == page.page(lines, {}).partition("## Every fault")[0].strip()
     )
+    assert "finds 4 of 4: 1.00 (0.51 to 1.00) of those that do harm" in apart[0]
     assert "| 2 | 2 of 4: 0.50 (0.15 to 0.85) |" in apart[2], "no cause, wrong cause"
 
 

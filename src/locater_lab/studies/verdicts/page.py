@@ -153,27 +153,32 @@ has its commit.
 """
 
 
-ELSEWHERE = """
-These faults were known when the rules were written. [Faults that nobody had in mind](#faults-that-nobody-had-in-mind) are found
-less often.
-"""
-
-
 def page(lines: Sequence[Line], why: dict[str, str]) -> str:
     """The whole page. `why` says of a fault why it is missed, where that is known."""
-    every, lines = lines, seen(lines)
+    new, lines = [line for line in lines if line.get("unseen")], seen(lines)
     parts = [
         _head(lines),
-        ELSEWHERE if len(every) > len(lines) else "",
+        _beyond(new),
         _models(lines),
         _commands(lines),
         _groups(lines),
         _missed(lines, why),
         _alarms(lines),
-        _unseen([line for line in every if line.get("unseen")]),
+        _unseen(new),
         _faults(lines),
     ]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
+
+
+def _beyond(unseen: Sequence[Line]) -> str:
+    if not unseen:
+        return ""
+    harmful = count([x for x in unseen if is_fault(x) and does_harm(x)], best_call)
+    alarm = alarms(unseen, "doctor --base")
+    return f"""
+All of this is about faults that were known when the rules were written. Of [faults that nobody had in mind](#faults-that-nobody-had-in-mind)
+doctor finds {harmful.found_text()} of those that do harm, and names the right cause of {harmful.right_text()}; false alarms: {alarm.found} of {alarm.of}.
+"""
 
 
 def _head(lines: Sequence[Line]) -> str:
@@ -187,7 +192,7 @@ def _head(lines: Sequence[Line]) -> str:
         verdict = (
             f"On models that no threshold was chosen on, `locater doctor` finds {harmful.found_text()} of the faults that do "
             f"harm, and names the right cause of {harmful.right_text()}; false alarms: {alarm.found} of {alarm.of}. "
-            f"Aims are {FOUND:.0%}, {NAMED:.0%} and none: {'reached' if reached['reached'] else 'not reached'}."
+            f"Aims are {FOUND:.0%}, {NAMED:.0%} and none: {'reached' if reached['reached'] else 'not reached'}, for faults that were known."
         )
     else:
         verdict = "No model that judges was measured."
