@@ -15,6 +15,7 @@ import torch
 
 from locater.numerics import spearman
 from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.provenance import origin_of_lines
 from locater_lab.engine.reproduction import Results, Setting, Study
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing
 
@@ -34,14 +35,17 @@ def study_of_arms(
 def study_of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], list[Row]], judge: Judge) -> Study:
     """A study that reads these runs, and makes those that are missing when told to."""
 
-    def measure(setting: Setting) -> Results | Mapping[str, Measurement | None]:
+    def measure(setting: Setting) -> Results:
         if setting.runs is None:
-            return {}
+            return Results({})
         runs = Runs(setting.runs, setting.more_runs)
         if setting.jobs:
             assert setting.data is not None
             train_missing(rows, runs, setting.data, setting.jobs, setting.log)
-        return judge(runs)
+        found = judge(runs)
+        results = found if isinstance(found, Results) else Results(found)
+        lines = [line for row in rows(runs) if (line := runs.of(row)) is not None]
+        return replace(results, origin=origin_of_lines(lines))
 
     return Study(title, claims, measure, NEEDS, on_runs=True, rows=rows)
 

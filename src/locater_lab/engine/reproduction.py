@@ -24,6 +24,7 @@ from locater.inputs.corpus import embedded_text, fingerprint
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
 from locater_lab.engine.claims import Claim, ClaimVerdict, Kind, Measurement, judge_together, verdict_of
+from locater_lab.engine.provenance import origin_here, origin_of_lines
 
 
 def round_numbers(x: Any, digits: int) -> Any:
@@ -80,6 +81,7 @@ class Results:
 
     measured: Mapping[str, Measurement | None]
     tables: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, Any] | None = None  # of kept training runs that it rests on (`provenance.py`)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class TimedResults:
     results: Results
     seconds: float  # by the clock
     processor_seconds: float
+    origin: Mapping[str, Any] = field(default_factory=dict)
     text_sha256: str | None = None  # of `Setting.text`, where this study or one before it read that
 
 
@@ -253,7 +256,15 @@ def measure_timed(study: Study, setting: Setting) -> TimedResults:
     clock, processor = time.perf_counter(), _processor_seconds()
     results = measure(study, setting)
     text = fingerprint(setting.text) if "text" in vars(setting) else None
-    return TimedResults(results, time.perf_counter() - clock, _processor_seconds() - processor, text)
+    spent = time.perf_counter() - clock, _processor_seconds() - processor
+    return TimedResults(results, *spent, results.origin or _origin(study, setting), text)
+
+
+def _origin(study: Study, setting: Setting) -> Mapping[str, Any]:
+    """Of the lines of its file where a study reads runs, else of here and now."""
+    if study.on_runs and setting.runs is not None and setting.runs.is_file():
+        return origin_of_lines(map(json.loads, setting.runs.read_text(encoding="utf-8").splitlines()))
+    return origin_here("CPU" if setting.quick or not torch.cuda.is_available() else torch.cuda.get_device_name())
 
 
 def measure(study: Study, setting: Setting) -> Results:
@@ -280,8 +291,8 @@ def join_documents(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[st
     ids = [each.id for each in paper.claims if each.id in claims]
     titles = [study.title for study in paper.studies if study.title in tables]
     assumptions = dict(documents[-1]["assumptions"])
-    for name in ("seconds", "processor_seconds"):
-        assumptions[name] = {k: v for document in documents for k, v in document["assumptions"][name].items()}
+    for name in ("seconds", "processor_seconds", "origins"):
+        assumptions[name] = {k: v for document in documents for k, v in document["assumptions"].get(name, {}).items()}
     assumptions["quick"] = all(document["assumptions"]["quick"] for document in documents)
     for name in ("torch", "python"):
         versions = {part for document in documents for part in document["assumptions"][name].split(", ")}
@@ -353,7 +364,9 @@ def judge_again(document: Mapping[str, Any], paper: Paper, anew: Mapping[str, An
     since["judged_by"] = __version__
     since["measured_again"] = list(now["assumptions"].get("seconds", ()))
     runs = {key: now["assumptions"][key] for key in ("runs",) if key in now["assumptions"]}
-    about = {**earlier, **runs, **_rules(), "judged_again": since}
+    origins = {title: {**origin, "kept": True} for title, origin in earlier.get("origins", {}).items()}
+    origins |= now["assumptions"].get("origins", {})
+    about = {**earlier, **runs, **_rules(), "judged_again": since, "origins": origins}
     tables = {title: study["tables"] for title, study in {**document["studies"], **now["studies"]}.items()}
     ordered = {study.title: tables[study.title] for study in paper.studies if study.title in tables}
     return Reproduction(paper, judge_together(verdicts), about, ordered).to_dict()
@@ -381,6 +394,7 @@ def _assumptions(setting: Setting, times: Mapping[str, TimedResults]) -> dict[st
         "quick": setting.quick,
         "seconds": {title: round(x.seconds, 1) for title, x in times.items()},
         "processor_seconds": {title: round(x.processor_seconds, 1) for title, x in times.items()},
+        "origins": {title: dict(x.origin) for title, x in times.items()},
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

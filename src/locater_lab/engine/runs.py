@@ -7,28 +7,25 @@ was made.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
 
-import locater
 from locater.errors import LocaterError, first_line
 from locater.runs.run_log import LOG, read_run
 from locater.torch_private import compiler_module
-from locater.version import __version__
 from locater_lab.data.word_tokenizer import TOKENS_FOLDER, shared_tokens
+from locater_lab.engine.provenance import SOURCES, check_commit, commit_of, versions
 from locater_lab.engine.reproduction import Paper, round_numbers
 from locater_lab.train.map_measures_and_diverged_layer import SINK
 from locater_lab.train.plan import Plan
@@ -39,9 +36,7 @@ from locater_lab.train.sweep import append_line, read_lines
 
 
 STORED = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
-PACKAGES, SOURCES = ("locater", "locater_lab"), Path(locater.__file__).parents[1]  # a run rests on both packages
 TEXT_FIELDS = ("corpus", "select", "report")  # fields of a plan that name files of text
-CHANGED = " and changes"  # behind a commit that files of the tree differ from
 SAMPLES = 10  # images that are drawn from a model that denoises
 
 _last_trained: list[tuple[Any, ...]] = []  # controls, mechanism and sizes of the last run of this process
@@ -133,47 +128,6 @@ def machine(plan: Plan) -> dict[str, str]:
     return versions(device_of(plan.device).type)
 
 
-def versions(kind: str) -> dict[str, str]:
-    """The device of this kind (`cuda`, `cpu`), versions, and the code (a hash of the sources)."""
-    import torch
-
-    device = torch.cuda.get_device_name() if kind == "cuda" else kind
-    known = {
-        "device": device,
-        "torch": torch.__version__,
-        "locater": __version__,
-        "code": code_of_tree(SOURCES),
-    }
-    commit = commit_of(SOURCES)
-    return {**known, "commit": commit} if commit else known
-
-
-@cache
-def code_of_tree(folder: Path) -> str:
-    """A hash over the sources of both packages, which are in this folder: 12 digits of a SHA-256 for each."""
-    return "-".join(_code_of(folder / name) for name in PACKAGES)
-
-
-def _code_of(package: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-@cache
-def commit_of(folder: Path) -> str | None:
-    """The commit of the tree that a folder is in, and whether files of the folder differ from it; None outside of one."""
-    try:
-        done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode != 0 or not done.stdout.strip():
-        return None
-    changes = subprocess.run(["git", "-C", folder, "status", "--porcelain", "--", "."], capture_output=True, timeout=10)
-    return done.stdout.strip()[:12] + (CHANGED if changes.stdout else "")
-
-
 # ---- many runs, each once ----
 
 
@@ -228,14 +182,6 @@ class Runs:
         if self.path is not None:
             check_commit(self.path, line.get("commit"))
             append_line(self.path, round_numbers(whole, 6))
-
-
-def check_commit(path: Path, commit: str | None) -> None:
-    """Refuse to keep, in docs/results of the tree, a line of code that no commit has."""
-    kept = SOURCES.parent / "docs" / "results"
-    if path.resolve().is_relative_to(kept) and (commit is None or commit.endswith(CHANGED)):
-        why = "files of src differ from its commit" if commit else "it names no commit"
-        raise LocaterError(f"{path}: a line is not kept where {why}: commit first, or give another file")
 
 
 def train_missing(

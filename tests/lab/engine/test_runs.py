@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater_lab.engine import runs
+from locater_lab.engine import provenance, runs
 from locater_lab.engine.arms import difference
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
@@ -60,14 +60,14 @@ def line(loss: float, **more: Any) -> dict[str, Any]:
 def test_the_code_of_a_line_is_that_of_both_packages(tmp_path: Path) -> None:
     """What a run computes is in the laboratory as much as in the instrument."""
     said = set()
-    for number, changed in enumerate(("", *runs.PACKAGES)):
-        for package in runs.PACKAGES:
+    for number, changed in enumerate(("", *provenance.PACKAGES)):
+        for package in provenance.PACKAGES:
             (tmp_path / str(number) / package / "train").mkdir(parents=True)
             (tmp_path / str(number) / package / "train" / "loop.py").write_text(f"x = {package == changed}\n")
-        said.add(runs.code_of_tree(tmp_path / str(number)))
+        said.add(provenance.code_of_tree(tmp_path / str(number)))
     assert len(said) == 3
-    assert all((runs.SOURCES / package / "__init__.py").is_file() for package in runs.PACKAGES)
-    assert runs.versions("cpu")["code"] == runs.code_of_tree(runs.SOURCES)
+    assert all((provenance.SOURCES / package / "__init__.py").is_file() for package in provenance.PACKAGES)
+    assert provenance.versions("cpu")["code"] == provenance.code_of_tree(provenance.SOURCES)
 
 
 def test_rows_are_told_apart_by_what_they_train_alone() -> None:
@@ -95,7 +95,7 @@ def test_an_arm_is_tuned_with_one_seed_and_judged_with_all() -> None:
 
 def test_a_line_of_code_that_no_commit_has_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In docs/results of the tree; a file elsewhere takes any line, which says what it is of."""
-    monkeypatch.setattr(runs, "SOURCES", tmp_path / "src")
+    monkeypatch.setattr(provenance, "SOURCES", tmp_path / "src")
     row = Arm("arm", "c", TINY).row(1e-3, 0)
     kept, own = tmp_path / "docs" / "results" / "runs.jsonl", tmp_path / "own.jsonl"
     kept.parent.mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_a_line_of_code_that_no_commit_has_is_not_kept(tmp_path: Path, monkeypat
 def test_every_line_that_was_added_since_names_its_commit(name: str, without: int) -> None:
     """Older lines name none, or changes beside it; there are no more of them than there were."""
     commits = [x.get("commit") for x in map(json.loads, (KEPT.parent / f"{name}-runs.jsonl").read_text().splitlines())]
-    assert sum(commit is None or commit.endswith(runs.CHANGED) for commit in commits) == without
+    assert sum(commit is None or commit.endswith(provenance.CHANGED) for commit in commits) == without
 
 
 def test_an_arm_at_the_edge_of_its_grid_decides_nothing() -> None:

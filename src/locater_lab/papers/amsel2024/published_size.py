@@ -19,8 +19,9 @@ import torch
 from locater.errors import LocaterError, first_line
 from locater_lab.engine.arms import mark_inconclusive
 from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.provenance import check_commit, versions
 from locater_lab.engine.reproduction import Results, Setting, Study, round_numbers
-from locater_lab.engine.runs import Runs, check_commit, versions
+from locater_lab.engine.runs import Runs
 from locater_lab.papers.amsel2024.encoders import Encoder, train_encoders
 from locater_lab.train.sweep import append_line
 

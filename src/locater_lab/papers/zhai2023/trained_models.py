@@ -14,8 +14,9 @@ from locater.theory import entropy_floor, entropy_floor_of_range
 from locater_lab.engine.arms import difference, study_of_arms, table_of_arms
 from locater_lab.engine.claims import Claim, by_seed, half_range
 from locater_lab.engine.mechanism_runs import SOFTMAX, arm
+from locater_lab.engine.provenance import origin_of_lines
 from locater_lab.engine.reproduction import Results, Setting, Study
-from locater_lab.engine.runs import Runs
+from locater_lab.engine.runs import Row, Runs
 from locater_lab.engine.trained_models import HALVES, LENGTH, TrainedLayer, trained_layers
 from locater_lab.papers.bao2024.arms import PLAIN, RIVALS, SHORT, stability_rows
 from locater_lab.papers.bao2024.training import hot_losses, rates_survived
@@ -230,7 +231,16 @@ def measure_stored_runs(setting: Setting) -> Results:
         return Results({})
     runs = Runs(setting.runs, setting.more_runs)
     parts = measure_hot_rates(runs), measure_tuned_arms(runs)
-    return Results(parts[0].measured | parts[1].measured, parts[0].tables | parts[1].tables)  # type: ignore[operator]
+    read = [line for row in stored_rows(runs) if (line := runs.of(row)) is not None]
+    measured, tables = parts[0].measured | parts[1].measured, parts[0].tables | parts[1].tables  # type: ignore[operator]
+    return Results(measured, tables, origin_of_lines(read))
+
+
+def stored_rows(runs: Runs) -> list[Row]:
+    """Those at hot rates, and those of both arms at ordinary rates."""
+    hot = stability_rows()
+    rows = [row for name in ("none", "sigma-reparam") for same_rate in hot[name].values() for row in same_rate]
+    return [*rows, *PLAIN.rows(runs), *RIVALS["sigma-reparam"].rows(runs)]
 
 
 STORED_RUNS_STUDY = Study("hot rates and best rates", HOT_CLAIMS, measure_stored_runs, NEEDS_RUNS, on_runs=True)

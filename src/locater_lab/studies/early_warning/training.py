@@ -30,8 +30,8 @@ from locater.errors import LocaterError, first_line
 from locater.inputs.corpus import embedded_text, fingerprint
 from locater.inputs.text import read_text
 from locater.version import __version__
+from locater_lab.engine.provenance import SOURCES, check_commit, commit_of
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import SOURCES, check_commit, commit_of
 from locater_lab.studies.early_warning.plan import (
     BATCH,
     BY_NAME,

@@ -39,8 +39,9 @@ import torch
 import locater
 from locater.errors import LocaterError, first_line
 from locater.files import write_whole
+from locater_lab.engine.provenance import SOURCES, code_of_tree
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import SOURCES, Row, Runs, code_of_tree, process_context, with_data_folder
+from locater_lab.engine.runs import Row, Runs, process_context, with_data_folder
 from locater_lab.studies.pretraining import plan as plans
 from locater_lab.studies.pretraining.plan import BASES, STAGES, STREAM, Bases
 from locater_lab.train.map_measures_and_diverged_layer import SINK

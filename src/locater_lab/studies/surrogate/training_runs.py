@@ -30,8 +30,9 @@ from locater.observing.observation import observe
 from locater.observing.run_model import IDS, run_model
 from locater.predict.prediction_and_logit_bound import on_tokens, predict
 from locater.predict.statistics_file import Input, Statistics
+from locater_lab.engine.provenance import SOURCES, check_commit, commit_of
 from locater_lab.engine.reproduction import round_numbers
-from locater_lab.engine.runs import SOURCES, Row, check_commit, commit_of, machine
+from locater_lab.engine.runs import Row, machine
 from locater_lab.engine.trained_models import layer_inputs
 from locater_lab.train.data import open_data
 from locater_lab.train.loop import DivergedError, run
