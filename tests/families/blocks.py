@@ -26,6 +26,8 @@ CASES = [
     own("locater-post", norm="post"),
     own("locater-sandwich-alone", norm="sandwich"),
     own("locater-no-mlp", mlp="none"),
+    own("locater-fairseq", norm="post", mlp="relu", build="fairseq"),
+    own("locater-unnormed", norm="none"),
     Case(
         "siglip-vision-headless",
         lambda: build("SiglipVisionConfig", "SiglipVisionModel", **VISION, vision_use_head=False),

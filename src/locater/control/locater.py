@@ -7,6 +7,7 @@ M = s tr W is the mean logit of a unit token with itself. V is the scale of the 
     part="symmetric"   V = s^2 tr W_sym^2
     part="full"        V = s^2 (2 ||W||_F^2 + tr W^2) / 3     penalizes the antisymmetric part too; it is the variance
                                                               of the paper's delta, averaged over positions
+    part="frobenius"   V = s^2 ||W||_F^2                      is no reading of the paper: a plain penalty on W beside it
 
 With form="effective" W is the effective map, norms folded in, so one setting fits every width and head size, and
 scaling W_Q where a norm follows changes nothing. Where no norm stands in front of a layer, nothing fixes the size of
@@ -323,7 +324,7 @@ class LocAteR(Control):
         hold: float = 0.01,
         target: float | Literal["free"] = 2.0,
         form: Literal["effective", "measured", "stored", "held", "free", "full"] = "effective",
-        part: Literal["symmetric", "full"] = "symmetric",
+        part: Literal["symmetric", "full", "frobenius"] = "symmetric",
         limit: float = 0.0,
         layers: Layers = None,
         schedule: Schedule | None = None,
@@ -333,10 +334,12 @@ class LocAteR(Control):
         if form in READINGS:
             target = "free" if form == "free" else target
             part = "full" if form == "full" else part
-        if part not in ("symmetric", "full"):
-            raise LocaterError(f"part={part!r}: choose symmetric or full")
-        if form == "measured" and part == "full":
-            raise LocaterError("part='full' is a part of W, and form='measured' penalises all logits: leave part out")
+        if part not in ("symmetric", "full", "frobenius"):
+            raise LocaterError(f"part={part!r}: choose symmetric, full or frobenius")
+        if form == "measured" and part != "symmetric":
+            raise LocaterError(
+                f"part={part!r} is a part of W, and form='measured' penalises all logits: leave part out"
+            )
         if target != "free" and not is_number(target):
             raise LocaterError(f"target={target!r}: must be a number, or free")
         if schedule is not None and not callable(schedule):
@@ -408,7 +411,7 @@ class LocAteR(Control):
 
     def _spread(self, square: Tensor, size: Tensor) -> Tensor:
         """V / s^2, from tr W^2 and ||W||_F^2."""
-        if self.form == "measured":
+        if self.form == "measured" or self.part == "frobenius":
             return size
         return (square + size) / 2 if self.part == "symmetric" else (2 * size + square) / 3
 

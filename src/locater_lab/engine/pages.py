@@ -24,7 +24,9 @@ from jinja2.bccache import Bucket
 from locater.files import write_whole
 from locater.report.pages import prose_page
 from locater_lab.engine import verdict_text
+from locater_lab.engine.beliefs import believed
 from locater_lab.engine.figures import COLOURS, Cells, Contour, Field, Panel, Series, draw, picture_rows
+from locater_lab.engine.provenance import origin_text
 from locater_lab.engine.reproduction import Paper
 
 # Tables of Markdown, those of arms of training runs among them, and which arms failed.
@@ -235,7 +237,17 @@ def page(document: Mapping[str, Any], paper: Paper) -> tuple[str, dict[str, str]
     environment.globals |= {**FUNCTIONS, **facts.functions(), **paper.template_names}
     template = environment.get_template("base.md.j2" if paper.folder is None else "page.md.j2")
     text = template.render(paper=paper, document=document, **_template_variables(document, paper))
+    text = text.replace(COVER, _cover(text, paper))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n", facts.figures
+
+
+COVER = "@COVER@"  # where base.md.j2 wants the figure on top, which is drawn further below
+
+
+def _cover(text: str, paper: Paper) -> str:
+    """The link to the figure on top; nothing where the document lacks the numbers for it."""
+    drawn = re.search(rf"!\[[^\]]*\]\(figure:{re.escape(paper.cover)}\)", text) if paper.cover else None
+    return drawn[0] if drawn else ""
 
 
 @dataclass
@@ -311,16 +323,28 @@ def _template_variables(document: Mapping[str, Any], paper: Paper) -> dict[str, 
         "made_by": _made_by(paper, assumptions),
         "count": verdict_text.count_by_author(claims),
         "took": ", ".join(times),
-        "families": {
-            words: own for author, words in verdict_text.AUTHORS.items() if (own := _of_author(claims, author))
-        },
-        "ours": verdict_text.AUTHORS["ours"],
-        "folded": any(entry["by"] != "ours" for entry in claims),  # a page of our own claims alone shows all
+        "families": {author: own for author in verdict_text.AUTHORS if (own := _of_author(claims, author))},
+        "authors": verdict_text.AUTHORS,
+        "believed": believed(document, paper),
         "headline": verdict_text.last_sentence({**document, "paper": paper.name}),
-        "kept": {claim.id for study in paper.studies if study.on_runs for claim in study.claims},
+        "origin": _origins(document, paper),
         "open_reasons": verdict_text.reasons(entry for entry in claims if not entry["waits_for"]),
         "waiting": [entry for entry in claims if entry["waits_for"]],
         "measurable": {claim.id for study in paper.studies if study.measure is not None for claim in study.claims},
+    }
+
+
+def _origins(document: Mapping[str, Any], paper: Paper) -> dict[str, str]:
+    """Of each claim that was measured: now, or where, when and by which code."""
+    about = document["assumptions"]
+    by_study, earlier = about.get("origins", {}), about.get("judged_again", {}).get("measured_by", document["locater"])
+    unknown = f"kept: locater {earlier}; date and commit not recorded"
+    measured = {entry["id"] for entry in document["claims"] if entry["measured"] is not None}
+    return {
+        claim.id: origin_text(by_study[study.title]) if study.title in by_study else unknown
+        for study in paper.studies
+        for claim in study.claims
+        if claim.id in measured
     }
 
 

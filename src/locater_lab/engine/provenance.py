@@ -5,6 +5,7 @@ kept say of theirs.
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from locater.version import __version__
 
 PACKAGES, SOURCES = ("locater", "locater_lab"), Path(locater.__file__).parents[1]  # a run rests on both packages
 CHANGED = " and changes"  # behind a commit that files of the tree differ from
+STAMP = "stamp.json"
 
 
 def versions(kind: str) -> dict[str, str]:
@@ -52,7 +54,32 @@ def _code_of(package: Path) -> str:
 
 @cache
 def commit_of(folder: Path) -> str | None:
-    """The commit of the tree that a folder is in, and whether files of the folder differ from it; None outside of one."""
+    """The commit of the tree that a folder is in, and whether files of the folder differ from it. Outside of a git tree
+    that of the stamp beside the folder, where the code is still the stamped one; else None.
+    """
+    return _commit_by_git(folder) or _commit_by_stamp(folder)
+
+
+def _commit_by_stamp(folder: Path) -> str | None:
+    path = folder.parent / STAMP
+    if not path.is_file():
+        return None
+    held = json.loads(path.read_text(encoding="utf-8"))
+    return str(held["commit"]) if held["code"] == code_of_tree(folder) else f"{held['commit']}{CHANGED}"
+
+
+def write_stamp(folder: Path = SOURCES) -> Path:
+    """Beside the sources, which commit they are of: for a copy of the tree without git, whose runs then name it."""
+    commit = _commit_by_git(folder)
+    if commit is None or commit.endswith(CHANGED):
+        why = "is no git tree" if commit is None else "has files that differ from its commit: commit them first"
+        raise LocaterError(f"{folder}: {why}")
+    path = folder.parent / STAMP
+    path.write_text(json.dumps({"commit": commit, "code": code_of_tree(folder)}) + "\n", encoding="utf-8")
+    return path
+
+
+def _commit_by_git(folder: Path) -> str | None:
     try:
         done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -134,3 +161,7 @@ def origin_text(origin: Mapping[str, Any] | None) -> str:
         share = f"{unnamed} of {sum(origin['commits'].values())} runs: " if named else ""
         known.append(f"{share}commit not recorded")
     return f"kept: {', '.join(filter(None, known))}"
+
+
+if __name__ == "__main__":
+    print(write_stamp())

@@ -123,6 +123,9 @@ class Paper:
     What its claims are tested by stands here, for all of them at a glance: ids, or letters for whole groups, where an id
     counts before its letter. `kinds`: the kind of test of each. `scaled`: those that are tested outside of their authors'
     own setting. `one_run`: those that rest on one training run. `within`: what quantities can be.
+
+    What its page begins with: `says`, what the paper says, in a sentence of ours; `beliefs`, by the ids of claims, the
+    clause that is believed where these hold (`beliefs.py`); `cover`, one of its figures.
     """
 
     name: str
@@ -137,6 +140,9 @@ class Paper:
     scaled: str = ""
     one_run: str = ""
     within: Mapping[tuple[float | None, float | None], str] = field(default_factory=dict)
+    says: str = ""
+    beliefs: Mapping[str, str] = field(default_factory=dict)
+    cover: str = ""
 
     def __post_init__(self) -> None:
         """Give each claim what is stated here of it. A claim of a paper that states kinds must have one."""

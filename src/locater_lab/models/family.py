@@ -21,6 +21,7 @@ from locater.families.shared_shapes import LLAMA_BLOCK, decoder_layers
 from locater.layers.build import norm_layout
 from locater.layers.layer import AttentionLayer
 from locater.layers.layout import AttentionLayout, SinksLayout
+from locater.layers.norm import NormKind
 from locater.sources.open_source import Config
 from locater.sources.weights import Weights
 from locater_lab.mechanisms import mechanism
@@ -100,18 +101,22 @@ class MechanismLayer(AttentionLayer):
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayout]:
     """Attention of the types `locater` and `locater_variant`, for `locater.attention_layers`."""
     by_layer = parse_attention(config.get("attention", "softmax"), config["num_hidden_layers"])
-    around, place = config.get("norm", "pre") == "post", re.compile(r"layers\.\d+\.self_attn$")
-    for layer in decoder_layers(weights, config, normed=not around):
+    norms, place = config.get("norm", "pre"), re.compile(r"layers\.\d+\.self_attn$")
+    around = norms == "post"
+    kind: NormKind = "layer" if config.get("build") == "fairseq" else "rms"
+    for layer in decoder_layers(weights, config, normed=norms in ("pre", "sandwich")):
         named = by_layer[layer.index]
         if named.name in UNREAD:
             raise LocaterError(f"{weights.where}: {named.name} attention is not read: {UNREAD[named.name]}")
         if around and layer.index:  # the norm that made the layer's input
             behind = "attention_out_norm" if config["mlp"] == "none" else "mlp_out_norm"
             before = place.sub(f"layers.{layer.index - 1}.{behind}", layer.name)
-            layer = replace(layer, norm=norm_layout(weights, before, "rms", EPS))
+            layer = replace(layer, norm=norm_layout(weights, before, kind, EPS))
+        elif layer.norm.kind == "rms":
+            layer = replace(layer, norm=replace(layer.norm, kind=kind))
         placed = replace(layer, rotary=layer.rotary if config["positions"] == "rotary" else None)
         if config.get("qk_norm"):
-            query, key = (norm_layout(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
+            query, key = (norm_layout(weights, f"{layer.name}.{part}_norm", "rms", EPS) for part in "qk")
             placed = replace(placed, query_norm=query, key_norm=key)
         yield _with_mechanism(placed.with_logits(causal=config["is_causal"]), named, config)
 
@@ -161,12 +166,16 @@ def _load_module(named: LayerAttention, config: Config, weights: Weights, name: 
 
 
 def block(config: Config) -> Block:
-    """Norms in front ("pre"), behind attention and MLP too ("sandwich"), or behind the sums alone ("post")."""
+    """Norms in front ("pre"), behind attention and MLP too ("sandwich"), behind the sums alone ("post"), or none."""
     place, has_mlp = config.get("norm", "pre"), config.get("mlp") != "none"
     behind: Part = "mlp_out_norm" if has_mlp else None
     plain = LLAMA_BLOCK if has_mlp else replace(LLAMA_BLOCK, before_mlp=None, mlp=None, up=None, down=None)
+    if config.get("build") == "fairseq":
+        plain = replace(plain, norm="layer", final=None if place == "post" else plain.final)
     if place == "sandwich":
         return replace(plain, attention_out="attention_out_norm", mlp_out=behind)
+    if place == "none":
+        return replace(plain, before_attention=None, before_mlp=None, final=None)
     if place == "post":
         return replace(
             plain, before_attention=None, before_mlp=None, after_attention="attention_out_norm", after_mlp=behind

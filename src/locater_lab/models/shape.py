@@ -56,11 +56,22 @@ class Shape:
     fusion: str | None = None
     classes: int | None = None
     denoises: bool = False
+    build: str = "llama"
 
     @property
     def is_plain(self) -> bool:
         """Whether the blocks are those of Llama, by whatever mechanism they attend."""
-        return self.norm == "pre" and self.fusion is None and self.mlp in ("swiglu", "gelu")
+        return self.norm == "pre" and self.fusion is None and self.mlp in ("swiglu", "gelu") and not self.is_fairseq
+
+    @property
+    def is_fairseq(self) -> bool:
+        """LayerNorm, biases, and first weights as fairseq draws them."""
+        return self.build == "fairseq"
+
+    @property
+    def has_last_norm(self) -> bool:
+        """Whether the stream is normalized behind the last block; in fairseq not where norms stand after the sums."""
+        return self.norm != "none" and not (self.is_fairseq and self.norm == "post")
 
     @property
     def is_classifier(self) -> bool:
@@ -100,8 +111,8 @@ class Shape:
             hidden_act="silu" if self.mlp == "swiglu" else self.mlp,
             rms_norm_eps=EPS,
             rope_parameters={"rope_type": "default", "rope_theta": THETA},
-            attention_bias=False,
-            mlp_bias=False,
+            attention_bias=self.is_fairseq,
+            mlp_bias=self.is_fairseq,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=None,
@@ -123,6 +134,8 @@ class Shape:
             config["classes"] = self.classes
         if self.denoises:
             config["denoises"] = True
+        if self.is_fairseq:
+            config["build"] = self.build
         return config if self.is_plain else Config(config, norm=self.norm, fusion=self.fusion)
 
     def _model_type(self) -> str:
@@ -141,5 +154,5 @@ class Shape:
             fields |= {"causal": config["is_causal"], "image": None if image is None else tuple(image)}
             fields |= {"attention": config.get("attention", "softmax"), "norm": config.get("norm", "pre")}
             fields |= {"fusion": config.get("fusion"), "classes": config.get("classes")}
-            fields |= {"denoises": config.get("denoises", False)}
+            fields |= {"denoises": config.get("denoises", False), "build": config.get("build", "llama")}
         return cls(**fields)

@@ -10,6 +10,7 @@ Axes in comments: B sequences, T tokens, d channels, H heads.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
@@ -120,10 +121,10 @@ class Attention(nn.Module):
         named = shape.by_layer[depth]
         self.size, self.causal, self.attention = shape.width // shape.heads, shape.causal, named.name
         self.num_key_value_groups = shape.heads // shape.kv_heads  # attention functions of transformers read it
-        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.k_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=False)
-        self.v_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=False)
-        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.q_proj = nn.Linear(shape.width, shape.width, bias=shape.is_fairseq)
+        self.k_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=shape.is_fairseq)
+        self.v_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=shape.is_fairseq)
+        self.o_proj = nn.Linear(shape.width, shape.width, bias=shape.is_fairseq)
         self.q_norm = nn.RMSNorm(self.size, EPS) if shape.qk_norm else None
         self.k_norm = nn.RMSNorm(self.size, EPS) if shape.qk_norm else None
         self.mechanism = None if named.is_bare else named.module(**shape.sizes(), depth=depth)
@@ -153,38 +154,45 @@ class Attention(nn.Module):
         return self.o_proj(mixed.flatten(2))
 
 
+BENDS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
+
+
 class MLP(nn.Module):
-    """SwiGLU, GELU without a gate, or two linear maps with nothing between."""
+    """SwiGLU, GELU or ReLU without a gate, or two linear maps with nothing between."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.bends = shape.mlp != "linear"
+        self.bend = BENDS.get(shape.mlp)
         self.gate_proj = nn.Linear(shape.width, shape.hidden, bias=False) if shape.mlp == "swiglu" else None
-        self.up_proj = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.down_proj = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.hidden, bias=shape.is_fairseq)
+        self.down_proj = nn.Linear(shape.hidden, shape.width, bias=shape.is_fairseq)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
         if self.gate_proj is not None:
             up = functional.silu(self.gate_proj(x)) * up
-        elif self.bends:
-            up = functional.gelu(up)
+        elif self.bend is not None:
+            up = self.bend(up)
         return self.down_proj(up)
+
+
+def norm_of(shape: Shape) -> nn.Module:
+    return nn.LayerNorm(shape.width, EPS) if shape.is_fairseq else nn.RMSNorm(shape.width, EPS)
 
 
 class TransformerBlock(nn.Module):
     """Attention and MLP: x + f(norm(x)) with norm="pre", x + norm(f(norm(x))) with "sandwich", norm(x + f(x)) with
-    "post".
+    "post", x + f(x) with "none".
     """
 
     def __init__(self, shape: Shape, depth: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
 
-        def norm_if(present: bool) -> nn.RMSNorm | None:
-            return nn.RMSNorm(shape.width, EPS) if present else None
+        def norm_if(present: bool) -> nn.Module | None:
+            return norm_of(shape) if present else None
 
-        before, after, mlp = shape.norm != "post", shape.norm != "pre", shape.mlp != "none"
+        before, after, mlp = shape.norm in ("pre", "sandwich"), shape.norm in ("sandwich", "post"), shape.mlp != "none"
         self.input_layernorm, self.post_attention_layernorm = norm_if(before), norm_if(before and mlp)
         self.attention_out_norm, self.mlp_out_norm = norm_if(after), norm_if(after and mlp)
         self.around = shape.norm == "post"  # whether a norm after a branch is of the sum with the skip
@@ -250,16 +258,16 @@ class TransformerStack(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(shape, depth, dropout) for depth in range(shape.layers))
         kind = cast("Fusion", shape.fusion)
         self.fusion = None if kind is None else layer_fusion(kind, shape.layers, shape.width)
-        self.norm = nn.RMSNorm(shape.width, EPS)
+        self.norm = norm_of(shape) if shape.has_last_norm else nn.Identity()
 
     def embed(self, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The stream before the first block, and the cosines and sines by which queries and keys are rotated."""
-        levels = None
+        levels, dtype = None, next(self.embed_tokens.parameters()).dtype
         if self.embed_level is not None:
             levels, noisy = inputs[:, 0, 0, -1], inputs[..., :-1]
-            inputs = to_patches(noisy, self.shape.patch).to(self.norm.weight.dtype)
+            inputs = to_patches(noisy, self.shape.patch).to(dtype)
         elif self.shape.image is not None:
-            inputs = patches(inputs, self.shape.patch, self.norm.weight.dtype)
+            inputs = patches(inputs, self.shape.patch, dtype)
         x = self.embed_tokens(inputs)
         if self.embed_level is not None:
             x = x + self.embed_level(levels)
@@ -297,9 +305,11 @@ class Transformer(nn.Module):
         self.lm_head = Unembedding(shape.width, shape.classes or shape.vocabulary, bias=False)
         for name, p in self.named_parameters():
             if p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name:
-                # maps whose output is added to the stream start smaller, so that its size does not grow with depth
-                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=scale / (2 * shape.layers) ** 0.5 if adds else scale)
+                _draw_map(name, p, scale, shape)
+        if shape.is_fairseq:
+            for name, p in self.named_parameters():
+                if name.endswith(("o_proj.bias", "up_proj.bias", "down_proj.bias")):
+                    nn.init.zeros_(p)
         if shape.is_tied and isinstance(self.model.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -324,6 +334,19 @@ class Transformer(nn.Module):
         if self.shape.denoises:
             return functional.mse_loss(logits.float(), targets)
         return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def _draw_map(name: str, p: Tensor, scale: float, shape: Shape) -> None:
+    """First weights. Ours are normal, and maps whose output is added to the stream start smaller, so that its size does
+    not grow with depth. In fairseq embeddings alone are normal; queries, keys and values are uniform with a gain of
+    1/sqrt 2 (Xavier), their biases as of any linear map, other maps with a gain of 1.
+    """
+    if not shape.is_fairseq or "embed_" in name:
+        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+        nn.init.normal_(p, std=scale / (2 * shape.layers) ** 0.5 if adds else scale)
+        return
+    read = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    nn.init.xavier_uniform_(p, gain=2**-0.5 if read else 1.0)
 
 
 def position_angles(length: int, size: int) -> Tensor:

@@ -21,6 +21,7 @@ from locater_lab.train.batches import Data
 from locater_lab.train.plan import Plan
 
 MOMENTUM = 0.9  # of SGD
+QUERIES_AND_KEYS = ("q_proj.weight", "k_proj.weight")
 
 
 def shape_of(plan: Plan, data: Data) -> Shape:
@@ -46,6 +47,7 @@ def shape_of(plan: Plan, data: Data) -> Shape:
         fusion=plan.fusion,
         classes=facts["classes"] if plan.task == "classify" else None,
         denoises=plan.task == "diffusion",
+        build=plan.build,
     )
 
 
@@ -62,7 +64,7 @@ def hidden_of(width: int, mlp: str) -> int:
     >>> hidden_of(128, "swiglu"), hidden_of(128, "gelu")
     (344, 512)
     """
-    return 4 * width if mlp in ("gelu", "linear") else -(-8 * width // 3 // 8) * 8
+    return 4 * width if mlp in ("gelu", "relu", "linear") else -(-8 * width // 3 // 8) * 8
 
 
 def optimizer_for(plan: Plan, trainable: Mapping[str, nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
@@ -76,10 +78,15 @@ def optimizer_for(plan: Plan, trainable: Mapping[str, nn.Parameter], device: tor
         rest = {name: p for name, p in trainable.items() if name not in inside}
         muon = torch.optim.Muon(inside.values(), lr=plan.rate, weight_decay=plan.decay, adjust_lr_fn="match_rms_adamw")
         return OptimizerPair(muon, optimizer_for(replace(plan, optimizer="adamw"), rest, device))
+    apart = QUERIES_AND_KEYS if plan.decay_qk is not None else ()
+    matrices = {name: p for name, p in trainable.items() if p.ndim > 1}
     groups = [
-        {"params": [p for p in trainable.values() if p.ndim > 1], "weight_decay": plan.decay},
+        {"params": [p for name, p in matrices.items() if not name.endswith(apart)], "weight_decay": plan.decay},
         {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if plan.decay_qk is not None:
+        own = [p for name, p in matrices.items() if name.endswith(apart)]
+        groups.append({"params": own, "weight_decay": plan.decay_qk})
     fused = device.type == "cuda"
     if plan.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=plan.rate, momentum=MOMENTUM, fused=fused)

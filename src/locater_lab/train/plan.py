@@ -198,7 +198,7 @@ class Plan:
     heads: int = option(4, "Query heads in a layer.", least=1)
     kv_heads: int | None = option(None, "Key-value heads in a layer. Default: as many as query heads.", least=1)
     hidden: int | None = option(
-        None, "Channels of the MLP. Default: 8/3 of the width (swiglu) or 4 times the width (gelu).", least=1
+        None, "Channels of the MLP. Default: 8/3 of the width (swiglu) or 4 times the width (others).", least=1
     )
     length: int = option(128, "Tokens in a sequence.", least=2)
     patch: int = option(4, "Side of an image patch in pixels.", least=1)
@@ -220,11 +220,17 @@ class Plan:
         "Step after which --convert replaces the attention. Default: the last step, with no training after it.",
         least=1,
     )
-    mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
+    mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "relu", "linear", "none"))
     norm: str = option(
         "pre",
-        "Norms of a block: before attention and MLP (pre), before and after each (sandwich), or after the sums (post).",
-        choices=("pre", "sandwich", "post"),
+        "Norms of a block: before attention and MLP (pre), before and after each (sandwich), after the sums (post), or none.",
+        choices=("pre", "sandwich", "post", "none"),
+    )
+    build: str = option(
+        "llama",
+        "How the rest of the model is built: as Llama (RMSNorm, no biases), or as a language model of fairseq (LayerNorm, biases, "
+        "first weights by Xavier, no last norm behind --norm post).",
+        choices=("llama", "fairseq"),
     )
     fusion: str | None = option(
         None,
@@ -252,6 +258,7 @@ class Plan:
     )
     beta2: float = option(0.95, "Decay of AdamW's average of squared gradients.", least=0)
     decay: float = option(0.1, "Weight decay, on matrices only.", least=0)
+    decay_qk: float | None = option(None, "Weight decay of query and key maps. Default: that of --decay.", least=0)
     clip: float = option(1.0, "Clip gradients to this norm; 0 for no limit.", least=0)
     control: tuple[str, ...] = option((), "Attach a control, such as 'locater(target=2)'; may be repeated.")
     seed: int = option(0, "Seed of the initial weights and of the order of the data.", least=0)

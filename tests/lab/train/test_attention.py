@@ -205,7 +205,8 @@ def test_modules_learn_in_half_precision_and_are_saved(text: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "changes", [{"norm": "sandwich"}, {"norm": "post"}, {"fusion": "gate"}, {"mlp": "none"}, {"mlp": "linear"}]
+    "changes",
+    [{"norm": "sandwich"}, {"norm": "post"}, {"norm": "none"}, {"fusion": "gate"}, {"mlp": "none"}, {"mlp": "linear"}],
 )
 def test_other_blocks(changes: dict[str, str], tmp_path: Path) -> None:
     """Norms, fusion and MLPs by hand, saved and read again; surgery knows them."""
@@ -220,10 +221,10 @@ def test_other_blocks(changes: dict[str, str], tmp_path: Path) -> None:
     with torch.no_grad():
         x, states = stack.embed_tokens(IDS), []
         for block in stack.layers:
-            read = x if norm == "post" else block.input_layernorm(x)
+            read = x if norm in ("post", "none") else block.input_layernorm(x)
             x = added(x, block.self_attn(read, (stack.cos[:9], stack.sin[:9])), block.attention_out_norm)
             if mlp != "none":
-                read = x if norm == "post" else block.post_attention_layernorm(x)
+                read = x if norm in ("post", "none") else block.post_attention_layernorm(x)
                 up, down = block.mlp.up_proj.weight, block.mlp.down_proj.weight
                 bent = (
                     read @ up.T

@@ -24,7 +24,7 @@ from typing import Any
 
 from locater_lab.engine.arms import Line, study_of_runs
 from locater_lab.engine.claims import Claim, by_seed
-from locater_lab.engine.reproduction import Results, Study
+from locater_lab.engine.reproduction import Results
 from locater_lab.engine.runs import Row, Runs
 from locater_lab.papers.bao2024.arms import change_between, differences, finished_lines, mean_of_rows
 from locater_lab.train.plan import Plan
@@ -218,21 +218,6 @@ EXPERIMENT_CLAIMS = (
         f"change of entropy by {OURS}", "at least", 0.0, by="ours",
     ),
 )  # fmt: skip
-HELD_CLAIMS = (
-    Claim(
-        "j9", "LocAteR, which shrinks the scale of the spectrum and holds its mean, lowers perplexity",
-        "change of report loss by the held dose with the least select loss, in the paper's own setting", "at most", 0.0, where=WHERE,
-    ),
-    Claim(
-        "j10", "It raises attention entropy",
-        "change of mean attention entropy by the held dose with the least select loss, in the paper's own setting", "at least", 0.0,
-        where=WHERE,
-    ),
-)  # fmt: skip
-HELD_NEEDS = (
-    "runs of the held form with seeds that judge, in a model as fairseq builds it (first weights by Xavier with a gain of 1/sqrt 2, "
-    "biases, no final norm); with seed 0 all four held doses end above no penalty"
-)
 LONG_CLAIMS = (
     Claim(
         "n1", f"In our rebuilding of the paper's experiment, the plain model overfits within {LONG_PLAN.steps:,} updates",
@@ -432,4 +417,3 @@ EXPERIMENT_STUDY = study_of_runs("the paper's own experiment", EXPERIMENT_CLAIMS
 LONG_STUDY = study_of_runs(
     "the paper's own experiment, longer", LONG_CLAIMS, long_experiment_rows, judge_long_experiment
 )
-HELD_STUDY = Study("the paper's own experiment, as its authors describe it", HELD_CLAIMS, needs=HELD_NEEDS)

@@ -14,7 +14,14 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a1", "simulation": "a2", "experiment": "b c d"},
     scaled="b c",
-    one_run="b1 b2 b5",
+    says="Relevance passed through attention maps and their gradients explains encoders, encoder-decoders and models "
+    "of two streams better than methods made for self-attention alone.",
+    beliefs={
+        "b3 b4": "in two pretrained models relevance orders tokens better than rollout and raw attention",
+        "b1 b2": "in small classifiers of text and images relevance orders tokens better than rollout and raw attention",
+        "c1 c2": "it does so for the encoder of an encoder-decoder",
+    },
+    cover="areas",
 )
 
 __all__ = ["PAPER"]

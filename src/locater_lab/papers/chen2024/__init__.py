@@ -20,6 +20,14 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"experiment": "a b c d e", "identity": "a7 c1"},
     within={(0.0, 1.0): "b1 c4"},
+    says="A two-layer transformer trained on n-gram chains learns in three stages to look up what followed the same "
+    "parents, and which parents it takes follows from a modified chi-square information.",
+    beliefs={
+        "a1 a2 a3 b1 b2 b3": "training chooses the two parents in the three stages of the paper",
+        "c2": "of six sources it chooses the parents with the largest information",
+        "d1 d3 d4": "the trained model counts what followed, at lengths and priors it was not trained on",
+    },
+    cover="joint",
 )
 
 __all__ = ["PAPER"]

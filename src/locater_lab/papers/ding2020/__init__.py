@@ -15,6 +15,14 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a b", "construction": "a8", "simulation": "b2", "experiment": "c d"},
     scaled="d",
+    says="Softmax attention can explain keys away; normalized over queries first and over keys then, every key is "
+    "attended to, and models do better.",
+    beliefs={
+        "a1": "doubly normalized, every key gets at least its share 1/S",
+        "d4": "trained softmax explains keys away",
+        "d1 d2": "double normalization or the hybrid lowers the loss",
+    },
+    cover="columns",
 )
 
 __all__ = ["PAPER"]

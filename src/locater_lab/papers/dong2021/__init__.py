@@ -40,6 +40,16 @@ PAPER = Paper(
     scaled="a c17 c18 c19 d3 d4 f g",
     one_run="f16",
     within={(0.0, 1.0): "f1 f2 f3 f6 f7 f8 f11 f12 f13 f16 g1 g2 g3 g4", (-1.0, 1.0): "h3 h4 h5 h6 h7 h9 h10"},
+    says="Attention alone makes its tokens equal at a rate that is doubly exponential in depth; skip connections and "
+    "MLPs stop it, and what is left is carried by short paths.",
+    beliefs={
+        "a1 a3": "attention without a mask takes what differs between tokens to its third power in every layer",
+        "a4": "skips stop that",
+        "c17 c18": "trained encoders lose their tokens too without skips, in three to seven layers",
+        "a6 a9": "MLPs slow the fall",
+        "f4 f9 f14": "short paths carry more than long ones",
+    },
+    cover="depth",
 )
 
 __all__ = ["PAPER"]

@@ -13,6 +13,14 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"construction": "a b", "identity": "a8", "experiment": "c d"},
     scaled="d",
+    says="Softmax attention is itself a universal approximator: a head interpolates between anchors, with an error "
+    "that falls as one over anchors times heads.",
+    beliefs={
+        "a1 a2 a3": "a head made by hand interpolates between anchors with an error of 1 / (p H)",
+        "b1 b2": "one or two layers made by hand approximate a function of a sequence",
+        "d1 d2 d3": "errors of trained heads go with heads, range and anchors in the same way",
+    },
+    cover="errors",
 )
 
 __all__ = ["PAPER"]

@@ -13,6 +13,14 @@ PAPER = Paper(
     (gate_places.MIXTURE_STUDY, gate_places.PLACES_STUDY, sample_counts.SAMPLES_STUDY, sample_counts.THEOREM_STUDY),
     Path(__file__).parent,
     kinds={"identity": "a b d", "simulation": "b2 b4 b5 b6 b7 c"},
+    says="An entry of attention, with or without a gate, is a hierarchical mixture of experts; a gate makes the "
+    "experts non-linear, for which fewer samples are enough.",
+    beliefs={
+        "a1 a2": "an entry of attention is such a mixture",
+        "b2": "a gate after attention or on values makes a head non-linear",
+        "d1": "gated attention needs polynomially many samples where attention needs exponentially many",
+    },
+    cover="places",
 )
 
 __all__ = ["PAPER"]

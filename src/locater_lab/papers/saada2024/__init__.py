@@ -21,6 +21,14 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a1 b7 b8 c1", "simulation": "a b c d", "experiment": "e f"},
     scaled="e f",
+    says="A gap opens in the spectrum of random attention maps as tokens become many, which makes tokens alike "
+    "already after one layer and gradients explode; the outlier taken off, neither happens.",
+    beliefs={
+        "a2 a3": "the gap opens at the rates of random matrices",
+        "b1 b3": "tokens of drawn layers become alike with their number, and the outlier taken off they do not",
+        "c2 c3": "gradients of drawn stacks explode with the number of tokens, and the outlier taken off they are tamed",
+    },
+    cover="gap",
 )
 
 __all__ = ["PAPER"]

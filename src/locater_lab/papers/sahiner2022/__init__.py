@@ -22,6 +22,16 @@ PAPER = Paper(
     kinds={"identity": "a c4", "simulation": "b c d", "experiment": "e"},
     scaled="d e",
     within={(0.0, 1.0): "b5"},
+    says="Training a head of attention with a penalty on its weights is a convex problem with a nuclear norm, which "
+    "promotes low rank and clusters tokens; such heads do better than linear ones and MLPs.",
+    beliefs={
+        "b1 b2": "the convex problem and the best of trained heads reach the same optimum",
+        "b7": "the penalty promotes low rank",
+        "d1": "it clusters tokens where the task depends on clusters",
+        "e1": "a convex head does better than a linear one",
+        "e2": "it does better than an MLP",
+    },
+    cover="heads",
 )
 
 __all__ = ["PAPER"]

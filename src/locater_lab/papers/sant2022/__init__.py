@@ -24,6 +24,13 @@ PAPER = Paper(
     kinds={"identity": "a b c", "simulation": "a6 c5", "construction": "c6", "experiment": "d e f"},
     scaled="e",
     within={(-1.0, 1.0): "e5"},
+    says="In speech translation, layers whose heads are of several kinds do better than full attention, and models "
+    "whose heads count evenly do better.",
+    beliefs={
+        "e3 f1": "mixed heads do better than full attention",
+        "e5 f2": "models whose heads count evenly are better",
+    },
+    cover="layouts",
 )
 
 __all__ = ["PAPER"]

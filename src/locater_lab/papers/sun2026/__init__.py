@@ -24,6 +24,15 @@ PAPER = Paper(
     kinds={"identity": "a c d1 d2", "simulation": "a5 a6 b c3", "experiment": "d e f g h"},
     scaled="b d e f g",
     within={(0.0, 1.0): "a5 a6 b3", (0.0, 2.0): "b2", (-1.0, 1.0): "e4 e14 f3 f12"},
+    says="Norms in front of branches are what lets massive activations (spikes) and attention sinks occur together; "
+    "sinks bias heads to short range, and spikes act as implicit parameters.",
+    beliefs={
+        "h1": "norms in front are what couples spikes and sinks",
+        "h2": "sinks bias heads to short range",
+        "h3": "spikes act as implicit parameters",
+        "e5 e6 f11": "gates lower the weight on the first token",
+    },
+    cover="text",
 )
 
 __all__ = ["PAPER"]

@@ -21,6 +21,15 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a", "simulation": "a8 b", "construction": "a14", "experiment": "c d e f g"},
     scaled="d g",
+    says="Queries and keys of one bit a channel, made from a trained model and fine-tuned, keep or exceed full "
+    "precision in vision, at more than twice the speed of FlashAttention2.",
+    beliefs={
+        "b1 b2": "signs of Gaussian entries keep similarity in the mean and flatten logits",
+        "e1 e2 e3": "fine-tuned, one bit is as good as full precision on ImageNet and ADE20K",
+        "d2 g6": "a learned bias helps, and a fine-tuned diffusion model loses nothing",
+        "f1": "it is twice as fast as FlashAttention2",
+    },
+    cover="flattening",
 )
 
 __all__ = ["PAPER"]

@@ -20,6 +20,14 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a b1 b2 c3 c4 e", "construction": "a5 c", "simulation": "b c2 c7", "experiment": "d"},
     within={(0.0, 1.0): "d1", (-1.0, 1.0): "d3"},
+    says="L + 1 layers of full attention compose L functions; fewer of them among exponentially many linear layers "
+    "do not.",
+    beliefs={
+        "c5": "a stack written by hand composes",
+        "e1 e2": "fewer full layers among linear ones cannot",
+        "d1 d2 d3": "trained stacks show the same order",
+    },
+    cover="stacks",
 )
 
 __all__ = ["PAPER"]

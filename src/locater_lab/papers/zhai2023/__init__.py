@@ -21,6 +21,14 @@ PAPER = Paper(
     kinds={"identity": "a b1 b4 b5", "construction": "a2 b6", "simulation": "a6 b2 b3", "experiment": "c d e"},
     scaled="d",
     within={(0.0, None): "d2 d3"},
+    says="Entropy of attention has a floor set by the spectral norm of its weights; sigma-Reparam, which controls "
+    "that norm, keeps training stable at hot rates and without norms or warm-up.",
+    beliefs={
+        "a1 a5": "the floor is right",
+        "c1": "the floor says something on trained models",
+        "d1 d2 d3": "sigma-Reparam trains with entropy at rates at which the plain model has lost it",
+    },
+    cover="hot",
 )
 
 __all__ = ["PAPER"]

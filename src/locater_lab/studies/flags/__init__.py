@@ -385,6 +385,11 @@ PAPER = Paper(
     kept=("flags-heads.jsonl",),
     kinds={"construction": "a b", "experiment": "c"},
     within={(0.0, 1.0): "a b c"},
+    says="How often are the flags of a scan right?",
+    beliefs={
+        "a2 a3 a4 b2 b3 b4": "on planted heads the flags `uniform`, `sharp` and `antisymmetric` are right and miss none that is so",
+        "c1 c2": "`repels-itself` and `few-directions` would be right as flags on sound models",
+    },
 )  # fmt: skip
 
 __all__ = ["PAPER"]

@@ -205,6 +205,12 @@ PAPER = Paper(
     page="head-scores",
     kept=("head-scores.jsonl",),
     kinds={"experiment": "a b c d e f"},
+    says="Which cheap scores order the heads of a model as removing each of them does?",
+    beliefs={
+        "a3 b3": "gradient times output does, on SmolLM2 and MiniLM",
+        "a1 b1": "a head's share of what is added does",
+        "a7 b7": "a score from weights does",
+    },
 )
 
 __all__ = ["PAPER"]

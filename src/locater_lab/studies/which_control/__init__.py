@@ -333,6 +333,12 @@ PAPER = Paper(
     kinds={"experiment": "a b"},
     page="which-control",
     kept=(RESULTS, copying.COPY_RUNS, *(f"../../benchmarks/results/{file}" for file in COSTS.values())),
+    says="Which control should a run try first?",
+    beliefs={
+        "a1": "at hot rates LocAteR in its effective form ends above sigma-Reparam",
+        "a3 a4": "at an ordinary rate a weight decay of 0.3 lowers the loss and raises entropy",
+        "b1 b2": "LocAteR delays learning to copy",
+    },
 )
 
 __all__ = ["PAPER"]

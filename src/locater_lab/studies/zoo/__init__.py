@@ -13,6 +13,16 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"experiment": "a b c d e f"},
     within={(0.0, None): "f2 f3 f4 f5 f12", (0.0, 1.0): "f1 f6 f7 f15 f16", (-1.0, 1.0): "c4"},
+    says="How do attention mechanisms compare on one model, one text and the same seeds, and which of them takes the "
+    "effect of an attention sink away?",
+    beliefs={
+        "f1": "a softmax head that has nothing to add forms a sink",
+        "f2 f3": "a gate or sigmoids take its effect away",
+        "f4 f5": "a sink in the softmax, fixed or learned, takes it away",
+        "f15": "the map behind a gate has no sink either",
+        "a1 a2 a3 a4 a5 a6 a7 a8 a9 a10 a11 a12 a13 a14 a15 a16 a17": "mechanisms change the loss as their papers would have it",
+    },
+    cover="loss",
 )
 
 __all__ = ["PAPER"]
