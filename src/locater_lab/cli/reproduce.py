@@ -129,6 +129,7 @@ def run(
     """The arguments are checked before hours of work; one page and one document are written for each paper."""
     from locater.amx import avoid_broken_amx
     from locater_lab.engine.devices_and_processes import measure_in_parallel, processor_count
+    from locater_lab.engine.quick_times import seconds_of
     from locater_lab.engine.reproduction import Setting, join_documents, reproduce, select_claims
     from locater_lab.engine.verdict_text import print_claims
 
@@ -166,9 +167,9 @@ def run(
         path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
         settings.append((paper, Setting(quick, _as_path(models), bar, path, _as_path(data), jobs, log, more)))
     if claim is None and not jobs:
-        _say_how_long(chosen_papers, quick, log)
+        _say_what_comes(chosen_papers, quick, log)
     # training and long measurements use all cores by themselves
-    done = measure_in_parallel(settings, claim, processor_count() if quick and not jobs else 1)
+    done = measure_in_parallel(settings, claim, processor_count() if quick and not jobs else 1, seconds_of)
     failures: list[Exception] = []
     for paper, setting in settings:
         document = reproduce(paper, setting, claim, done[paper.name]).to_dict()
@@ -316,21 +317,14 @@ def _read_document(path: Path, paper: Paper) -> dict[str, Any]:
     return document
 
 
-def _say_how_long(papers: Iterable[Paper], quick: bool, log: Callable[[str], None]) -> None:
-    """Processor time by the kept documents, of those that were measured in the same way."""
-    from locater_lab.engine.runs import KEPT
-    from locater_lab.engine.verdict_text import time_spent
+def _say_what_comes(papers: list[Paper], quick: bool, log: Callable[[str], None]) -> None:
+    """The claims of the papers, which are what is tested, and how long that takes, before it begins."""
+    from locater_lab.engine.quick_times import time_ahead
+    from locater_lab.engine.verdict_text import claims_ahead
 
-    spent: dict[str, float] = {}
     for paper in papers:
-        path = KEPT.parent / paper.document_file
-        if path.is_file():
-            about = jsonlib.loads(path.read_text(encoding="utf-8"))["assumptions"]
-            spent |= {paper.name: time_spent(about)} if about["quick"] == quick else {}
-    if spent:
-        log(
-            f"when it was last measured this took {sum(spent.values()) / 60:.1f} minutes of processor time ({', '.join(spent)})"
-        )
+        log(claims_ahead(paper))
+    log(time_ahead(papers, quick))
 
 
 def _judged_again(path: Path, paper: Paper, log: Callable[[str], None]) -> dict[str, Any]:
@@ -350,7 +344,7 @@ def _write_results(
     document: dict[str, Any], paper: Paper, json: str | None, report: str | None, figures: str | None
 ) -> None:
     from locater_lab.engine.pages import write_report
-    from locater_lab.engine.verdict_text import print_verdicts
+    from locater_lab.engine.verdict_text import print_last_sentence, print_verdicts
 
     console = stdout_console()
     text = jsonlib.dumps(document, indent=1, allow_nan=False)
@@ -366,3 +360,4 @@ def _write_results(
     for what, path in (("Data", json), ("Page", report)):
         if path is not None:
             console.print(f"{what} written to {path}", markup=False, highlight=False)
+    print_last_sentence(document, console)

@@ -45,22 +45,21 @@ class Finding:
         ['holds', 'in part', 'open']
         """
         held, failed, undecided = tally(self.entries)
-        if not held and not failed:
-            return "open"
-        if not failed:
-            return "in part" if undecided else "holds"
-        return "in part" if held or undecided else "fails"
+        if not held:
+            return "fails" if failed else "open"
+        return "in part" if failed or undecided else "holds"
 
     @property
     def ids(self) -> str:
         names = [str(entry["id"]) for entry in self.entries]
-        return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
+        in_row = len(names) > 3 and names == [f"{names[0][0]}{i}" for i in range(1, len(names) + 1)]
+        return f"{names[0]} to {names[-1]}" if in_row else ", ".join(names)
 
     @property
     def how_sure(self) -> str:
         """What its claims rest on: kinds of test, seeds, and whose setting.
 
-        >>> entry = {"id": "a", "kind": "experiment", "by": "paper", "setting": "scaled", "values": 8, "verdict": "holds"}
+        >>> entry = {"id": "a", "kind": "experiment", "by": "paper", "setting": "scaled", "values": 8, "spread_of": "over 8 seeds"}
         >>> Finding("", [entry]).how_sure
         'trained models, not in the setting of the paper, 8 seeds'
         """
@@ -68,7 +67,9 @@ class Finding:
         parts = [KINDS[kind] for kind in FIRST_KIND if kind in kinds]
         if any(entry["by"] != "ours" and entry.get("setting") == "scaled" for entry in self.entries):
             parts.append("not in the setting of the paper")
-        seeds = {entry["values"] for entry in self.entries if entry.get("values")}
+        seeds = {
+            entry["values"] for entry in self.entries if entry.get("values") and "seeds" in entry.get("spread_of", "")
+        }
         if seeds:
             parts.append(f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{min(seeds)} seeds")
         return ", ".join(parts)
@@ -76,7 +77,12 @@ class Finding:
     @property
     def rests_on(self) -> str:
         """For brackets: the claims, how many of them are as said where they disagree, and what they rest on."""
-        if self.verdict != "in part":
+        if self.verdict == "open":
+            some = any(entry["measured"] is not None for entry in self.entries)
+            return f"{self.ids}: {'undecided' if some else 'not measured'}"
+        if self.verdict == "holds" or (
+            self.verdict == "fails" and len({entry["verdict"] for entry in self.entries}) == 1
+        ):
             return f"{self.ids}: {self.how_sure}"
         held, failed, undecided = tally(self.entries)
         return f"{self.ids}: {held} hold, {failed} fail, {undecided} open; {self.how_sure}"
@@ -98,7 +104,7 @@ def believed(document: Mapping[str, Any], paper: Paper) -> str:
     beginnings = {
         "holds": ("We believe that ", ", and that "),
         "in part": ("It holds in part that ", ", and that "),
-        "fails": ("Measured here, it does not hold that ", ", nor that "),
+        "fails": ("It does not hold here that ", ", nor that "),
         "open": ("Not decided here is whether ", ", and whether "),
     }
     held = findings(document, paper)

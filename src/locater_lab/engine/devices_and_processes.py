@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from locater_lab.engine.reproduction import Paper, Setting, Study, TimedResults, measure_timed, studies_of
+from locater_lab.engine.reproduction import Paper, Setting, Study, TimedResults, is_measured, measure_timed, studies_of
 
 
 def draw_normal(*shape: int, seed: int) -> Tensor:
@@ -55,13 +55,17 @@ _tasks: list[Task] = []  # of this process and, by fork, of its workers: setting
 
 
 def measure_in_parallel(
-    papers: Sequence[tuple[Paper, Setting]], claim: str | None, workers: int
+    papers: Sequence[tuple[Paper, Setting]],
+    claim: str | None,
+    workers: int,
+    cost: Callable[[str, str], float] = lambda *_: 0.0,
 ) -> dict[str, dict[str, TimedResults]]:
-    """Results by paper and title of the study. Nothing where processes cannot be forked, or one would do: then
+    """Results by paper and title of the study, of which `cost` knows the longest. Nothing where processes cannot be forked, or one would do: then
     `reproduce` measures.
     """
     tasks = [(paper, study, setting) for paper, setting in papers for study in studies_of(paper, claim)]
-    tasks = [task for task in tasks if task[1].measure is not None]
+    tasks = [task for task in tasks if is_measured(task[1], task[2].quick, claim is not None)]
+    tasks.sort(key=lambda task: -cost(task[0].name, task[1].title))  # the longest first, so that none ends alone
     results: dict[str, dict[str, TimedResults]] = {paper.name: {} for paper, _ in papers}
     if workers < 2 or len(tasks) < 2 or "fork" not in get_all_start_methods():
         return results

@@ -26,7 +26,7 @@ from locater.report.pages import prose_page
 from locater_lab.engine import verdict_text
 from locater_lab.engine.beliefs import believed
 from locater_lab.engine.figures import COLOURS, Cells, Contour, Field, Panel, Series, draw, picture_rows
-from locater_lab.engine.provenance import origin_text
+from locater_lab.engine.provenance import MEASURED_NOW, origin_text
 from locater_lab.engine.reproduction import Paper
 
 # Tables of Markdown, those of arms of training runs among them, and which arms failed.
@@ -327,25 +327,33 @@ def _template_variables(document: Mapping[str, Any], paper: Paper) -> dict[str, 
         "authors": verdict_text.AUTHORS,
         "believed": believed(document, paper),
         "headline": verdict_text.last_sentence({**document, "paper": paper.name}),
-        "origin": _origins(document, paper),
+        "origins": _origins(document, paper),
         "open_reasons": verdict_text.reasons(entry for entry in claims if not entry["waits_for"]),
         "waiting": [entry for entry in claims if entry["waits_for"]],
         "measurable": {claim.id for study in paper.studies if study.measure is not None for claim in study.claims},
     }
 
 
-def _origins(document: Mapping[str, Any], paper: Paper) -> dict[str, str]:
-    """Of each claim that was measured: now, or where, when and by which code."""
+def _origins(document: Mapping[str, Any], paper: Paper) -> dict[str, dict[str, str]]:
+    """Of each claim that was measured, by its id: measured now, or which of the notes says where, when and by which code
+    it was.
+    """
     about = document["assumptions"]
-    by_study, earlier = about.get("origins", {}), about.get("judged_again", {}).get("measured_by", document["locater"])
-    unknown = f"kept: locater {earlier}; date and commit not recorded"
+    known = about.get("origins", {})
     measured = {entry["id"] for entry in document["claims"] if entry["measured"] is not None}
-    return {
-        claim.id: origin_text(by_study[study.title]) if study.title in by_study else unknown
-        for study in paper.studies
-        for claim in study.claims
-        if claim.id in measured
-    }
+    by_claim: dict[str, str] = {}
+    notes: dict[str, str] = {}  # by their words
+    for study in paper.studies:
+        words = (
+            origin_text(known[study.title])
+            if study.title in known
+            else f"locater {document['locater']}, commit not recorded"
+        )
+        for claim in study.claims:
+            if claim.id in measured:
+                now = words == MEASURED_NOW
+                by_claim[claim.id] = words if now else notes.setdefault(words, f"kept [{len(notes) + 1}]")
+    return {"by_claim": by_claim, "notes": {note: words for words, note in notes.items()}}
 
 
 def _of_author(claims: Sequence[Mapping[str, Any]], author: str) -> list[Mapping[str, Any]]:
@@ -407,6 +415,7 @@ def changes_by_arm(
 
 FILTERS: dict[str, Callable[..., Any]] = {
     "cell": cell,
+    "of": lambda key, mapping: mapping[key],
     "whose": verdict_text.author_text,
     "stated": verdict_text.stated_text,
     "measured_text": verdict_text.measured_text,

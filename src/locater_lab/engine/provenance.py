@@ -23,6 +23,7 @@ from locater.version import __version__
 PACKAGES, SOURCES = ("locater", "locater_lab"), Path(locater.__file__).parents[1]  # a run rests on both packages
 CHANGED = " and changes"  # behind a commit that files of the tree differ from
 STAMP = "stamp.json"
+MEASURED_NOW = "measured now"
 
 
 def versions(kind: str) -> dict[str, str]:
@@ -144,23 +145,27 @@ def _device_of(line: Mapping[str, Any]) -> str:
     return str(line.get("device") or line.get("machine", {}).get("device") or "")
 
 
-def origin_text(origin: Mapping[str, Any] | None) -> str:
-    """`measured now`, or where and when a kept number was made.
+def origin_text(origin: Mapping[str, Any]) -> str:
+    """`measured now`, or where and when a kept number was made, and by which code.
 
     >>> origin_text({"kept": True, "devices": ["NVIDIA H200"], "dates": ["2026-11-16"], "commits": {"": 2, "abc": 1}})
-    'kept: NVIDIA H200, 2026-11-16, abc, 2 of 3 runs: commit not recorded'
+    'NVIDIA H200, 2026-11-16, commit abc; commit not recorded for 2 of 3 runs'
     """
-    if origin is None:
-        return "kept: device, date and commit not recorded"
     if not origin["kept"]:
-        return "measured now"
+        return MEASURED_NOW
+    known = [", ".join(origin["devices"]), " to ".join(origin["dates"])]
+    named = {commit: count for commit, count in origin["commits"].items() if commit}
     unnamed = origin["commits"].get("", 0)
-    named = [commit for commit in origin["commits"] if commit]
-    known = [", ".join(origin["devices"]), " to ".join(origin["dates"]), *named]
-    if unnamed:
-        share = f"{unnamed} of {sum(origin['commits'].values())} runs: " if named else ""
-        known.append(f"{share}commit not recorded")
-    return f"kept: {', '.join(filter(None, known))}"
+    if named:
+        known.append(f"commit {', '.join(named)}")
+    told = ", ".join(filter(None, known))
+    if not unnamed:
+        return told
+    return (
+        f"{told}; commit not recorded for {unnamed} of {unnamed + sum(named.values())} runs"
+        if named
+        else f"{told}, commit not recorded"
+    )
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def round_numbers(x: Any, digits: int) -> Any:
     return [round_numbers(value, digits) for value in x] if isinstance(x, list | tuple) else x
 
 
+NOT_QUICK = "a run without --quick, or with its claim named"
 DIGITS = 5  # more than any of these numbers has
 Part = TypeVar("Part")
 
@@ -109,6 +110,7 @@ class Study:
     on_runs: bool = False  # whether it judges training runs
     needs_data: bool = True  # whether making those runs reads files; False where the training data is drawn at random
     rows: Callable[[Any], list[Any]] | None = None  # of those, given the runs that there are (`runs.Runs`)
+    quick: bool = True  # whether a quick run of a whole paper measures it
 
 
 @dataclass(frozen=True)
@@ -238,8 +240,11 @@ def reproduce(
         if study.title not in done:
             since = time.perf_counter() - start
             setting.log(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({since:.0f} s so far)")
-        result = done.get(study.title) or measure_timed(study, setting)
-        if study.measure is not None:
+        measured_now = is_measured(study, setting.quick, claim is not None)
+        result = done.get(study.title) or (
+            measure_timed(study, setting) if measured_now else TimedResults(Results({}), 0.0, 0.0)
+        )
+        if measured_now:
             times[study.title] = result
         if result.results.tables:
             tables[study.title] = result.results.tables
@@ -247,7 +252,9 @@ def reproduce(
             if each.id in ids:
                 measured = result.results.measured.get(each.id)
                 how = command_for(paper, each, study, setting, measured is not None)
-                verdicts.append(verdict_of(each, measured, how, study.needs))
+                verdicts.append(
+                    verdict_of(each, measured, how, study.needs if study.quick else study.needs or NOT_QUICK)
+                )
     return Reproduction(paper, judge_together(verdicts), _assumptions(setting, times), tables)
 
 
@@ -271,6 +278,11 @@ def _origin(study: Study, setting: Setting) -> Mapping[str, Any]:
     if study.on_runs and setting.runs is not None and setting.runs.is_file():
         return origin_of_lines(map(json.loads, setting.runs.read_text(encoding="utf-8").splitlines()))
     return origin_here("CPU" if setting.quick or not torch.cuda.is_available() else torch.cuda.get_device_name())
+
+
+def is_measured(study: Study, quick: bool, asked: bool = False) -> bool:
+    """Whether a run measures a study; one that is not quick is left out of a quick run, unless asked for by its claims."""
+    return study.measure is not None and (study.quick or not quick or asked)
 
 
 def measure(study: Study, setting: Setting) -> Results:
@@ -370,7 +382,8 @@ def judge_again(document: Mapping[str, Any], paper: Paper, anew: Mapping[str, An
     since["judged_by"] = __version__
     since["measured_again"] = list(now["assumptions"].get("seconds", ()))
     runs = {key: now["assumptions"][key] for key in ("runs",) if key in now["assumptions"]}
-    origins = {title: {**origin, "kept": True} for title, origin in earlier.get("origins", {}).items()}
+    unknown = {"devices": [f"locater {since['measured_by']}"], "dates": [], "commits": {"": 1}}
+    origins = {title: {**earlier.get("origins", {}).get(title, unknown), "kept": True} for title in earlier["seconds"]}
     origins |= now["assumptions"].get("origins", {})
     about = {**earlier, **runs, **_rules(), "judged_again": since, "origins": origins}
     tables = {title: study["tables"] for title, study in {**document["studies"], **now["studies"]}.items()}

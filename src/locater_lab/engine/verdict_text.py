@@ -194,7 +194,19 @@ def print_verdicts(document: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"{count_by_author(document['claims'])} (± is the spread; --json has the numbers behind each)", highlight=False
     )
+
+
+def print_last_sentence(document: Mapping[str, Any], console: Console) -> None:
     console.print(f"[bold]{escape(last_sentence(document))}[/bold]", highlight=False)
+
+
+def claims_ahead(paper: Paper) -> str:
+    """Before anything is measured: how many claims of whom, the paper's first and by the kind of their test."""
+    kinds = [claim.kind for claim in paper.claims if claim.by == "paper"]
+    own = ", ".join(f"{kinds.count(kind)} {words}" for kind, words in KIND_WORDS.items() if kind in kinds)
+    others = len(paper.claims) - len(kinds)
+    said = f"{len(kinds)} claims of the paper ({own}), {others} others" if kinds else f"{others} claims of our own"
+    return f"{paper.name}: {said}"
 
 
 def print_claims(paper: Paper, console: Console) -> None:

@@ -17,6 +17,7 @@ import torch
 from locater.errors import LocaterError
 from locater_lab.cli import reproduce as command_module
 from locater_lab.engine import runs as engine_runs
+from locater_lab.engine.beliefs import believed, results_lines, with_results
 from locater_lab.engine.claims import by_seed
 from locater_lab.engine.figures import Cells, Panel, Series, draw
 from locater_lab.engine.pages import page, write_report
@@ -245,7 +246,6 @@ def test_a_report_is_what_its_name_says(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_page_of_a_paper_stands_alone(name: str, tmp_path: Path) -> None:
     """The Markdown page as HTML: a row for each claim with all its cells, every figure inside, nothing to fetch."""
-    columns = 7
     document = json.loads((ROOT / "docs" / PAPERS[name].document_file).read_text())
     (written,) = write_report(document, PAPERS[name], tmp_path / "page.html", tmp_path)
     text = written.read_text()
@@ -253,10 +253,13 @@ def test_the_page_of_a_paper_stands_alone(name: str, tmp_path: Path) -> None:
     rows = re.findall(r"<tr>\n<td>(\w+)</td>\n(.*?)</tr>", text, re.DOTALL)
     cells = {key: re.findall(r"<td>(.*?)</td>", rest, re.DOTALL) for key, rest in reversed(rows)}
     for entry in document["claims"]:
-        assert len(cells[entry["id"]]) == columns
-        assert entry["verdict"] in cells[entry["id"]][-1]
+        assert len(cells[entry["id"]]) == (6 if entry["by"] == "paper" else 8)
+        assert entry["verdict"] in cells[entry["id"]][-2]
+        told = re.match(r"measured now$|kept \[\d+\]$", cells[entry["id"]][-1])
+        assert bool(told) == (entry["measured"] is not None), "each row says where its number is from"
         assert html.unescape(re.sub("<.*?>", "", cells[entry["id"]][0])).startswith(re.sub("[*`]", "", entry["claim"]))
-    assert text.count('src="data:image/svg+xml;base64,') == len(page(document, PAPERS[name])[1])
+    figures = page(document, PAPERS[name])[1]
+    assert text.count('src="data:image/svg+xml;base64,') == len(figures) + (PAPERS[name].cover in figures)
     assert not re.search(r"(src|href)=\"(?!data:|#)", text)
     assert '="figure:' not in text
 
@@ -304,6 +307,69 @@ def test_the_kept_result_is_of_the_claims_as_they_stand(name: str) -> None:
             expected = "undecided" if entry["undecided_by"] else judge(claim, entry["measured"], spread)
             assert entry["verdict"] == expected
     assert join_documents([document], paper)["claims"] == document["claims"], "those on seeds are judged together"
+
+
+IN_RESULTS = [name for name, paper in PAPERS.items() if paper.page_file.startswith("results/")]
+MOST_LINES, MOST_WORDS_ON_TOP, MOST_WORDS = 10, 200, 1500
+
+
+@pytest.mark.parametrize("name", IN_RESULTS)
+def test_a_page_begins_with_what_is_believed(name: str) -> None:
+    """At most ten lines: what the paper says, what we believe now, one figure. Then the paper's claims, all of them; ours
+    and all that is more are folded, and what is not folded is read in some minutes.
+    """
+    paper = PAPERS[name]
+    document = json.loads((ROOT / "docs" / paper.document_file).read_text())
+    text = (ROOT / "docs" / paper.page_file).read_text()
+    unfolded = text.split("<details")[0]
+    top, *rest = unfolded.split("\n## ")
+    assert len(top.rstrip().splitlines()) <= MOST_LINES
+    assert len(top.split()) <= MOST_WORDS_ON_TOP
+    assert len([word for word in unfolded.split() if re.search(r"\w", word)]) <= MOST_WORDS
+    assert paper.says in top
+    assert f"**What we believe now.** {believed(document, paper)}" in top
+    measured = any(entry["measured"] is not None for entry in document["claims"])
+    assert len(re.findall(r"!\[.*?\]\(.*?\)", unfolded)) == measured, "one figure, where there are numbers"
+    shown = [row[2:].split(" |")[0] for row in unfolded.splitlines() if re.match(r"\| [a-z]\d* \|", row)]
+    assert sorted(shown) == sorted(entry["id"] for entry in document["claims"] if entry["by"] == "paper")
+    assert [part[:18] for part in rest] == ["The paper's claims"] * bool(shown)
+    folds = text.count("<details"), text.count("</details>")
+    assert folds[0] == folds[1] > 0
+
+
+def test_what_is_believed_follows_from_verdicts() -> None:
+    """The same clauses under other verdicts become other sentences; a clause without all of its claims is not said."""
+    paper = replace(
+        toy({"x1": 0.0, "x2": 0.5}), beliefs={"x1 x2": "both are so", "x2": "the other is so", "y z": "never said"}
+    )
+    for values, said in (
+        ({"x1": 0.0, "x2": 0.5}, "We believe that both are so (x1, x2: of no stated kind)"),
+        ({"x1": 2.0, "x2": 0.5}, "It holds in part that both are so (x1, x2: 1 hold, 1 fail, 0 open;"),
+        (
+            {"x1": 2.0, "x2": 0.9},
+            "It does not hold here that both are so (x1, x2: of no stated kind), nor that the other",
+        ),
+        ({"x1": 1.0, "x2": 0.6}, "Not decided here is whether both are so (x1, x2: undecided), and whether the other"),
+        ({}, "Not decided here is whether both are so (x1, x2: not measured)"),
+    ):
+        text = believed(json.loads(reproduce(replace(paper, studies=toy(values).studies)).to_json()), paper)
+        assert said in text
+        assert "never said" not in text
+
+
+def test_the_page_of_results_is_made_from_the_kept_documents() -> None:
+    text = (ROOT / "docs/results/README.md").read_text()
+    assert text == with_results(text, results_lines(PAPERS.values(), ROOT / "docs"))
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_beliefs_rest_on_claims_that_there_are(name: str) -> None:
+    paper = PAPERS[name]
+    known = {claim.id for claim in paper.claims}
+    assert paper.says.endswith((".", "?"))
+    assert paper.beliefs
+    assert all(set(ids.split()) <= known for ids in paper.beliefs)
+    assert paper.cover or name not in IN_RESULTS or name == "pretraining"
 
 
 @pytest.mark.parametrize("name", PAPERS)

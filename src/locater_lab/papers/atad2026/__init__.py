@@ -19,7 +19,8 @@ PAPER = Paper(
     beliefs={
         "a1": "at one input the whole model is T x + c",
         "b3 b4": "in two pretrained models the operator orders tokens better than the best map of attention",
-        "b1 b2": "in small classifiers of text and images the operator orders tokens better than the best map of attention",
+        "b1 b2": "in small classifiers of text and images the operator orders tokens better than the best map of "
+        "attention",
     },
     cover="areas",
 )

@@ -19,7 +19,7 @@ PAPER = Paper(
     beliefs={
         "b3 b4": "in two pretrained models relevance orders tokens better than rollout and raw attention",
         "b1 b2": "in small classifiers of text and images relevance orders tokens better than rollout and raw attention",
-        "c1 c2": "it does so for the encoder of an encoder-decoder",
+        "c1 c2": "relevance does better than rollout for the encoder of an encoder-decoder",
     },
     cover="areas",
 )

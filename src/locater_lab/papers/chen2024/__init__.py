@@ -23,9 +23,9 @@ PAPER = Paper(
     says="A two-layer transformer trained on n-gram chains learns in three stages to look up what followed the same "
     "parents, and which parents it takes follows from a modified chi-square information.",
     beliefs={
-        "a1 a2 a3 b1 b2 b3": "training chooses the two parents in the three stages of the paper",
-        "c2": "of six sources it chooses the parents with the largest information",
-        "d1 d3 d4": "the trained model counts what followed, at lengths and priors it was not trained on",
+        "a1 a2 a3 b1 b2 b3": "training on n-gram chains chooses the two parents in the three stages of the paper",
+        "c2": "training on n-gram chains chooses, of six sources each, the parents with the largest information",
+        "d1 d3 d4": "a model trained on n-gram chains counts what followed, at lengths and priors it was not trained on",
     },
     cover="joint",
 )

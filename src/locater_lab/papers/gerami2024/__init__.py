@@ -29,8 +29,8 @@ PAPER = Paper(
     says="Fastmax takes powers in place of the exponential, so that the attention map factorises in full: linear in "
     "the number of tokens, with gradients bounded below, about as good as softmax.",
     beliefs={
-        "a1": "the factorised attention equals the explicit one",
-        "e4": "it does about as well as softmax on images",
+        "a1": "the factorised attention of Fastmax equals the explicit one",
+        "e4": "Fastmax does about as well as softmax on images",
     },
     cover="cost",
 )

@@ -16,9 +16,9 @@ PAPER = Paper(
     says="Softmax attention is itself a universal approximator: a head interpolates between anchors, with an error "
     "that falls as one over anchors times heads.",
     beliefs={
-        "a1 a2 a3": "a head made by hand interpolates between anchors with an error of 1 / (p H)",
+        "a1 a2 a3": "a softmax head made by hand interpolates between anchors with an error of 1 / (p H)",
         "b1 b2": "one or two layers made by hand approximate a function of a sequence",
-        "d1 d2 d3": "errors of trained heads go with heads, range and anchors in the same way",
+        "d1 d2 d3": "errors of trained heads as interpolators go with heads, range and anchors in the same way",
     },
     cover="errors",
 )

@@ -16,7 +16,7 @@ PAPER = Paper(
     says="An entry of attention, with or without a gate, is a hierarchical mixture of experts; a gate makes the "
     "experts non-linear, for which fewer samples are enough.",
     beliefs={
-        "a1 a2": "an entry of attention is such a mixture",
+        "a1 a2": "an entry of attention, gated or not, is a hierarchical mixture of experts",
         "b2": "a gate after attention or on values makes a head non-linear",
         "d1": "gated attention needs polynomially many samples where attention needs exponentially many",
     },

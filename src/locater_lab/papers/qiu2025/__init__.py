@@ -29,7 +29,7 @@ PAPER = Paper(
         "d7 d8 d9 d12": "gates lower the first token's share of rows on text, and gates on values or without input leave more "
         "of it",
         "d1 d2": "gates lower the loss",
-        "e1": "they stand a hot rate better",
+        "e1": "gated models stand a hot learning rate better",
     },
     cover="text",
 )

@@ -24,7 +24,7 @@ PAPER = Paper(
     says="A gap opens in the spectrum of random attention maps as tokens become many, which makes tokens alike "
     "already after one layer and gradients explode; the outlier taken off, neither happens.",
     beliefs={
-        "a2 a3": "the gap opens at the rates of random matrices",
+        "a2 a3": "a gap opens in the spectrum of random attention maps at the rates of random matrices",
         "b1 b3": "tokens of drawn layers become alike with their number, and the outlier taken off they do not",
         "c2 c3": "gradients of drawn stacks explode with the number of tokens, and the outlier taken off they are tamed",
     },

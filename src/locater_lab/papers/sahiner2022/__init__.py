@@ -25,11 +25,11 @@ PAPER = Paper(
     says="Training a head of attention with a penalty on its weights is a convex problem with a nuclear norm, which "
     "promotes low rank and clusters tokens; such heads do better than linear ones and MLPs.",
     beliefs={
-        "b1 b2": "the convex problem and the best of trained heads reach the same optimum",
-        "b7": "the penalty promotes low rank",
-        "d1": "it clusters tokens where the task depends on clusters",
-        "e1": "a convex head does better than a linear one",
-        "e2": "it does better than an MLP",
+        "b1 b2": "the convex problem of an attention head and the best of trained heads reach the same optimum",
+        "b7": "the nuclear norm of the convex problem promotes low rank",
+        "d1": "attention clusters tokens where the task depends on clusters",
+        "e1": "a convex attention head does better than a linear one",
+        "e2": "a convex attention head does better than an MLP",
     },
     cover="heads",
 )

@@ -24,9 +24,9 @@ PAPER = Paper(
     says="Tokens of BERT grow alike with depth, since a block brings them closer by a factor that follows from its "
     "weights and norms; fusing layers mends it.",
     beliefs={
-        "b1 b5 b6 c1": "the factors bound what a block leaves of the differences between tokens",
+        "b1 b5 b6 c1": "factors from its weights and norms bound what a block leaves of the differences between tokens",
         "c6": "a large standard deviation in front of the norms brings drawn tokens together",
-        "e1": "tokens of the trained encoder grow alike with depth",
+        "e1": "tokens of a trained encoder grow alike with depth",
         "f1 f2 f3": "fusing layers lowers the loss",
     },
     cover="models",

@@ -25,9 +25,9 @@ PAPER = Paper(
     "precision in vision, at more than twice the speed of FlashAttention2.",
     beliefs={
         "b1 b2": "signs of Gaussian entries keep similarity in the mean and flatten logits",
-        "e1 e2 e3": "fine-tuned, one bit is as good as full precision on ImageNet and ADE20K",
-        "d2 g6": "a learned bias helps, and a fine-tuned diffusion model loses nothing",
-        "f1": "it is twice as fast as FlashAttention2",
+        "e1 e2 e3": "fine-tuned, attention of one bit is as good as full precision on ImageNet and ADE20K",
+        "d2 g6": "a learned bias helps binary attention, and a fine-tuned diffusion model loses nothing",
+        "f1": "binary attention is twice as fast as FlashAttention2",
     },
     cover="flattening",
 )

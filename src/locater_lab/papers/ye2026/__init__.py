@@ -23,9 +23,9 @@ PAPER = Paper(
     says="L + 1 layers of full attention compose L functions; fewer of them among exponentially many linear layers "
     "do not.",
     beliefs={
-        "c5": "a stack written by hand composes",
-        "e1 e2": "fewer full layers among linear ones cannot",
-        "d1 d2 d3": "trained stacks show the same order",
+        "c5": "a stack of L + 1 full layers, written by hand, composes L functions",
+        "e1 e2": "no stack of fewer full layers among linear ones composes them",
+        "d1 d2 d3": "trained stacks compose more hops the more of their layers are full",
     },
     cover="stacks",
 )

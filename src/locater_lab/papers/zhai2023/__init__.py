@@ -24,8 +24,8 @@ PAPER = Paper(
     says="Entropy of attention has a floor set by the spectral norm of its weights; sigma-Reparam, which controls "
     "that norm, keeps training stable at hot rates and without norms or warm-up.",
     beliefs={
-        "a1 a5": "the floor is right",
-        "c1": "the floor says something on trained models",
+        "a1 a5": "the floor that spectral norms put under the entropy of attention is right",
+        "c1": "that floor says something on trained models",
         "d1 d2 d3": "sigma-Reparam trains with entropy at rates at which the plain model has lost it",
     },
     cover="hot",

@@ -51,7 +51,7 @@ CLAIMS = (
     ),
     Claim(
         "b",
-        f"At most {MOST_FALSE} of ordinary runs are warned of",
+        f"At most {MOST_FALSE} of ordinary runs",
         "share of ordinary runs with a warning",
         "at most",
         MOST_FALSE,
@@ -238,9 +238,10 @@ PAPER = Paper(
     within={(0.0, 1.0): "a b"},
     says="Does the default warning of `Monitor()` come before a run fails, on runs that it was not chosen on?",
     beliefs={
-        "a": "0.74 or more of the failures that begin in the model are warned of 10 steps before the loss shows them",
-        "b": "at most 0.23 of ordinary runs are warned of",
-        "d1 d2 d3 d4 d5 d6 d7": "recall less false alarms is higher than that of simple rivals",
+        "a": "the default warning comes in 0.74 or more of the failures that begin in the model 10 steps before the "
+        "loss shows them",
+        "b": "the default warning is given in at most 0.23 of ordinary runs",
+        "d1 d2 d3 d4 d5 d6 d7": "recall less false alarms of the default warning is higher than that of simple rivals",
     },
     cover="leads",
 )  # fmt: skip

@@ -207,9 +207,9 @@ PAPER = Paper(
     kinds={"experiment": "a b c d e f"},
     says="Which cheap scores order the heads of a model as removing each of them does?",
     beliefs={
-        "a3 b3": "gradient times output does, on SmolLM2 and MiniLM",
-        "a1 b1": "a head's share of what is added does",
-        "a7 b7": "a score from weights does",
+        "a3 b3": "gradient times output orders the heads of SmolLM2 and MiniLM as removing each of them does",
+        "a1 b1": "a head's share of what is added orders heads so",
+        "a7 b7": "a score from weights orders heads so",
     },
 )
 

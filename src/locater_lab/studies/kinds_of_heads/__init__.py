@@ -407,8 +407,9 @@ PAPER = Paper(
     kinds={"experiment": "a"},
     says="Of heads of five known kinds, what is predicted from weights and from mean and covariance?",
     beliefs={
-        "a1 a4 a5": "the prediction sees a sink, how sharp an induction head is, and where a local head looks",
-        "a2": "it misses the head that looks at the previous token",
+        "a1 a4 a5": "the prediction from mean and covariance sees a sink, how sharp an induction head is, and where a local "
+        "head looks",
+        "a2": "that prediction misses the head that looks at the previous token",
         "a6 a7": "weights alone show that a head is near uniform, which is not the same as dead",
     },
 )  # fmt: skip

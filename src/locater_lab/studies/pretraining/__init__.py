@@ -237,9 +237,9 @@ PAPER = Paper(
     says="Does LocAteR lower the loss of language models of 10 to 85 million parameters on text seen once, against "
     "no control and against tuned rivals?",
     beliefs={
-        "a1 a2 b1 b2 c1 c2": "LocAteR ends below no control",
-        "a3 a4 b3 b4 c3 c4": "it ends below the best rival",
-        "d1 d2": "it makes the loss less sensitive to the learning rate",
+        "a1 a2 b1 b2 c1 c2": "LocAteR lowers the loss of pretraining",
+        "a3 a4 b3 b4 c3 c4": "LocAteR ends below the best rival in pretraining",
+        "d1 d2": "LocAteR makes the loss of pretraining less sensitive to the learning rate",
     },
 )
 

@@ -193,9 +193,9 @@ PAPER = Paper(
     within={(-1.0, 1.0): "a"},
     says="Do mean and covariance of what a layer reads predict the entropy of its heads?",
     beliefs={
-        "b1 b2 b3 b4 b5 b6 b7 b8 b9 b10 b11 b12 b13 b14 b15": "they predict it within 0.35 nats",
-        "a1 a2 a3 a4 a5 a6 a7 a8 a9 a10 a11 a12 a13 a14 a15": "they order the heads of a model with a rank correlation of 0.85",
-        "c1 c2 c3 c4 c5 c6 c7 c8 c9 c10 c11 c12 c13 c14 c15": "the covariance is worth more than its diagonal",
+        "b1 b2 b3 b4 b5 b6 b7 b8 b9 b10 b11 b12 b13 b14 b15": "mean and covariance predict the entropy of heads within 0.35 nats",
+        "a1 a2 a3 a4 a5 a6 a7 a8 a9 a10 a11 a12 a13 a14 a15": "mean and covariance order the heads of a model with a rank correlation of 0.85",
+        "c1 c2 c3 c4 c5 c6 c7 c8 c9 c10 c11 c12 c13 c14 c15": "the covariance is worth, for the entropy of heads, more than its diagonal",
     },
     cover="errors",
 )  # fmt: skip

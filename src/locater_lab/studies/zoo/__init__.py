@@ -17,10 +17,10 @@ PAPER = Paper(
     "effect of an attention sink away?",
     beliefs={
         "f1": "a softmax head that has nothing to add forms a sink",
-        "f2 f3": "a gate or sigmoids take its effect away",
-        "f4 f5": "a sink in the softmax, fixed or learned, takes it away",
+        "f2 f3": "a gate or sigmoids take the effect of that sink away",
+        "f4 f5": "a sink in the softmax, fixed or learned, takes its effect away",
         "f15": "the map behind a gate has no sink either",
-        "a1 a2 a3 a4 a5 a6 a7 a8 a9 a10 a11 a12 a13 a14 a15 a16 a17": "mechanisms change the loss as their papers would have it",
+        "a1 a2 a3 a4 a5 a6 a7 a8 a9 a10 a11 a12 a13 a14 a15 a16 a17": "mechanisms of attention change the loss of one model as claimed of them",
     },
     cover="loss",
 )
