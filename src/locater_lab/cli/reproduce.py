@@ -169,9 +169,12 @@ def run(
     if claim is None and not jobs:
         _say_what_comes(chosen_papers, quick, log)
     # training and long measurements use all cores by themselves
-    done = measure_in_parallel(settings, claim, processor_count() if quick and not jobs else 1, seconds_of)
-    failures: list[Exception] = []
+    broken: dict[str, Exception] = {}
+    done = measure_in_parallel(settings, claim, processor_count() if quick and not jobs else 1, seconds_of, broken)
+    failures = list(broken.values())
     for paper, setting in settings:
+        if paper.name in broken:
+            continue
         document = reproduce(paper, setting, claim, done[paper.name]).to_dict()
         try:
             _write_results(document, paper, _path_for(json, paper), _path_for(report, paper), figures)

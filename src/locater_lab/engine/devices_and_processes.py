@@ -59,9 +59,11 @@ def measure_in_parallel(
     claim: str | None,
     workers: int,
     cost: Callable[[str, str], float] = lambda *_: 0.0,
+    failures: dict[str, Exception] | None = None,
 ) -> dict[str, dict[str, TimedResults]]:
-    """Results by paper and title of the study, of which `cost` knows the longest. Nothing where processes cannot be forked, or one would do: then
-    `reproduce` measures.
+    """Results by paper and title of the study, of which `cost` knows the longest. Nothing where processes cannot be
+    forked, or one would do: then `reproduce` measures. A study that breaks loses its paper and no other: the first
+    exception of each is in `failures`, where that is given, else raised.
     """
     tasks = [(paper, study, setting) for paper, setting in papers for study in studies_of(paper, claim)]
     tasks = [task for task in tasks if is_measured(task[1], task[2].quick, claim is not None)]
@@ -74,7 +76,14 @@ def measure_in_parallel(
         waiting = {pool.submit(_measure_task, number): task for number, task in enumerate(tasks)}
         for count, done in enumerate(as_completed(waiting), 1):
             paper, study, setting = waiting[done]
-            results[paper.name][study.title] = result = done.result()
+            try:
+                results[paper.name][study.title] = result = done.result()
+            except Exception as error:
+                if failures is None:
+                    raise
+                failures.setdefault(paper.name, error)
+                setting.log(f"{paper.name}: {study.title} broke: {error} ({count} of {len(tasks)} studies)")
+                continue
             setting.log(f"{paper.name}: {study.title}, {result.seconds:.0f} s ({count} of {len(tasks)} studies)")
     return results
 

@@ -276,7 +276,10 @@ def measure_timed(study: Study, setting: Setting) -> TimedResults:
 def _origin(study: Study, setting: Setting) -> Mapping[str, Any]:
     """Of the lines of its file where a study reads runs, else of here and now."""
     if study.on_runs and setting.runs is not None and setting.runs.is_file():
-        return origin_of_lines(map(json.loads, setting.runs.read_text(encoding="utf-8").splitlines()))
+        files = [path for path in (*setting.more_runs, setting.runs) if path.suffix == ".jsonl"]
+        return origin_of_lines(
+            json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()
+        )
     return origin_here("CPU" if setting.quick or not torch.cuda.is_available() else torch.cuda.get_device_name())
 
 
