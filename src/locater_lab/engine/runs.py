@@ -8,10 +8,12 @@ was made.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
@@ -190,9 +192,10 @@ def train_missing(
     data: Path,
     jobs: int,
     log: Callable[[str], None] = lambda text: None,
+    until: float = math.inf,
 ) -> None:
     """Run every row that has no line, `jobs` at a time. `rows` is asked again after each, since some wait for the
-    outcome of others.
+    outcome of others. None begins after `until` (`time.monotonic`): what is under way ends, and the next call goes on.
 
     A run that breaks, rather than diverges, leaves no line and stops no other; the first of them is raised at the end.
     """
@@ -201,11 +204,16 @@ def train_missing(
         check_commit(runs.path, commit_of(SOURCES))
     with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
         _tokenize(runs.missing(rows(runs)), data, Path(folder))
-        _train_missing(rows, runs, data, jobs, log)
+        _train_missing(rows, runs, data, jobs, log, until)
 
 
 def _train_missing(
-    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, log: Callable[[str], None]
+    rows: Callable[[Runs], Sequence[Row]],
+    runs: Runs,
+    data: Path,
+    jobs: int,
+    log: Callable[[str], None],
+    until: float,
 ) -> None:
     asked: set[str] = set()
     broken: list[str] = []
@@ -213,7 +221,7 @@ def _train_missing(
         waiting: dict[Any, Row] = {}
         while True:
             for row in runs.missing(rows(runs)):
-                if row.key not in asked:
+                if row.key not in asked and len(waiting) < jobs and time.monotonic() < until:
                     asked.add(row.key)
                     waiting[pool.submit(train, row.plan.to_dict(), str(data))] = row
             if not waiting:
@@ -223,7 +231,7 @@ def _train_missing(
                 name = f"{row.arm}, seed {row.plan.seed}, rate {row.plan.rate:g}"
                 try:
                     runs.add(row, done.result())
-                    log(f"{name}: {_outcome_text(runs.lines[row.key])}; {len(waiting)} left")
+                    log(f"{name}: {_outcome_text(runs.lines[row.key])}; {len(runs.missing(rows(runs)))} left")
                 except Exception as error:  # anything can end a worker (compilers, memory, a kill); its run has no line and is run again
                     broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
                     log(broken[-1])

@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater_lab.engine import provenance, runs
+from locater_lab.engine import provenance, queue, runs
 from locater_lab.engine.arms import difference
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
@@ -152,6 +153,8 @@ def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path, monkeypat
         monkeypatch.setattr(runs, "get_context", lambda method: multiprocessing.get_context("fork"))
     path, arm = tmp_path / "runs.jsonl", Arm("arm", "c", TINY, rates=(1e-3, 1e-2), seeds=2)
     told: list[str] = []
+    train_missing(lambda held: list(arm.rows(held)), Runs(path), tmp_path, 2, told.append, until=time.monotonic())
+    assert not path.exists(), "nothing begins when the time is up, and nothing is lost by it"
     train_missing(lambda held: list(arm.rows(held)), Runs(path), tmp_path, 2, told.append)
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert len(lines) == len(told) == 3
@@ -166,6 +169,31 @@ def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path, monkeypat
     assert len(Runs(path).lines) == 4, "the half line spoils none that follows"
     train_missing(lambda held: list(arm.rows(held)), again, tmp_path, 2, told.append)
     assert len(told) == 3
+
+
+def test_a_stamp_stands_for_git(tmp_path: Path) -> None:
+    """A copy of the tree without git names the commit of its stamp, and says so where its code is another."""
+    for package in provenance.PACKAGES:
+        (tmp_path / "src" / package).mkdir(parents=True)
+        (tmp_path / "src" / package / "x.py").write_text("x = 1\n")
+    folder = tmp_path / "src"
+    assert provenance.commit_of(folder) is None
+    (tmp_path / "stamp.json").write_text(json.dumps({"commit": "abc", "code": provenance.code_of_tree(folder)}))
+    provenance.commit_of.cache_clear()
+    assert provenance.commit_of(folder) == "abc"
+    (folder / "locater" / "x.py").write_text("x = 2\n")
+    provenance.commit_of.cache_clear()
+    provenance.code_of_tree.cache_clear()
+    assert provenance.commit_of(folder) == "abc and changes"
+    with pytest.raises(LocaterError, match="is no git tree"):
+        provenance.write_stamp(folder)
+
+
+def test_the_queue_counts_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert queue.main(["bao2024", "o", "--runs", str(KEPT)]) == 0
+    assert capsys.readouterr().out.startswith("60 runs are missing: none seed 1, held, 0.01 seed 1")
+    assert queue.main(["bao2024", "c1", "--runs", str(KEPT)]) == 0
+    assert capsys.readouterr().out == "all runs are there\n"
 
 
 def test_a_run_that_breaks_stops_no_other_and_is_told(tmp_path: Path) -> None:

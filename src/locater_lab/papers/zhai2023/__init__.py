@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.papers.zhai2023 import floor_and_reparam, trained_models
+from locater_lab.papers.zhai2023 import floor_and_reparam, trained_models, without_norms
 
 PAPER = Paper(
     "zhai2023",
@@ -16,16 +16,18 @@ PAPER = Paper(
         trained_models.HEADS_STUDY,
         trained_models.STORED_RUNS_STUDY,
         trained_models.GAMMA_STUDY,
+        without_norms.WITHOUT_STUDY,
     ),
     Path(__file__).parent,
-    kinds={"identity": "a b1 b4 b5", "construction": "a2 b6", "simulation": "a6 b2 b3", "experiment": "c d e"},
-    scaled="d",
+    kinds={"identity": "a b1 b4 b5", "construction": "a2 b6", "simulation": "a6 b2 b3", "experiment": "c d e f"},
+    scaled="d f",
     within={(0.0, None): "d2 d3"},
     says="Entropy of attention has a floor set by the spectral norm of its weights; sigma-Reparam, which controls "
     "that norm, keeps training stable at hot rates and without norms or warm-up.",
     beliefs={
         "a1 a5": "the floor that spectral norms put under the entropy of attention is right",
         "c1": "that floor says something on trained models",
+        "f1 f2": "with sigma-Reparam a model trains about as well without norms, and without warm-up",
         "d1 d2 d3": "sigma-Reparam trains with entropy at rates at which the plain model has lost it",
     },
     cover="hot",
