@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from locater_lab.engine.reproduction import Paper
-from locater_lab.engine.verdict_text import Entry, tally
+from locater_lab.engine.verdict_text import OTHERWISE_SHORT, Entry, came_out_otherwise, tally
 
 KINDS = {
     "experiment": "trained models",
@@ -79,7 +79,9 @@ class Finding:
         """For brackets: the claims, how many of them are as said where they disagree, and what they rest on."""
         if self.verdict == "open":
             some = any(entry["measured"] is not None for entry in self.entries)
-            return f"{self.ids}: {'undecided' if some else 'not measured'}"
+            other = [str(entry["id"]) for entry in self.entries if came_out_otherwise(entry)]
+            said = f"; {', '.join(other)} {OTHERWISE_SHORT}" if other else ""
+            return f"{self.ids}: {'undecided' if some else 'not measured'}{said}"
         if self.verdict == "holds" or (
             self.verdict == "fails" and len({entry["verdict"] for entry in self.entries}) == 1
         ):

@@ -5,8 +5,8 @@ interval that it is known to lie in. The verdict compares the whole interval wit
 is too coarse to tell says `undecided` and not the more welcome of the two answers. Measurements with several seeds are
 judged together with the others of their page that the same author makes.
 
-Four rules keep a verdict open whatever the numbers say. Fewer than four seeds decide nothing, and one training run
-decides nothing about training. A setting that is not the paper's own cannot fail the paper. An arm whose best rate is an
+Five rules keep a verdict open whatever the numbers say. Fewer than four seeds decide nothing, and one training run
+decides nothing about training. What was chosen after its outcome had been seen decides nothing. A setting that is not the paper's own cannot fail the paper. An arm whose best rate is an
 edge of its grid decides nothing (`arms.py`, which also sees to it that seeds which chose a rate do not judge it).
 """
 
@@ -29,6 +29,7 @@ Author = Literal["paper", "summary", "ours"]
 Kind = Literal["experiment", "simulation", "published", "construction", "identity", ""]
 KINDS: tuple[Kind, ...] = ("experiment", "simulation", "published", "construction", "identity")
 FEWEST_SEEDS = 4  # that decide anything
+OTHERWISE = "measured outside of the paper's own setting, which cannot fail the paper"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Claim:
 
     `by` tells who says it: the paper, with `where` (section, theorem, equation or figure); a public summary of the
     paper; or this project (ours). `bound` tells who chose the number: a paper that says "small" leaves the bound to us.
-    `kind`, `setting`, `one_run` and `within` are stated in one place for all claims of a paper, its `Paper`. `setting` is
+    `kind`, `setting`, `one_run`, `seen` and `within` are stated in one place for all claims of a paper, its `Paper`. `setting` is
     "own" where a claim is tested in the setting of its authors, "scaled" where sizes, data or recipe are others.
     """
 
@@ -53,6 +54,7 @@ class Claim:
     kind: Kind = ""
     setting: Literal["own", "scaled"] = "own"
     one_run: bool = False  # the measurement is of one training run, whatever its spread is over
+    seen: bool = False  # what it is measured under was chosen after its outcome had been seen
     within: tuple[float | None, float | None] | None = None  # what the quantity can be, where intervals may go beyond
 
 
@@ -204,7 +206,7 @@ def judge_together(verdicts: Sequence[ClaimVerdict]) -> tuple[ClaimVerdict, ...]
 def _under_rules(found: ClaimVerdict) -> ClaimVerdict:
     rule = rule_on_runs(found)
     if not rule and found.verdict == "fails" and found.claim.by != "ours" and found.claim.setting == "scaled":
-        rule = "measured outside of the paper's own setting, which cannot fail the paper"
+        rule = OTHERWISE
     verdict = "undecided" if rule else found.verdict
     return replace(found, verdict=verdict, decided=verdict != "undecided", undecided_by=rule)
 
@@ -213,6 +215,8 @@ def rule_on_runs(found: ClaimVerdict) -> str:
     """The rule that too few runs break, or nothing."""
     if found.claim.one_run and found.measured is not None:
         return "one training run, which decides nothing about training"
+    if found.claim.seen and found.measured is not None:
+        return "what it is measured under was chosen after its outcome had been seen, which decides nothing"
     if found.values is not None and found.values < FEWEST_SEEDS:
         return f"fewer than {FEWEST_SEEDS} seeds, which decide nothing"
     return ""

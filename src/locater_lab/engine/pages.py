@@ -295,9 +295,14 @@ class Facts:
                 return study["tables"][name]
         raise KeyError(f"no study of this document has a table {name}")
 
-    def say(self, id: str, *, holds: str, fails: str, undecided: str, unmeasured: str = "") -> str:
-        """The sentence that fits the verdict."""
-        return {"holds": holds, "fails": fails, "undecided": undecided, "unmeasured": unmeasured}[self.verdict(id)]
+    def say(self, id: str, *, holds: str, fails: str, undecided: str, unmeasured: str = "", otherwise: str = "") -> str:
+        """The sentence that fits the verdict. `otherwise` is said of a claim that came out otherwise in a setting that
+        cannot fail its paper; without it such a claim is undecided, and that is added.
+        """
+        words = {"holds": holds, "fails": fails, "undecided": undecided, "unmeasured": unmeasured}[self.verdict(id)]
+        if self.verdict(id) == "undecided" and verdict_text.came_out_otherwise(self.claim(id)):
+            return otherwise or f"{words} ({verdict_text.OTHERWISE_SHORT})"
+        return words
 
     def interval(self, id: str, digits: int = 3, signed: bool = True) -> str:
         """A measurement with its interval: `-0.0083 (-0.0180 to +0.0014)`; a dash where there is none."""
@@ -417,6 +422,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "cell": cell,
     "of": lambda key, mapping: mapping[key],
     "whose": verdict_text.author_text,
+    "verdict": verdict_text.verdict_cell,
     "stated": verdict_text.stated_text,
     "measured_text": verdict_text.measured_text,
     "points": points,

@@ -124,7 +124,8 @@ class Paper:
 
     What its claims are tested by stands here, for all of them at a glance: ids, or letters for whole groups, where an id
     counts before its letter. `kinds`: the kind of test of each. `scaled`: those that are tested outside of their authors'
-    own setting. `one_run`: those that rest on one training run. `within`: what quantities can be.
+    own setting. `one_run`: those that rest on one training run. `seen`: those whose conditions were chosen after their
+    outcome had been seen. `within`: what quantities can be.
 
     What its page begins with: `says`, what the paper says, in a sentence of ours; `beliefs`, by the ids of claims, the
     clause that is believed where these hold (`beliefs.py`); `cover`, one of its figures.
@@ -141,6 +142,7 @@ class Paper:
     kinds: Mapping[Kind, str] = field(default_factory=dict)
     scaled: str = ""
     one_run: str = ""
+    seen: str = ""
     within: Mapping[tuple[float | None, float | None], str] = field(default_factory=dict)
     says: str = ""
     beliefs: Mapping[str, str] = field(default_factory=dict)
@@ -149,7 +151,7 @@ class Paper:
     def __post_init__(self) -> None:
         """Give each claim what is stated here of it. A claim of a paper that states kinds must have one."""
         kinds, ranges = _by_name(self.kinds), _by_name(self.within)
-        scaled, one_run = (_by_name({True: names}) for names in (self.scaled, self.one_run))
+        scaled, one_run, seen = (_by_name({True: names}) for names in (self.scaled, self.one_run, self.seen))
 
         def stated(claim: Claim) -> Claim:
             kind = _named(claim, kinds)
@@ -160,6 +162,7 @@ class Paper:
                 kind=kind or claim.kind,
                 setting="scaled" if _named(claim, scaled) else claim.setting,
                 one_run=bool(_named(claim, one_run)) or claim.one_run,
+                seen=bool(_named(claim, seen)) or claim.seen,
                 within=_named(claim, ranges) or claim.within,
             )
 

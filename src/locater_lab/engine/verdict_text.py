@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from locater_lab.engine.claims import OTHERWISE
 from locater_lab.engine.reproduction import Paper
 
 Entry = Mapping[str, Any]  # a claim of the JSON document
@@ -62,6 +63,25 @@ def possible_ends(entry: Entry) -> tuple[float, float]:
     low, high = entry["measured"] - entry["spread"], entry["measured"] + entry["spread"]
     least, most = entry.get("within") or (None, None)
     return low if least is None else max(low, least), high if most is None else min(high, most)
+
+
+OTHERWISE_SHORT = "came out otherwise, not in the setting of the paper"
+
+
+def came_out_otherwise(entry: Entry) -> bool:
+    """Whether a claim of a paper would have failed, had it been tested in the paper's own setting."""
+    return entry.get("undecided_by") == OTHERWISE
+
+
+def verdict_cell(entry: Entry) -> str:
+    """`undecided: otherwise here` where a setting that is not the paper's came out against it.
+
+    >>> verdict_cell({"verdict": "undecided", "undecided_by": OTHERWISE}), verdict_cell({"verdict": "fails"})
+    ('undecided: otherwise here', '**fails**')
+    """
+    if entry["verdict"] == "fails":
+        return "**fails**"
+    return "undecided: otherwise here" if came_out_otherwise(entry) else str(entry["verdict"])
 
 
 def author_text(entry: Entry) -> str:

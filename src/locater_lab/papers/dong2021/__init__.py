@@ -38,7 +38,7 @@ PAPER = Paper(
         "experiment": "c17 c18 c19 c20 d4 f g h13",
     },
     scaled="a c17 c18 c19 d3 d4 f g",
-    one_run="f16",
+    one_run="c17 c18 c19 d3 d4 f16",
     within={(0.0, 1.0): "f1 f2 f3 f6 f7 f8 f11 f12 f13 f16 g1 g2 g3 g4", (-1.0, 1.0): "h3 h4 h5 h6 h7 h9 h10"},
     says="Attention alone makes its tokens equal at a rate that is doubly exponential in depth; skip connections and "
     "MLPs stop it, and what is left is carried by short paths.",

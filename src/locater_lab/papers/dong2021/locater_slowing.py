@@ -251,4 +251,4 @@ def _geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
     return torch.tensor(rows, dtype=torch.float64).log().mean(0).exp().tolist()
 
 
-STUDY = Study("does LocAteR slow rank collapse", CLAIMS, measure)
+STUDY = Study("does LocAteR slow rank collapse", CLAIMS, measure, quick=False)

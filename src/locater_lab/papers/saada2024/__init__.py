@@ -21,6 +21,7 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a1 b7 b8 c1", "simulation": "a b c d", "experiment": "e f"},
     scaled="e f",
+    one_run="e1 e2",
     says="A gap opens in the spectrum of random attention maps as tokens become many, which makes tokens alike "
     "already after one layer and gradients explode; the outlier taken off, neither happens.",
     beliefs={

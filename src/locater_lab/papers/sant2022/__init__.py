@@ -27,8 +27,8 @@ PAPER = Paper(
     says="In speech translation, layers whose heads are of several kinds do better than full attention, and models "
     "whose heads count evenly do better.",
     beliefs={
-        "e3 f1": "mixed heads do better than full attention",
-        "e5 f2": "models whose heads count evenly are better",
+        "f1": "mixed heads score higher than full attention in speech translation",
+        "f2": "models whose heads count evenly score higher there",
     },
     cover="layouts",
 )

@@ -370,8 +370,7 @@ TRAINING_CLAIMS = (
         f"report loss of the mix with the lower select loss, less that of softmax, {AT_MODEL_SIZE}",
         "at most",
         0.0,
-        where="abstract",
-        bound="ours",
+        by="ours",
     ),
     Claim(
         "e4",
@@ -387,8 +386,7 @@ TRAINING_CLAIMS = (
         f"rank correlation of variation of relevance with report loss over {len(ARMS)} arms, {AT_MODEL_SIZE}",
         "at least",
         0.5,
-        where="abstract",
-        bound="ours",
+        by="ours",
     ),
 )
 

@@ -20,13 +20,14 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a b c1", "simulation": "a5 b3 b4 c d", "construction": "a3 a4 c4 c5", "experiment": "e f"},
     scaled="e f",
+    one_run="e1",
     within={(-1.0, 1.0): "d1"},
     says="Tokens of BERT grow alike with depth, since a block brings them closer by a factor that follows from its "
     "weights and norms; fusing layers mends it.",
     beliefs={
-        "b1 b5 b6 c1": "factors from its weights and norms bound what a block leaves of the differences between tokens",
+        "b1 b5 b6 c1": "factors from its weights and norms, in our reconstruction, bound what a block leaves of the differences between tokens",
         "c6": "a large standard deviation in front of the norms brings drawn tokens together",
-        "e1": "tokens of a trained encoder grow alike with depth",
+        "e1": "tokens of trained encoders grow alike with depth",
         "f1 f2 f3": "fusing layers lowers the loss",
     },
     cover="models",

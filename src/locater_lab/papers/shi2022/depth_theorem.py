@@ -56,7 +56,7 @@ ALIKE = (0.0, 1.0, 4.0)  # shared vector at the start of the built stack, in uni
 THEOREM_CLAIMS = (
     Claim(
         "c1", "d after a block is at most v times d before it", "largest d(H') / (v d(H)), Gaussian weights of five sizes", "at most", 1.0,
-        where="theorem on blocks with norms after the sums",
+        by="ours",
     ),
     Claim(
         "c2", "The bound is loose", "median of d(H') / (v d(H)) where weights keep a token's size (1)", "at most", 0.1, by="ours",

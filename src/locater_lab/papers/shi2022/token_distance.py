@@ -166,7 +166,7 @@ STEEPEST = 0.5 + math.erf(1) / 2 + math.exp(-1) / math.sqrt(math.pi)  # slope of
 
 BOUNDS_CLAIMS = (
     Claim(
-        "b1", "Attention: d(A H) at most sqrt(λ) d(H)", "largest d(A H) / (sqrt(λ) d(H)), softmax maps, half of them causal", "at most", 1.0,
+        "b1", "Attention: d(A H) at most sqrt(λ) d(H)", "largest d(A H) / (sqrt(λ) d(H)), softmax maps, half of them causal", "at most", 1.0, by="ours",
     ),
     Claim(
         "b2", "No smaller factor will do: tokens along one eigenvector attain it",
@@ -180,8 +180,8 @@ BOUNDS_CLAIMS = (
         "b4", "Under a causal mask too, where logits are small",
         "mean λ of causal maps with logits of standard deviation 0.1", "at most", 1.0, by="ours",
     ),
-    Claim("b5", "Weights: d(H W) at most the norm of W times d(H)", "largest share of the bound", "at most", 1.0),
-    Claim("b6", "ReLU: d(ReLU H) at most d(H)", "largest d(ReLU H) / d(H)", "at most", 1.0),
+    Claim("b5", "Weights: d(H W) at most the norm of W times d(H)", "largest share of the bound", "at most", 1.0, by="ours"),
+    Claim("b6", "ReLU: d(ReLU H) at most d(H)", "largest d(ReLU H) / d(H)", "at most", 1.0, by="ours"),
     Claim("b7", "The same holds for GELU, which BERT has", "largest d(GELU H) / d(H), channels around 1.5", "at most", 1.0, by="ours"),
     Claim(
         "b8", "LayerNorm: d(LN H) at most the largest gain times d(H) / σ, σ the least standard deviation of a token",

@@ -61,9 +61,9 @@ CLAIMS = (
         "change of cosine around the mean from first to last state over that of raw cosine, largest of the models", "at least",
         0.5, by="ours",
     ),
-    Claim("e5", "In a trained BERT the theorem promises equal tokens: v is under 1", "least v of its blocks", "at most", 1.0, by="ours"),
+    Claim("e5", "In a trained encoder with the blocks of BERT the theorem promises equal tokens: v is under 1", "least v of its blocks", "at most", 1.0, by="ours"),
     Claim(
-        "e6", "The theorem holds in a trained BERT, gains and GELU counted", "largest d(H') / (v d(H)), each norm in place of s",
+        "e6", "The theorem holds there, gains and GELU counted", "largest d(H') / (v d(H)), each norm in place of s",
         "at most", 1.0, by="ours",
     ),
 )  # fmt: skip

@@ -23,6 +23,7 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a c d1 d2", "simulation": "a5 a6 b c3", "experiment": "d e f g h"},
     scaled="b d e f g",
+    one_run="d5 d6 d7 d8 d10 d11 d12",
     within={(0.0, 1.0): "a5 a6 b3", (0.0, 2.0): "b2", (-1.0, 1.0): "e4 e14 f3 f12"},
     says="Norms in front of branches are what lets massive activations (spikes) and attention sinks occur together; "
     "sinks bias heads to short range, and spikes act as implicit parameters.",

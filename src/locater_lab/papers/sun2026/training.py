@@ -191,7 +191,7 @@ SINK_CLAIMS = (
     Claim("f8", "Without MLPs there is more of a sink", ON_FIRST, "at least", 0.0, by="summary"),
     Claim("f9", "Without MLPs spikes shrink", LARGEST, "at most", 0.0, by="summary"),
     Claim("f10", "Without weight decay spikes grow", LARGEST, "at least", 0.0, by="summary"),
-    Claim("f11", "A gate takes the effect of sinks away", ON_FIRST, "at most", 0.0, by="summary"),
+    Claim("f11", "A gate lowers what acts on the first token", ON_FIRST, "at most", 0.0, by="summary"),
     Claim("f12", "Spikes and sinks decouple: which arm has more of one says little of the other",
           f"rank correlation of the spike with the weight on the first token over all arms, seed by seed, {HERE}", "at most", 0.5,
           by="summary", bound="ours"),

@@ -21,7 +21,11 @@ RATES = tuple(2.5e-4 * 2**i for i in range(8))  # up to 0.032
 SEEDS = 6  # the first of which chooses
 GUESS = math.log(BASE.vocabulary)
 COMPETITIVE = 0.05  # nats
-SETTINGS: dict[str, dict[str, Any]] = {"norms and warm-up": {}, "no norms": {"norm": "none"}, "no warm-up": {"warmup": 0.0}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "norms and warm-up": {},
+    "no norms": {"norm": "none"},
+    "no warm-up": {"warmup": 0.0},
+}
 CONTROLS = {"plain": (), "sigma-Reparam": ("sigmareparam",)}
 ARMS = {
     (control, setting): Arm(f"{control}, {setting}", "f", replace(BASE, control=texts, **changes), RATES, SEEDS)

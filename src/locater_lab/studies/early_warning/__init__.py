@@ -51,7 +51,7 @@ CLAIMS = (
     ),
     Claim(
         "b",
-        f"At most {MOST_FALSE} of ordinary runs",
+        f"At most {MOST_FALSE} of ordinary runs are warned of",
         "share of ordinary runs with a warning",
         "at most",
         MOST_FALSE,

@@ -24,7 +24,14 @@ from locater.inputs.text import Batch, batches, read_text
 from locater_lab.engine.claims import Claim, Measurement
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study, round_numbers
 from locater_lab.engine.trained_models import model_folders
-from locater_lab.studies.surrogate.errors_and_claims import BETWEEN, CLAIMS, ClaimFigure, Entry, claim_figures
+from locater_lab.studies.surrogate.errors_and_claims import (
+    BETWEEN,
+    CLAIMS,
+    QUANTITIES,
+    ClaimFigure,
+    Entry,
+    claim_figures,
+)
 from locater_lab.studies.surrogate.tables_of_page import COLUMNS, WORST, cells_table, page_tables
 from locater_lab.studies.surrogate.training_runs import ARMS, measure_heads, train_all
 from locater_lab.train.sweep import append_line, read_lines
@@ -48,11 +55,21 @@ def claim_id(claim: str, model: str) -> str:
 
 def _claims() -> tuple[Claim, ...]:
     each = [
-        Claim(claim_id(claim, model), f"{words}: {model}", claim, "at most" if most else "at least", bound, by="ours")
+        Claim(
+            claim_id(claim, model),
+            f"{words}: {model}",
+            QUANTITIES[claim],
+            "at most" if most else "at least",
+            bound,
+            by="ours",
+        )
         for claim, (words, _, bound, most) in CLAIMS.items()
         for model in MODELS
     ]
-    between = [Claim(claim_id(claim, ""), words, claim, "at least", 0.0, by="ours") for claim, words in BETWEEN.items()]
+    between = [
+        Claim(claim_id(claim, ""), words, QUANTITIES[claim], "at least", 0.0, by="ours")
+        for claim, words in BETWEEN.items()
+    ]
     return (*each, *between)
 
 

@@ -268,6 +268,16 @@ CLAIMS: dict[str, tuple[str, Callable[[Entry], Estimate], float, bool]] = {
         False,
     ),
 }
+QUANTITIES = {
+    "order": "rank correlation over heads of predicted with measured entropy",
+    "error": "mean absolute error of predicted entropy over heads, nats",
+    "covariance": "that error with the diagonal alone, less with the covariance",
+    "text": "that error, less with statistics of the measured text itself",
+    "shape": "error from taking tokens as normal, less that from forgetting their order, nats",
+    "size": "slope of the error over the logarithm of the width, nats per doubling",
+    "positions": "error with learned positions less with rotary ones, nats",
+    "head size": "error with heads of 16 less with heads of 64, nats",
+}
 BETWEEN = {
     "size": "The error grows with the width of causal models (nats per doubling)",
     "positions": "Learned positions are predicted worse than rotary ones, 6 x 256 (difference of errors, nats)",
