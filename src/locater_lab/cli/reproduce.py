@@ -324,10 +324,12 @@ def _say_what_comes(papers: list[Paper], quick: bool, log: Callable[[str], None]
     """The claims of the papers, which are what is tested, and how long that takes, before it begins."""
     from locater_lab.engine.quick_times import time_ahead
     from locater_lab.engine.verdict_text import claims_ahead
+    from locater_lab.papers import PAPERS
 
     for paper in papers:
         log(claims_ahead(paper))
-    log(time_ahead(papers, quick))
+    if ahead := time_ahead(papers, len(PAPERS), quick):
+        log(ahead)
 
 
 def _judged_again(path: Path, paper: Paper, log: Callable[[str], None]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from locater_lab.engine.claims import (
     p_value,
     verdict_of,
 )
-from locater_lab.engine.verdict_text import measured_text, possible_ends
+from locater_lab.engine.pages import Facts
+from locater_lab.engine.verdict_text import measured_text, possible_ends, verdict_cell
 
 SAMPLES, PAGES, CLAIMS = 100_000, 2_000, 20
 BETTER = Claim("x", "it is better", "change of loss", "at most", 0.0)
@@ -131,6 +132,25 @@ def test_one_training_run_decides_nothing_about_training() -> None:
         "undecided",
         "one training run, which decides nothing about training",
     )
+
+
+def test_what_was_chosen_after_its_outcome_decides_nothing() -> None:
+    found = verdict_of(replace(BETTER, seen=True), CLEAR, "")
+    assert (found.verdict, found.alone) == ("undecided", "holds")
+    assert "chosen after its outcome had been seen" in found.undecided_by
+    assert verdict_of(replace(BETTER, seen=True), None, "").undecided_by == ""
+
+
+def test_a_page_does_not_hide_what_came_out_otherwise() -> None:
+    """In another setting a paper's claim cannot fail: the row and the sentence say which way it came out all the same."""
+    worse = verdict_of(
+        replace(BETTER, by="paper", setting="scaled"), by_seed([1.0, 1.1, 0.9, 1.05, 0.95]), ""
+    ).to_dict()
+    assert verdict_cell(worse) == "undecided: otherwise here"
+    facts = Facts({"claims": [worse]})
+    words = {"holds": "less", "fails": "more", "undecided": "undecided"}
+    assert facts.say(worse["id"], **words) == "undecided (came out otherwise, not in the setting of the paper)"
+    assert facts.say(worse["id"], **words, otherwise="more, at this size") == "more, at this size"
 
 
 def test_only_its_own_setting_can_fail_a_paper() -> None:
