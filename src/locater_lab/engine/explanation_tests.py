@@ -335,16 +335,16 @@ def relative_cost(subject: ExplainedModel, names: Sequence[str], rounds: int = 5
 # ---- measurements that several papers judge: areas by model, known answers, redrawn parameters ----
 
 
-INPUTS = {True: 8, False: 32}  # explained for each classifier: there are several, since training differs by seed
+INPUTS = {True: 48, False: 200}  # explained for each model that is trained here
 AVAILABLE = {True: 24, False: 100}  # and for each of the available ones, which are larger
 PLANTED_INPUTS = {True: 8, False: 64}  # inputs with a known answer, for each seed
 SEEDS = 8
 MODELS = {"b1": "text", "b2": "images", "b3": "all-MiniLM-L6-v2", "b4": "stories260K"}  # by the claim on each
 WORDS = {
-    "text": "text classifiers",
-    "images": "image classifiers",
-    "all-MiniLM-L6-v2": "a pretrained sentence encoder",
-    "stories260K": "a pretrained language model",
+    "text": "a text classifier",
+    "images": "an image classifier",
+    "all-MiniLM-L6-v2": "a sentence encoder",
+    "stories260K": "a language model",
 }
 CLASSIFIERS = ("text", "images")
 COSTLY = 20.0  # forward passes that scores may take and still be called cheap
@@ -356,21 +356,16 @@ MISSING = "fashion.npz in the folder of --data (images), the trained models (the
 
 @dataclass(frozen=True)
 class Areas:
-    """The area between the curves of every method, by model: for each input of an available one, for each seed of a
-    classifier, the mean over its inputs.
-    """
+    """The area between the curves of every method for each input, by model."""
 
     by_model: Mapping[str, Mapping[str, Sequence[float]]]
     facts: Mapping[str, Mapping[str, Any]]
 
     def gain_over_rivals(self, model: str, method: str, rivals: Sequence[str] = RIVALS) -> Measurement | None:
-        """A method less its best rival, over the seeds of a classifier or the inputs of an available model; None where the
-        model is missing.
-        """
+        """A method less its best rival, over the inputs of one model; None where the model is missing."""
         if model not in self.by_model:
             return None
-        of = "seeds" if model in CLASSIFIERS else "inputs of one model"
-        return by_seed(gain_over_best_rival(self.by_model[model], method, rivals), of=of)
+        return by_seed(gain_over_best_rival(self.by_model[model], method, rivals), of="inputs of one model")
 
     def table(self) -> dict[str, Any]:
         methods = list(dict.fromkeys(name for table in self.by_model.values() for name in table))
@@ -383,25 +378,21 @@ class Areas:
 
 def measure_areas(setting: Setting, methods: Sequence[str], on_classifiers: Sequence[str] = ()) -> Areas:
     """Every method on every available model, and more of them on the classifiers that are trained here."""
-    count, data = INPUTS[setting.quick], setting.data
-    classifiers: dict[str, Callable[[int], ExplainedModel]] = {"text": lambda seed: text_model(count, seed)}
-    if image_file(data) is not None:
-        classifiers["images"] = lambda seed: image_model(count, data, seed)
+    count = INPUTS[setting.quick]
+    makers: dict[str, Callable[[], ExplainedModel | None]] = {
+        "text": lambda: text_model(count),
+        "images": lambda: image_model(count, setting.data) if image_file(setting.data) else None,
+        "all-MiniLM-L6-v2": lambda: sentence_model(AVAILABLE[setting.quick]),
+        "stories260K": lambda: story_model(AVAILABLE[setting.quick], setting.models),
+    }
     by_model: dict[str, dict[str, list[float]]] = {}
     facts: dict[str, Mapping[str, Any]] = {}
-    for name in setting.each(list(classifiers)):
-        subjects = [classifiers[name](seed) for seed in range(SEEDS)]
-        accuracies = [subject.facts["accuracy"] for subject in subjects]
-        facts[name] = {"inputs": count, "seeds": SEEDS, "accuracy": fmean(accuracies), "least": min(accuracies)}
-        by_model[name] = {
-            method: [fmean(deletion_areas(subject, method)) for subject in subjects]
-            for method in (*methods, *on_classifiers)
-        }
-    some = AVAILABLE[setting.quick]
-    for subject in (sentence_model(some), story_model(some, setting.models)):
+    for name in setting.each(list(makers)):
+        subject = makers[name]()
         if subject is not None:
-            facts[subject.name] = {"inputs": len(subject.inputs)}
-            by_model[subject.name] = {method: deletion_areas(subject, method) for method in methods}
+            facts[name] = {"inputs": len(subject.inputs), **subject.facts}
+            names = (*methods, *on_classifiers) if name in CLASSIFIERS else methods
+            by_model[name] = {method: deletion_areas(subject, method) for method in names}
     return Areas(by_model, facts)
 
 

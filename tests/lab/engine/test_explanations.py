@@ -16,7 +16,6 @@ from locater_lab.engine import explanation_tests
 from locater_lab.engine.explanation_tests import (
     CLASSES,
     TOKENS,
-    Areas,
     ExplainedModel,
     blocks_of,
     deletion_areas,
@@ -143,23 +142,3 @@ def test_pages_with_all_some_and_no_claims(name: str, tmp_path: Path) -> None:
         )[0].read_text()
         assert "## b. Tokens taken away" not in text
         assert "## Verdicts" in text
-
-
-def test_a_classifier_is_judged_by_its_seeds_and_an_available_model_by_its_inputs() -> None:
-    values = {
-        "operator logit": [0.4, 0.5, 0.6, 0.7, 0.5],
-        "rollout": [0.1, 0.2, 0.1, 0.2, 0.1],
-        "raw_attention": [0.0] * 5,
-    }
-    areas = Areas({"text": values, "stories260K": values}, {})
-    text, story = (
-        areas.gain_over_rivals("text", "operator logit"),
-        areas.gain_over_rivals("stories260K", "operator logit"),
-    )
-    assert text is not None
-    assert story is not None
-    assert (text.value, text.sample) == (story.value, story.sample)
-    assert text.value == pytest.approx(0.4)
-    assert text.spread_of.endswith("over 5 seeds")
-    assert story.spread_of.endswith("over 5 inputs of one model")
-    assert areas.gain_over_rivals("images", "operator logit") is None

@@ -14,6 +14,7 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a1 a5", "experiment": "a b c5", "construction": "c"},
     scaled="b",
+    one_run="b1 b2 b5 b6 b7 b8",
     seen="b2 b6",
     says="At one input a whole transformer is a single linear operator, which tells more of it than maps of "
     "attention put together.",

@@ -14,6 +14,7 @@ PAPER = Paper(
     Path(__file__).parent,
     kinds={"identity": "a1", "simulation": "a2", "experiment": "b c d"},
     scaled="b c",
+    one_run="b1 b2 b5",
     seen="b2",
     says="Relevance passed through attention maps and their gradients explains encoders, encoder-decoders and models "
     "of two streams better than methods made for self-attention alone.",
