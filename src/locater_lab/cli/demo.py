@@ -6,11 +6,9 @@ import tempfile
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from locater.cli.options import JsonPath, ReportPath
+from locater.cli.options import JsonPath, OpenPage, ReportPath
 from locater.cli.shell import check_writable, stdout_console
 from locater.files import write_whole
 
@@ -24,7 +22,7 @@ EXAMPLES = ("locater demo", "locater demo --open")
 def command(
     json: JsonPath = None,
     report: ReportPath = None,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    open_page: OpenPage = False,
 ) -> None:
     from locater.amx import avoid_broken_amx
     from locater_lab.demonstration import Demonstration, demonstrate
