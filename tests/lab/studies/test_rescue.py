@@ -17,8 +17,9 @@ import torch
 from scipy import stats
 
 from locater.discovery import attention_layers
+from locater_lab.studies import rescue
 from locater_lab.studies.early_warning import plan
-from locater_lab.studies.rescue import base_runs, branches, judging, queue
+from locater_lab.studies.rescue import base_runs, branches, judging, queue, signals
 from locater_lab.train.sweep import read_lines
 
 
@@ -28,7 +29,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], An
     size = replace(base_runs.TOY, steps=36, branch=5, batch=2, length=16, kinds=("gpt2-a",))
     tokens, states = (tmp_path_factory.mktemp(name) for name in ("tokens", "states"))
     np.save(tokens / "wiki.npy", np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8))
-    run = next(run for run in base_runs.base_runs(size) if run.rate > 1)
+    run = next(run for run in base_runs.planned_runs(size) if run.rate > 1)
     line = base_runs.train_base(run, tokens, states, "cpu", size)
     return line, lambda arm: branches.train_branch(run, arm, tokens, states, "cpu", size)
 
@@ -168,8 +169,9 @@ def trial(saving: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         "rivals": [[1, 1.0, 0.1]],
         "observed": [[1, 0, 10.0, 1.0, 0.5], [91, 0, 90.0, 1.0, 0.5]],
     }
-    usual = {"run": {"kind": "a", "rate": 1.0, "cause": ""}, "losses": CALM, "warnings": [], **shared}
-    hot = {"run": {"kind": "a", "rate": 4.0, "cause": "rate"}, "losses": RISEN, "warnings": warning, **shared}
+    run = {"kind": "a", "rate": 1.0, "cause": "", "seed": 0}
+    usual = {"run": run, "losses": CALM, "warnings": [], **shared}
+    hot = {"run": {**run, "rate": 4.0, "cause": "rate"}, "losses": RISEN, "warnings": warning, **shared}
     base = [{"name": f"usual {i}", **usual} for i in range(10)] + [{"name": f"hot {i}", **hot} for i in range(40)]
     made = [
         {
@@ -213,10 +215,64 @@ def test_signals_are_compared_at_the_false_alarms_of_the_released_rule() -> None
     found = judging.judge_trial(base, made)["r7"]
     assert found is not None
     assert found.value == 1.0, "the largest logit of hot runs is that of ordinary ones, and no ordinary run may alarm"
-    assert judging.bound_for(judging.SIGNALS["largest logit"], base[:10], 0) == 90.0
+    assert signals.bound_for(signals.signals_of(base)["largest logit"], base[:10], 0) == 90.0
 
 
 def test_fisher_is_that_of_scipy() -> None:
     for a, of_a, b, of_b in ((8, 10, 1, 10), (3, 7, 5, 9), (0, 5, 5, 5)):
         expected = stats.fisher_exact([[a, of_a - a], [b, of_b - b]]).pvalue
         assert judging.fisher(a, of_a, b, of_b) == pytest.approx(expected)
+
+
+def test_what_the_page_shows_is_of_the_lines() -> None:
+    base, made = trial("named")
+    facts = {"device": "none", "torch": "none", "commit": "none"}
+    base = [{**line, **facts, "rivals": [[1, 3.0, 0.1, None, None]]} for line in base]
+    found = rescue.results_of(base, made)
+    arms = found.tables["arms"]["alarmed"]
+    assert (arms["named"]["F1"], arms["nothing"]["F1"], arms["nothing"]["states"]) == (0, 40, 40)
+    assert arms["named"]["p"] < 1e-9
+    assert found.tables["saved"]["F1"]["named"] == [40, 40]
+    assert found.tables["saved"]["F1"]["half"] == [0, 40]
+    assert found.tables["ladder"]["4"]["F1"] == found.tables["ladder"]["4"]["warned"] == 40
+    assert found.tables["ladder"]["4"]["above the best"] == pytest.approx(1.0)
+    mean = found.tables["sensitivity"]["mean"]
+    assert (mean["nothing"], mean["named"], mean["base"]) == (
+        pytest.approx(1.0),
+        pytest.approx(0.0),
+        pytest.approx(0.8),
+    )
+    rivals = found.tables["rivals"]
+    assert (rivals["the released rule"]["caught"], rivals["the released rule"]["false"]) == (40, 0)
+    assert (rivals["largest logit"]["caught"], rivals["largest logit"]["false"]) == (0, 0)
+    assert rivals["the released rule"]["area"] is None, "all stressed runs rise"
+
+
+def test_area_and_catches_of_signals_are_those_of_their_definition() -> None:
+    def line(name: str, cause: str, rows: list[tuple[int, float]], risen: bool) -> dict[str, Any]:
+        run = {"kind": "qwen3-a", "rate": 4.0 if cause else 1.0, "cause": cause, "seed": 0}
+        observed = [[step, 0, x, 1.0, 0.5] for step, x in rows]
+        rivals = [[step, 3.0, 0.1, x, x] for step, x in rows]
+        shared = {"norms": [1.0] * 100, "warnings": [], "observed": observed, "rivals": rivals}
+        return {"name": name, "run": run, "losses": RISEN if risen else CALM, **shared}
+
+    usual = [line(f"u{i}", "", [(1, 1.0 + i), (51, 2.0 + i)], risen=False) for i in range(3)]
+    low, high = ([(1, 1.0), (51, x), (91, 900.0)] for x in (3.0, 30.0))
+    base = [
+        *usual,
+        line("early", "rate", high, risen=True),
+        line("late", "rate", low, risen=True),
+        line("lives", "rate", low[:2], risen=False),
+    ]
+    row = signals.rival_rows(base)["largest logit"]
+    wrong = signals.first_wrong_step(RISEN, [])
+    assert wrong == 63
+    assert (row["caught"], row["of"], row["lead"], row["false"]) == (1, 2, wrong - 51, 0), "at 91 it is too late"
+    assert row["area"] == 0.75, "one pair is won, one is even"
+    normed = signals.normed_rows([*base, *({**x, "run": {**x["run"], "kind": "qwen3-c"}} for x in base)])[
+        "growth of the gains"
+    ]
+    assert normed["bound"] == 2.0, (
+        "the highest growth of an ordinary run; both failures grow more, and so does what lives"
+    )
+    assert normed["chosen"] == normed["judged"] == [2, 2, 0, 3, 1, 1]

@@ -53,7 +53,7 @@ class Size:
 TOY = Size(("gpt2-a", "qwen3-a"), (1.0, 30.0), 1, 4, 32, 40, 10, (5, 35), (10, 20), 2, 2)
 
 
-def base_runs(size: Size) -> list[plan.TrainingRun]:
+def planned_runs(size: Size) -> list[plan.TrainingRun]:
     """The ladder of rates, in the order in which its lines are made."""
     runs = [
         plan.TrainingRun(

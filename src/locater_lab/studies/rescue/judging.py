@@ -1,77 +1,87 @@
-"""Judges the rescue trial, by docs/results/rescue-plan.md: which branches diverged, what each arm saved, and what other
-signals see at the same share of false alarms.
+"""What the branches of the rescue trial did, by docs/results/rescue-plan.md: which diverged, what each arm saved, and what
+it cost where nothing had been wrong. Other signals are in signals.py.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locater_lab.engine.claims import Claim, Measurement, by_seed
+from locater_lab.engine.claims import Measurement, by_seed
 from locater_lab.studies.early_warning.judging import (
-    EARLY,
-    SPAN,
     binomial_p,
     bootstrap,
     bootstrap_p,
     first_wrong_step,
     middle_95,
-    smooth_losses,
+    share_interval,
     usual_losses,
 )
+from locater_lab.studies.early_warning.plan import BY_NAME, vocabulary_size
+from locater_lab.studies.rescue.branches import ARMS
+from locater_lab.studies.rescue.signals import STRESSED, difference_of_catches, fates_of
 
 FEWEST_STATES, FEWEST_DIVERGING = 30, 10  # below these nothing is judged
 LAST = 20  # steps of a loss at the end
-MARGIN, COST = 0.1, 0.02
-SAVED, CAUGHT = "share of states saved, difference", "share of failures caught, difference"
-CLAIMS = (
-    Claim("r1", "Scaling the named heads saves alarmed runs", SAVED, "at least", 0.0, by="ours"),
-    Claim("r2", "It saves more than scaling as many others", SAVED, "at least", 0.0, by="ours"),
-    Claim("r3", f"The layer saves no more than the named heads by {MARGIN}", SAVED, "at most", MARGIN, by="ours"),
-    Claim("r4", f"Half the rate saves no more than the named heads by {MARGIN}", SAVED, "at most", MARGIN, by="ours"),
-    Claim("r5", f"Where the run lives, it costs {COST} nats at most", "change of loss, nats", "at most", COST, by="ours"),
-    Claim("r6", "At 2 to 10 times the rate an alarmed state diverges more often than a quiet one", "difference of shares", "at least", 0.0, by="ours"),
-    Claim("r7", "At equal false alarms the released rule catches more rises than the largest logit", CAUGHT, "at least", 0.0, by="ours"),
-    Claim("r8", "And more than the spectral entropy", CAUGHT, "at least", 0.0, by="ours"),
-)  # fmt: skip
+MARGIN = 0.1
+SENSITIVE = ("nothing", "named", "half")  # arms whose sensitivity to the rate is compared
 Line = Mapping[str, Any]
 State = dict[str, Any]
 
 
+def uniform_loss(kind: str) -> float:
+    return math.log(vocabulary_size(BY_NAME[kind])) if kind in BY_NAME else math.inf
+
+
+def end_loss(losses: Sequence[float | None], kind: str) -> float:
+    """Mean of the last steps, at most that of a uniform guess."""
+    known = [math.inf if x is None else x for x in losses[-LAST:]]
+    return min(statistics.fmean(known), uniform_loss(kind))
+
+
 def states_of(base: Sequence[dict[str, Any]], branches: Sequence[Line]) -> list[State]:
-    """Each state with the outcome of its arms: how it diverged ("F1", "F2", or "" where it did not), and its loss at
-    the end. States at which the loss had shown a failure already are left out.
+    """Each state with the outcome of its arms: how it diverged ("F1", "F2", or "" where it did not), its loss at the end,
+    and at which step that is. States at which the loss had shown a failure already are left out.
     """
     lines = {line["name"]: line for line in base}
+    usual = {
+        name: usual_losses(base, lines[name]["run"]["kind"], without=name) for name in {x["name"] for x in branches}
+    }
     found: dict[str, State] = {}
     for branch in branches:
-        line = lines[branch["name"]]
-        usual = usual_losses(base, line["run"]["kind"], without=line["name"])
+        line, others = lines[branch["name"]], usual[branch["name"]]
         before = line["losses"][: branch["step"]]
-        if first_wrong_step(before, usual) is not None:
+        if first_wrong_step(before, others) is not None:
             continue
-        facts = {"name": line["name"], "sort": branch["sort"], "rate": line["run"]["rate"], "arms": {}}
+        facts = {"name": line["name"], "sort": branch["sort"], "step": branch["step"], "arms": {}}
+        facts |= {"kind": line["run"]["kind"], "rate": line["run"]["rate"]}
         state = found.setdefault(line["name"], facts)
         if branch["losses"] is not None:
-            state["arms"][branch["arm"]] = _outcome([*before, *branch["losses"]], usual)
+            whole = [*before, *branch["losses"]]
+            state["arms"][branch["arm"]] = _fate(whole, others), end_loss(whole, state["kind"]), len(whole)
     return [state for state in found.values() if "nothing" in state["arms"]]
 
 
-def _outcome(losses: Sequence[float | None], usual: Sequence[float]) -> tuple[str, float]:
-    known = [math.inf if x is None else x for x in losses[-LAST:]]
-    failure = "F1" if first_wrong_step(losses, []) is not None else ""
-    return failure or ("F2" if first_wrong_step(losses, usual) is not None else ""), statistics.fmean(known)
+def _fate(losses: Sequence[float | None], usual: Sequence[float]) -> str:
+    if first_wrong_step(losses, []) is not None:
+        return "F1"
+    return "F2" if first_wrong_step(losses, usual) is not None else ""
 
 
 def diverged(state: State, arm: str) -> bool:
     return bool(state["arms"][arm][0])
 
 
+def with_arms(states: Sequence[State], *arms: str) -> list[State]:
+    return [s for s in states if all(arm in s["arms"] for arm in arms)]
+
+
 def mcnemar(states: Sequence[State], worse: str, better: str) -> Measurement | None:
     """Share of states that diverge under one arm less that under another; the p of McNemar's exact test."""
-    both = [s for s in states if worse in s["arms"] and better in s["arms"]]
+    both = with_arms(states, worse, better)
     if not both:
         return None
     saved = sum(diverged(s, worse) and not diverged(s, better) for s in both)
@@ -84,7 +94,7 @@ def mcnemar(states: Sequence[State], worse: str, better: str) -> Measurement | N
 
 def compare_arms(states: Sequence[State], arm: str, other: str, stated: float) -> Measurement | None:
     """What an arm saves more than another, by a bootstrap over states."""
-    both = [s for s in states if arm in s["arms"] and other in s["arms"]]
+    both = with_arms(states, arm, other)
     return _bootstrapped([int(diverged(s, other)) - int(diverged(s, arm)) for s in both], stated)
 
 
@@ -113,11 +123,10 @@ def fisher(a: int, of_a: int, b: int, of_b: int) -> float:
 
 
 def compare_sorts(states: Sequence[State]) -> Measurement | None:
-    """How much more often an alarmed state of 2 to 10 times the rate diverges than a quiet one."""
-    hot = [s for s in states if s["rate"] >= 2]
+    """How much more often an alarmed state of a stressed run diverges than a quiet one."""
     counts = []
     for sort in ("alarmed", "quiet"):
-        of_sort = [s for s in hot if s["sort"] == sort]
+        of_sort = [s for s in states if s["rate"] >= STRESSED and s["sort"] == sort]
         counts += [sum(diverged(s, "nothing") for s in of_sort), len(of_sort)]
     a, of_a, b, of_b = counts
     if not of_a or not of_b:
@@ -129,89 +138,14 @@ def compare_sorts(states: Sequence[State]) -> Measurement | None:
     return Measurement(shares[0] - shares[1], half, how, numbers, p=fisher(*counts))
 
 
-# ---- rivals at equal shares of false alarms ----
-
-Signal = Callable[[Line], list[tuple[int, float]]]  # (step, how alarming), by observed step
-
-
-def _observed(column: int, sign: float = 1.0) -> Signal:
-    return lambda line: [(row[0], sign * row[column]) for row in line["observed"] if row[column] is not None]
-
-
-def _rival(column: int, sign: float = 1.0) -> Signal:
-    return lambda line: [(int(row[0]), sign * row[column]) for row in line["rivals"] if row[column] is not None]
-
-
-def _growth(line: Line) -> list[tuple[int, float]]:
-    """The largest logit over what it was 50 steps before."""
-    logits = dict(_observed(2)(line))
-    return [(step, x / max(logits[step - SPAN], 1e-6)) for step, x in logits.items() if step - SPAN in logits]
-
-
-def _norm(line: Line) -> list[tuple[int, float]]:
-    """The gradient norm over its median of the last 50 steps."""
-    norms = [math.inf if x is None else x for x in line["norms"]]
-    return [
-        (i + 1, norms[i] / max(statistics.median(norms[max(0, i - SPAN) : i]), 1e-9)) for i in range(10, len(norms), 10)
-    ]
-
-
-def _above_best(line: Line) -> list[tuple[int, float]]:
-    losses = smooth_losses(line["losses"])
-    return [(i + 1, losses[i] - min(losses[: i + 1])) for i in range(0, len(losses), 10)]
-
-
-SIGNALS: dict[str, Signal] = {
-    "largest logit": _observed(2),
-    "growth of the largest logit": _growth,
-    "gradient norm": _norm,
-    "update of queries and keys": _rival(2),
-    "spectral entropy": _rival(1, -1.0),
-    "entropy ratio": _observed(4, -1.0),
-    "loss above its best": _above_best,
-}
-
-
-def released_steps(line: Line) -> list[int]:
-    return sorted({w["step"] for w in line["warnings"]})
-
-
-def bound_for(signal: Signal, usual: Sequence[Line], alarms: int) -> float:
-    """The least bound that a signal crosses in as few ordinary runs as the released rule warns in."""
-    tops = sorted((max((x for _, x in signal(line)), default=-math.inf) for line in usual), reverse=True)
-    return tops[alarms] if alarms < len(tops) else -math.inf
-
-
-def catches(steps: Sequence[int], wrong: int) -> bool:
-    return any(step <= wrong - EARLY for step in steps)
-
-
-def compare_signals(base: Sequence[dict[str, Any]], name: str) -> Measurement | None:
-    """Failures by a rise that the released rule catches in time, less those that a signal does."""
-    usual = [line for line in base if line["run"]["rate"] == 1]
-    alarms = sum(bool(released_steps(line)) for line in usual)
-    signal = SIGNALS[name]
-    bound = bound_for(signal, usual, alarms)
-    values: list[float] = []
-    for line in base:
-        wrong = first_wrong_step(line["losses"], [])
-        if wrong is not None:
-            fired = [step for step, x in signal(line) if x > bound]
-            values.append(float(catches(released_steps(line), wrong)) - float(catches(fired, wrong)))
-    return _bootstrapped(values, 0.0)
-
-
 def judge_trial(base: Sequence[dict[str, Any]], branches: Sequence[Line]) -> dict[str, Measurement | None]:
     """A measurement of each claim; None where the plan says that there is too little to judge."""
     states = states_of(base, branches)
     alarmed = [s for s in states if s["sort"] == "alarmed"]
     dying = [s for s in alarmed if diverged(s, "nothing")]
     enough = len(alarmed) >= FEWEST_STATES and len(dying) >= FEWEST_DIVERGING
-    costs = [
-        s["arms"]["named"][1] - s["arms"]["nothing"][1]
-        for s in alarmed
-        if not diverged(s, "nothing") and "named" in s["arms"]
-    ]
+    living = with_arms([s for s in alarmed if not diverged(s, "nothing")], "named")
+    costs = [s["arms"]["named"][1] - s["arms"]["nothing"][1] for s in living]
     return {
         "r1": mcnemar(dying, "nothing", "named") if enough else None,
         "r2": mcnemar(dying, "random", "named") if enough else None,
@@ -219,6 +153,94 @@ def judge_trial(base: Sequence[dict[str, Any]], branches: Sequence[Line]) -> dic
         "r4": compare_arms(dying, "half", "named", MARGIN) if enough else None,
         "r5": by_seed(costs, of="states") if len(costs) > 1 else None,
         "r6": compare_sorts(states),
-        "r7": compare_signals(base, "largest logit"),
-        "r8": compare_signals(base, "spectral entropy"),
+        "r7": _bootstrapped(difference_of_catches(base, "largest logit"), 0.0),
+        "r8": _bootstrapped(difference_of_catches(base, "spectral entropy"), 0.0),
     }
+
+
+# ---- what the page shows beside the claims ----
+
+
+def arm_rows(states: Sequence[State]) -> dict[str, dict[str, Any]]:
+    """Of each arm: how many states diverge (F1, F2), with McNemar's test against "nothing", and its cost where both live."""
+    rows: dict[str, dict[str, Any]] = {}
+    for arm in ARMS:
+        both = with_arms(states, arm)
+        test = mcnemar(both, "nothing", arm)
+        living = [s for s in both if not diverged(s, "nothing") and not diverged(s, arm)]
+        fates = Counter(s["arms"][arm][0] for s in both)
+        cost = [s["arms"][arm][1] - s["arms"]["nothing"][1] for s in living]
+        rows[arm] = {
+            "states": len(both),
+            "F1": fates["F1"],
+            "F2": fates["F2"],
+            "interval": share_interval(fates["F1"] + fates["F2"], len(both)),
+            "p": None if test is None or arm == "nothing" else test.p,
+            "cost": statistics.fmean(cost) if cost else None,
+        }
+    return rows
+
+
+def saved_by_fate(states: Sequence[State]) -> dict[str, dict[str, list[int]]]:
+    """Of the alarmed states that rise (F1), or stay behind (F2), under "nothing": how many each arm saves, of how many."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for fate in ("F1", "F2"):
+        dying = [s for s in states if s["sort"] == "alarmed" and s["arms"]["nothing"][0] == fate]
+        found[fate] = {
+            arm: [sum(not diverged(s, arm) for s in both), len(both)]
+            for arm in ARMS[1:]
+            for both in [with_arms(dying, arm)]
+        }
+    return found
+
+
+def ladder(base: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each rate: how its base runs ended, how many were warned of, and the loss above the best of the kind."""
+    fates = fates_of(base)
+    excess = _excess(base)
+    rows: dict[str, dict[str, Any]] = {}
+    for rate in sorted({line["run"]["rate"] for line in base}):
+        lines = [line for line in base if line["run"]["rate"] == rate]
+        counts = Counter(fates[line["name"]][0] for line in lines)
+        warned = [bool(line["warnings"]) for line in lines]
+        lived = [bool(line["warnings"]) for line in lines if not fates[line["name"]][0]]
+        rows[f"{rate:g}"] = {
+            "runs": len(lines),
+            "F1": counts["F1"],
+            "F2": counts["F2"],
+            "warned": sum(warned),
+            "warned and lived": sum(lived),
+            "above the best": statistics.fmean(excess[line["name"]] for line in lines),
+        }
+    return rows
+
+
+def _excess(base: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The loss of each base run at the end, above the kind's best: the least mean over the seeds of a rate."""
+    ends = {line["name"]: end_loss(line["losses"], line["run"]["kind"]) for line in base}
+    cells: dict[tuple[str, float], list[float]] = {}
+    for line in base:
+        cells.setdefault((line["run"]["kind"], line["run"]["rate"]), []).append(ends[line["name"]])
+    best: dict[str, float] = {}
+    for (kind, _), values in cells.items():
+        best[kind] = min(best.get(kind, math.inf), statistics.fmean(values))
+    return {line["name"]: ends[line["name"]] - best[line["run"]["kind"]] for line in base}
+
+
+def sensitivity(base: Sequence[dict[str, Any]], states: Sequence[State]) -> dict[str, Any]:
+    """Learning-rate sensitivity: mean loss above the best, of all base runs and, where an alarmed state was branched, of
+    arms at the last step of the branch. Means over kinds, with those of each.
+    """
+    excess = _excess(base)
+    by_kind: dict[str, dict[str, list[float]]] = {}
+    for line in base:
+        by_kind.setdefault(line["run"]["kind"], {}).setdefault("base", []).append(excess[line["name"]])
+    for state in with_arms([s for s in states if s["sort"] == "alarmed"], *SENSITIVE):
+        kind, until = state["kind"], state["arms"]["nothing"][2]
+        best = min(end_loss(x["losses"][:until], kind) for x in base if x["run"]["kind"] == kind)
+        for arm in SENSITIVE:
+            by_kind[kind].setdefault(arm, []).append(state["arms"][arm][1] - best)
+    kinds = {kind: {name: statistics.fmean(x) for name, x in of.items()} for kind, of in by_kind.items()}
+    names = ("base", *SENSITIVE)
+    known = {name: [row[name] for row in kinds.values() if name in row] for name in names}
+    return {"kinds": kinds, "mean": {name: statistics.fmean(x) for name, x in known.items() if x}}

@@ -34,7 +34,7 @@ from locater.files import write_whole
 from locater_lab.engine.runs import SOURCES, code_of_tree
 from locater_lab.studies.early_warning import training
 from locater_lab.studies.pretraining.queue import commit_of_tree
-from locater_lab.studies.rescue.base_runs import TOY, Size, base_runs, state_file, train_base
+from locater_lab.studies.rescue.base_runs import TOY, Size, planned_runs, state_file, train_base
 from locater_lab.studies.rescue.branches import ARMS, train_branch
 from locater_lab.train.sweep import append_line, read_lines
 
@@ -128,7 +128,7 @@ def run_trial(out: Path, tokens: Path, states: Path, size: Size, queue: Queue, f
     where: dict[str, Any] = dict(
         tokens=tokens, states=states, device="cuda" if torch.cuda.is_available() else "cpu", size=size
     )
-    runs = {run.name: run for run in base_runs(size)}
+    runs = {run.name: run for run in planned_runs(size)}
     pieces = {name: partial(_quietly, train_base, run, **where) for name, run in runs.items()}
     known = {line["name"]: line["state"] for line in read_lines(out / BASE)}
 
@@ -175,7 +175,7 @@ def summary(out: Path, size: Size) -> str:
     """How far the trial is."""
     base, branches = list(read_lines(out / BASE)), list(read_lines(out / BRANCHES))
     names = chosen_states(base, size)
-    planned = len(base_runs(size))
+    planned = len(planned_runs(size))
     lines = [
         f"base runs: {len(base)} of {planned}, {sum(line['seconds'] for line in base):.0f} s of processes",
         f"states: {dict(Counter(line['state'] or 'none' for line in base))}",
