@@ -408,10 +408,25 @@ def test_context_parallelism_splits_sequences(group: Any) -> None:
 
     x = torch.arange(4.0)[None]
     assert not private.splits_sequences()
+    assert private.sequence_mesh() is None
     with context_parallel(group, buffers=[x], buffer_seq_dims=[1]):
         assert private.splits_sequences()
+        assert private.sequence_mesh() is group
+        assert private.sequence_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+        assert private.sequence_order(6, 2).tolist() == [0, 1, 2, 3, 4, 5]
     assert not private.splits_sequences()
+    assert private.sequence_mesh() is None
     assert private.RING_ATTENTION in sys.modules
+
+
+def test_a_module_whose_keys_are_gathered(group: Any) -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    module, kind = nn.Linear(2, 2), ring._ContextParallel
+    assert not private.gathers_keys(module)
+    parallelize_module(module, group, kind(seq_dim=2, attention_type=kind.AttentionType.FLEX))
+    assert private.gathers_keys(module)
 
 
 def test_plain_parameters_are_whole() -> None:

@@ -11,6 +11,7 @@ reader, `sources/pickle_file.py`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -337,6 +338,31 @@ def splits_sequences() -> bool:
     handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
     replaced = nn.functional.scaled_dot_product_attention in getattr(ring, "_replaced_functions", ())
     return replaced or any(op in handlers for op in getattr(ring, "custom_ops", ()))
+
+
+def sequence_mesh() -> Any:
+    """The mesh of the `context_parallel` block that runs; None outside of one."""
+    ring, function = sys.modules.get(RING_ATTENTION), nn.functional.scaled_dot_product_attention
+    if ring is None or function not in getattr(ring, "_replaced_functions", ()):
+        return None
+    return inspect.getclosurevars(function).nonlocals["device_mesh"]
+
+
+def sequence_order(length: int, ranks: int) -> Tensor:
+    """The tokens of a sequence in the order in which `context_parallel` hands them out, in equal parts; inside its
+    block.
+    """
+    balancer = sys.modules[RING_ATTENTION]._create_default_load_balancer(length, ranks, "cpu")
+    order: Tensor = torch.arange(length) if balancer is None else balancer._generate_indices()[0]
+    return order
+
+
+def gathers_keys(module: nn.Module) -> bool:
+    """Whether a hook of context parallelism (`_ContextParallel` for FlexAttention) gathers the keys of a module."""
+    ring = sys.modules.get(RING_ATTENTION)
+    kind = getattr(ring, "_ContextParallel", None)
+    hooks = module._forward_pre_hooks.values() if kind is not None else ()
+    return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), kind) for hook in hooks)
 
 
 def unscales_gradients(optimizer: Any) -> bool:
