@@ -359,10 +359,11 @@ def sequence_order(length: int, ranks: int) -> Tensor:
 
 def gathers_keys(module: nn.Module) -> bool:
     """Whether a hook of context parallelism (`_ContextParallel` for FlexAttention) gathers the keys of a module."""
-    ring = sys.modules.get(RING_ATTENTION)
-    kind = getattr(ring, "_ContextParallel", None)
-    hooks = module._forward_pre_hooks.values() if kind is not None else ()
-    return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), kind) for hook in hooks)
+    kind = getattr(sys.modules.get(RING_ATTENTION), "_ContextParallel", None)
+    hooks = module._forward_pre_hooks.values()
+    return kind is not None and any(
+        isinstance(getattr(getattr(hook, "func", None), "__self__", None), kind) for hook in hooks
+    )
 
 
 def unscales_gradients(optimizer: Any) -> bool:

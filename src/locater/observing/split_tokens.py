@@ -53,8 +53,8 @@ def mesh_of_split_tokens(model: nn.Module, more: str | None) -> Any:
         why = "the model is compiled, and keys are gathered outside of its graphs"
     if why is not None:
         raise LocaterError(
-            f"{type(model).__name__}: context parallelism splits the tokens of a sequence over ranks, and whole rows of "
-            f"attention cannot be put together: {why}: observe the model without it"
+            f"{type(model).__name__}: context parallelism splits the tokens of a sequence over ranks, and whole rows "
+            f"of attention cannot be put together: {why}: observe the model without it"
         )
     return mesh
 
