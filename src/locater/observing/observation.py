@@ -28,10 +28,11 @@ from locater.observing.layer_choice import Choice, choose, choose_heads
 from locater.observing.layers_by_calls import CalledLayers
 from locater.observing.layers_by_record import KnownLayers, known_layers
 from locater.observing.listening_site import Site, clear, listening_to
-from locater.observing.reduce_ranks import combine_ranks, refuse_split_tokens
+from locater.observing.reduce_ranks import combine_ranks
 from locater.observing.residual_stream import Padding, SeenLayer, listen_to_stream, stream_points
 from locater.observing.row_masks import forget_masks
 from locater.observing.seen_heads import SeenHead, accumulators, fetch_numbers, rows_of, totals
+from locater.observing.split_tokens import mesh_of_split_tokens, refuse_gathered_keys
 from locater.torch_private import COMPILED_CALL, attention_implementation, is_compiled_in_place, unwrap_compiled
 
 if TYPE_CHECKING:
@@ -164,6 +165,10 @@ class Observation:
         self.pattern_sites = pattern_sites(model, patterns, self.switch)
         self.streams = stream_points(model, self._attention_paths()) if hidden else []
         self._counter = _PassCounter(self.switch, every, self.by_calls)
+        if self.by_calls is not None:
+            self._counter.needs_whole_sequences = "its attention is found by its calls, which are those of the parts"
+        elif hidden or patterns:
+            self._counter.needs_whole_sequences = "hidden=True and patterns= are of whole sequences"
         self.reduced = False  # whether the numbers are those of all ranks
         self._agreed = False  # whether all ranks are known to have the same layers
         self._end: weakref.finalize[..., Any] | None = None  # removes the listeners
@@ -205,6 +210,7 @@ class Observation:
     def __enter__(self) -> Self:
         if self._end is not None and self._end.alive:
             raise LocaterError("this observation is already under way: make another with observe(model)")
+        refuse_gathered_keys(self.model)
         # a trainer may run in another thread than the one in which a monitor was attached
         self.switch.thread = get_ident() if self.every else None
         with ExitStack() as stack:
@@ -260,6 +266,11 @@ class Observation:
             raise LocaterError(
                 f"{split.name}: its heads are split over {split.split.parts} ranks, and this one has a part of them: "
                 "call seen.reduce() on every rank before seen.rows"
+            )
+        if self._counter.split_tokens and not self.reduced:
+            raise LocaterError(
+                f"{type(self.model).__name__}: tokens were split over ranks (context parallelism), and this one has a "
+                "part of the rows: call seen.reduce() on every rank before seen.rows"
             )
         rows = rows_of(self.sites)
         if not rows:
@@ -335,7 +346,7 @@ class Observation:
     def clear(self) -> None:
         """Discard the numbers so far."""
         clear(self.sites)
-        self.reduced = False
+        self.reduced = self._counter.split_tokens = False
         for point in self.streams:
             point.sums.zero_()
 
@@ -396,6 +407,8 @@ class _PassCounter:
     passes: int = 0
     elsewhere: int = 0
     ended: bool = True
+    needs_whole_sequences: str | None = None  # why a pass whose tokens are split over ranks is refused
+    split_tokens: bool = False  # whether the tokens of a pass were split over ranks
 
 
 def _end_observation(listeners: ExitStack, counter: _PassCounter) -> None:
@@ -426,7 +439,8 @@ def _run_observed_pass(
         finally:
             watch.switch.thread = None
     if not torch.compiler.is_dynamo_compiling():
-        refuse_split_tokens(model)
+        watch.switch.tokens = mesh_of_split_tokens(model, watch.needs_whole_sequences)
+        watch.split_tokens |= watch.switch.tokens is not None
         forget_masks()
         if watch.by_calls is not None:
             watch.by_calls.begin_pass()
