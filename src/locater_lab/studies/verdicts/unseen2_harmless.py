@@ -53,14 +53,6 @@ def eight_bits_by_rows(c: Checkpoint, place: Place) -> None:
         c.put(name, (whole * scale).view(c.tensors[name].shape))
 
 
-def eight_bit_floats_by_rows(c: Checkpoint, place: Place) -> None:
-    """Every map in 8-bit floats with a scale for each row, and back."""
-    for name in c.maps_of_blocks():
-        whole = c.tensors[name].float()
-        scale = whole.abs().amax(1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
-        c.put(name, (whole / scale).to(torch.float8_e4m3fn).float() * scale)
-
-
 def smooth(c: Checkpoint, undone: bool) -> None:
     """Columns of the maps behind norms, and of the maps down, times the root of their size; and, where it is undone, the
     gains and the maps up divided by the same.
@@ -121,16 +113,14 @@ def turned_stream(c: Checkpoint, place: Place) -> None:
 # ---- trainers and editors ----
 
 
-def direction_removed(c: Checkpoint, place: Place) -> None:
-    """One direction of the residual stream taken out of all that is written, as an editor of behaviour does."""
+def direction_weakened(c: Checkpoint, place: Place) -> None:
+    """A share of one direction of the residual stream taken out of all that is written, as editors of behaviour do."""
     c.require(*DECODERS)
-    if c.config["hidden_size"] < 512:
-        raise NotHereError(f"{c.name}: one direction of so few does harm")
     away = torch.randn(c.config["hidden_size"], generator=generator("direction", c.name))
     away /= away.norm()
     for name in c.ending(WRITES):
         whole = c.tensors[name].float()
-        c.put(name, whole - torch.outer(away, away @ whole))
+        c.put(name, whole - place.strength * torch.outer(away, away @ whole))
 
 
 def fact_edited(c: Checkpoint, place: Place) -> None:
@@ -308,16 +298,15 @@ def harmless_changes(adapter: LoraAdapter | None) -> list[Fault]:
     return [
         change("packed-in-eight-bits", packed_in_eight_bits, "a GGUF file with every matrix in Q8_0", container="gguf"),
         change("eight-bits-by-rows", eight_bits_by_rows, "every map in 8 bits with a scale for each row", on_tiny=True),
-        change("eight-bit-floats-by-rows", eight_bit_floats_by_rows, "every map in 8-bit floats with a scale for each row"),
         change("smoothed", lambda c, place: smooth(c, undone=True), "columns of maps scaled, gains and maps in front divided by the same"),
         change("smoothed-pairs", smoothed_pairs, "channels of queries times a number for each pair, those of keys over it"),
         change("turned-stream", turned_stream, "the residual stream in other directions, gains folded, embeddings untied"),
-        change("direction-removed", direction_removed, "one direction taken out of all that is written"),
+        change("direction-weakened", direction_weakened, "a tenth of one direction taken out of all that is written", strengths=(0.1,)),
         change("fact-edited", fact_edited, "a delta of rank one and 2 % in the map out of an MLP", strengths=(0.02,)),
         change("unused-tokens-trained", unused_tokens_trained, "rows of eight tokens that its text does not have"),
         change("biases-trained", only((".bias",)), "every bias of a block moved by 2 %", strengths=(0.02,), on_tiny=True),
         change("gains-trained", only(("norm.weight", "LayerNorm.weight")), "every gain moved by 1 %", strengths=(0.01,)),
-        change("sizes-trained", sizes_trained, "every row of every map times a number near one, by 1 %", strengths=(0.01,), on_tiny=True),
+        change("sizes-trained", sizes_trained, "every row of every map times a number near one, by half a percent", strengths=(0.005,), on_tiny=True),
         change("value-head-left", value_head_left, "a head of values in the file that nothing reads"),
         change("trainer-folder", p.nothing, "what a trainer saves beside the weights", damage=trainer_folder, on_tiny=True),
         change("stale-pickle", p.nothing, "a pickle of an earlier step beside the weights", damage=stale_pickle),
