@@ -30,7 +30,7 @@ from locater.sources.weights import DictWeights
 SHARDS = 3
 Part = Literal["query", "key", "value", "out"]
 RANK, ALPHA = 8, 16
-SIZES = (0.06, 0.03, 0.015, 0.0075)  # norms of the merged delta over those of its maps: steps that are tried
+SIZES = (0.06, 0.03, 0.015, 0.0075, 0.004, 0.002, 0.001)  # norms of the delta over those of its maps, as tried
 Gradient = Callable[[], Mapping[str, Tensor]]
 GATE, UP, DOWN = "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"
 INNER = (GATE, UP, "intermediate.dense.weight", "intermediate.dense.bias")  # by neurons, as the maps out of them

@@ -39,6 +39,7 @@ from locater_lab.studies.verdicts.unseen2_harmless import harmless_changes, smoo
 
 FROZEN = ""  # the commit whose rules are asked: to be filled in before the first answer
 DECODERS = ("llama", "gemma3_text")
+LARGEST_TRAINED = 2 * 10**8
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n"
 
 
@@ -269,6 +270,12 @@ def optimizer_state(c: Checkpoint, place: Place) -> None:
         c.put(name, (1e-4 * drawn).square())
 
 
+def trained_too_fast(c: Checkpoint, place: Place) -> None:
+    if sum(x.numel() for x in c.tensors.values()) > LARGEST_TRAINED:
+        raise NotHereError(f"{c.name}: its training takes several gigabytes")
+    unseen.trained_on(c, place)
+
+
 def after_a_fine_tune(plant: p.Plant, share: float = 0.03) -> p.Plant:
     """A fault in a model that was trained on: every map moved by a share of its size."""
 
@@ -411,7 +418,7 @@ def _training_and_quantisation(fault: Callable[..., Fault]) -> list[Fault]:
     return [
         fault("not-normalised", "values", "", not_normalised, "every number times 0.6 or 1.25: an average that was not divided (pytorch-image-models 1182, Paddle 17677)", strengths=(0.6, 1.25), on_tiny=True),
         fault("optimizer-state", "another model", "another-model", optimizer_state, "mean squares of gradients in place of the weights", on_tiny=True),
-        fault("trained-too-fast", "another model", "another-step another-model", unseen.trained_on, "five steps of AdamW at a rate of 0.03 or 0.01", strengths=(0.03, 0.01)),
+        fault("trained-too-fast", "another model", "another-step another-model", trained_too_fast, "five steps of AdamW at a rate of 0.03 or 0.01", strengths=(0.03, 0.01)),
         fault("pruned-by-size", "values", "zero", unseen.pruned, "the smallest 70 % or half of the numbers of every map are zero", strengths=(0.7, 0.5)),
         fault("fine-tuned-then-converted", "conversion", "rotary-order", after_a_fine_tune(p.rotary_order("query", "key")), "every map moved by 3 %, and rows of queries and keys in another rotary order", on_tiny=True),
         fault("fine-tuned-with-swapped-layers", "layers", "swapped-layers", after_a_fine_tune(p.move_blocks(_next_two)), "every map moved by 3 %, and two neighbouring layers changed places", places=ALL_PLACES, on_tiny=True),
