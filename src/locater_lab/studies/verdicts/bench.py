@@ -119,7 +119,8 @@ class Bench:
         try:
             fault.plant(planted, place)
             digest = planted.digest(self.base) + (f"-{fault.name}" if fault.damage else "") + f"-{fault.container}"
-            same = old["digest"] == digest
+            reference = self.reference(fault)
+            same = old["digest"] == digest and (not self.of_adapter(fault) or old["reference"] == _plain(reference))
             said = {name: x for name, x in old["said"].items() if same and x.get("code") == code_of(name)}
             calls = [name for name in self.calls if name not in said and self.can_answer(name, fault)]
             if same and not calls:
@@ -132,7 +133,6 @@ class Bench:
         start = time.perf_counter()
         said |= {name: self._ask(name, fault, path) for name in calls if path is not None}
         spent = {name: round(said[name].pop("seconds"), 2) for name in calls}
-        reference = self.reference(fault)
         loss = self._loss(digest, planted, path, in_place=fault.damage is None or fault.container == "adapter")
         shutil.rmtree(spot, ignore_errors=True)
         return {
@@ -155,6 +155,10 @@ class Bench:
             "commit": _commit(),
         }
 
+    def of_adapter(self, fault: Fault) -> bool:
+        """Whether a fault is about the adapter: held against the base with it, and measured again with another one."""
+        return fault.with_adapter or fault.merges or fault.container == "adapter"
+
     def is_good(self, adapter: LoraAdapter) -> bool:
         """Whether the model is better with it: a step down the gradient may be too long. Without a loss all are good."""
         if not self.model.kind:
@@ -173,7 +177,7 @@ class Bench:
         if not self.model.kind:
             return None
         planted = self.base.copied()
-        if (fault.with_adapter or fault.merges or fault.container == "adapter") and self.adapter is not None:
+        if self.of_adapter(fault) and self.adapter is not None:
             self.adapter.merge(planted)
         return self._loss(planted.digest(self.base) + "-one file", planted, None)
 
