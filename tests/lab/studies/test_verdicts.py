@@ -342,6 +342,16 @@ def test_the_second_set_does_what_it_says_to_the_loss(second_lines: list[dict[st
     assert all(x["said"] == {} for x in second_lines)
 
 
+def test_harmless_changes_of_the_second_set_do_no_harm_to_trained_models() -> None:
+    """Of the stored losses: within 0.01 nats, in every model that they were measured in."""
+    files = (ROOT / "docs" / "results").glob("verdicts*.jsonl")
+    lines = [json.loads(text) for file in files for text in file.read_text().splitlines()]
+    own = [x for x in lines if x["fault"] in SECOND and x["group"] == "harmless" and x["role"] != "tiny"]
+    assert {x["fault"] for x in own} == {name for name, fault in SECOND.items() if fault.harmless}
+    assert {(x["fault"], x["model"]): page.change(x) for x in own if abs(page.change(x) or 0.0) > 0.01} == {}
+    assert all(x["runs"] for x in own)
+
+
 def second(name: str, base: Checkpoint = BASE, layer: int = 3, head: int = 2) -> dict[str, Tensor]:
     made = base.copied()
     SECOND[name].plant(made, place(SECOND[name], layer, head))
