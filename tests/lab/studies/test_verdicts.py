@@ -422,7 +422,7 @@ def test_a_download_is_resumed_in_the_middle() -> None:
     before, after = (torch.cat([x[n].float().flatten() for n in order]) for x in (FILE, made.tensors))
     half = len(before) // 2
     assert torch.equal(before[:half], after[:half])
-    assert (before[half:] != after[half:]).float().mean() > 0.98
+    assert (before[half:] != after[half:]).float().mean() > 0.97
     assert len(made.changed(BASE)) < len(order)
 
 

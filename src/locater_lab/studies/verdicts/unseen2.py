@@ -74,7 +74,7 @@ def resumed_download(c: Checkpoint, place: Place) -> None:
     left = sum(c.tensors[name].numel() for name in names) // 2
     for name in names:
         old = c.tensors[name].reshape(-1)
-        if left < len(old):
+        if left < len(old) and c.tensors[name].ndim > 1:  # gains of norms hardly move
             p.moved(c, [name], place.strength)
             c.edit(name).view(-1)[: max(left, 0)] = old[: max(left, 0)]
         left -= len(old)

@@ -142,9 +142,17 @@ def unused_tokens_trained(c: Checkpoint, place: Place) -> None:
     rows[free] += (0.5 * spread * torch.randn(len(free), rows.shape[1], generator=generator("free", c.name))).to(rows.dtype)  # fmt: skip
 
 
-def only(ends: tuple[str, ...]) -> p.Plant:
-    """Tensors whose names end so moved by a share of their own size, as training of these alone does."""
-    return lambda c, place: p.moved(c, c.ending(ends), place.strength)
+def biases_trained(c: Checkpoint, place: Place) -> None:
+    """Biases moved by a share of their size, as training of these alone does."""
+    p.moved(c, c.ending((".bias",)), place.strength)
+
+
+def gains_trained(c: Checkpoint, place: Place) -> None:
+    """Every gain of a norm in a block times a number near one."""
+    for name in c.ending(("norm.weight", "LayerNorm.weight")):
+        whole = c.tensors[name].float()
+        noise = torch.randn(whole.shape, generator=generator("gains", c.name, name))
+        c.put(name, whole * (1 + place.strength * noise))
 
 
 def sizes_trained(c: Checkpoint, place: Place) -> None:
@@ -304,8 +312,8 @@ def harmless_changes(adapter: LoraAdapter | None) -> list[Fault]:
         change("direction-weakened", direction_weakened, "a tenth of one direction taken out of all that is written", strengths=(0.1,)),
         change("fact-edited", fact_edited, "a delta of rank one and 2 % in the map out of an MLP", strengths=(0.02,)),
         change("unused-tokens-trained", unused_tokens_trained, "rows of eight tokens that its text does not have"),
-        change("biases-trained", only((".bias",)), "every bias of a block moved by 2 %", strengths=(0.02,), on_tiny=True),
-        change("gains-trained", only(("norm.weight", "LayerNorm.weight")), "every gain moved by 1 %", strengths=(0.01,)),
+        change("biases-trained", biases_trained, "every bias of a block moved by 2 %", strengths=(0.02,), on_tiny=True),
+        change("gains-trained", gains_trained, "every gain times a number near one, by 1 %", strengths=(0.01,)),
         change("sizes-trained", sizes_trained, "every row of every map times a number near one, by half a percent", strengths=(0.005,), on_tiny=True),
         change("value-head-left", value_head_left, "a head of values in the file that nothing reads"),
         change("trainer-folder", p.nothing, "what a trainer saves beside the weights", damage=trainer_folder, on_tiny=True),
