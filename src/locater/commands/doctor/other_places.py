@@ -1,0 +1,93 @@
+"""A map without relation to the base's may have its numbers in other places: it is read again, and orders are tried."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from locater.commands.doctor.pairs import STRUCTURE, Pair, Paired
+from locater.commands.doctor.tensors import Reader, as_matrix, blocks, probes
+from locater.sources.weights import Weights
+
+SAMPLED = 512  # rows whose place is looked for
+WHOLE = 2**26  # numbers of a map that is read as a whole
+NEAR = 64  # places that a map may have been read too early or too late
+
+
+def same_numbers(pair: Pair) -> bool:
+    """Whether a tensor seems to have the base's numbers, in whatever order."""
+    a, b = pair.facts, pair.base_facts
+    if a is None or b is None:
+        return False
+    extremes = math.isclose(a.least, b.least, rel_tol=1e-3) and math.isclose(a.most, b.most, rel_tol=1e-3)
+    mean = abs(a.mean - b.mean) < 1e-3 * b.rms
+    return extremes and mean and math.isclose(a.rms, b.rms, rel_tol=1e-3)
+
+
+def other_order(paired: Paired, pair: Pair) -> tuple[str, str]:
+    """(cause, words) of the order in which a map has the base's numbers; empty where it is none that is known."""
+    rows = moved_rows(paired, pair)
+    if rows > 0.5:
+        return "unknown", f"has rows of BASE in other places ({rows:.0%} of those that were looked for)"
+    if pair.numbers <= WHOLE and pair.facts is not None:
+        own, base = (
+            x.read(n).detach().cpu()
+            for x, n in ((paired.own.model.weights, pair.name), (paired.base.model.weights, pair.base_name))
+        )
+        if own.shape == base.shape and own.ndim == 2:
+            return _of_whole(own.float(), base.float())
+    return "", ""
+
+
+def _of_whole(own: Tensor, base: Tensor) -> tuple[str, str]:
+    rows, columns = own.shape
+    flat = own.flatten()
+    for turned in (base.mT.reshape(rows, columns), base.reshape(columns, rows).mT):
+        if _near(own, turned):
+            return "transposed", "has the transposed map of BASE, brought into shape without being turned back"
+    for k in range(1, NEAR + 1):
+        for shift in (k, -k):
+            if _near(flat[NEAR : 4096 + NEAR], base.flatten().roll(shift)[NEAR : 4096 + NEAR]):
+                return "unknown", f"has its numbers {k} place{'s' * (k > 1)} too {'late' if shift > 0 else 'early'}"
+    a, b = (x.mT @ probes(rows) for x in (own, base))
+    share = _elsewhere(a, b)
+    if share > 0.5:
+        return "unknown", f"has columns of BASE in other places ({share:.0%} of them)"
+    return "", ""
+
+
+def _near(own: Tensor, other: Tensor) -> bool:
+    return float((own - other).norm()) < STRUCTURE * float(own.norm())
+
+
+def moved_rows(paired: Paired, pair: Pair) -> float:
+    """Share of rows that are another row of the base."""
+    own, base = paired.own.model.weights, paired.base.model.weights
+    if len(own.shape(pair.name)) < 2 or own.shape(pair.name)[1:] != base.shape(pair.base_name)[1:]:
+        return 0.0
+    return _elsewhere(_sketch(own, pair.name), _sketch(base, pair.base_name))
+
+
+def _sketch(weights: Weights, name: str) -> Tensor:
+    reader, width = Reader(weights, name), math.prod(weights.shape(name)[1:])
+    parts = [as_matrix(reader(*piece)).float() @ probes(width) for piece in blocks(weights, name)]
+    return torch.cat(parts)
+
+
+def _elsewhere(own: Tensor, base: Tensor) -> float:
+    """Share of some rows of `own` that are another row of `base`, and not their own."""
+    at = torch.arange(0, min(len(own), len(base)), max(1, min(len(own), len(base)) // SAMPLED))
+    some = own[at]
+    some, at = some[some.norm(dim=1) > 0], at[some.norm(dim=1) > 0]
+    if not len(some):
+        return 0.0
+    best, place = torch.full((len(some),), math.inf), torch.zeros(len(some), dtype=torch.long)
+    for start in range(0, len(base), 16_384):
+        near = torch.cdist(some, base[start : start + 16_384]).min(1)
+        nearer = near.values < best
+        best[nearer], place[nearer] = near.values[nearer], near.indices[nearer] + start
+    own_place = (some - base[at]).norm(dim=1)
+    found = (best < STRUCTURE * some.norm(dim=1)) & (place != at) & (own_place > 2 * STRUCTURE * some.norm(dim=1))
+    return float(found.float().mean())
