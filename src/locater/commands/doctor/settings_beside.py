@@ -38,11 +38,12 @@ def other_settings(beside: Beside) -> None:
             if not (shapes and name in OF_SHAPES):
                 differ.setdefault(name, (a, b))
     config, other = (_flat(x.model.config) for x in (paired.own, paired.base))
+    read = bool(differ)
     for key in sorted(config.keys() & other.keys()):
+        if read and REPEATED.search(key):
+            continue  # said in words of their own
         if ACTS.search(key) and not _equal(config[key], other[key]):
             differ.setdefault(key, (config[key], other[key]))
-    if {"epsilon of norms", "rotary base", "scale of logits"} & {*differ}:  # said in words of their own
-        differ = {name: x for name, x in differ.items() if not REPEATED.search(name)}
     trained = share_changed(beside) > MOST
     for name, (a, b) in differ.items():
         words = f"says {name} {a}, BASE {b}"
@@ -65,7 +66,11 @@ def _numbers_of(own: AttentionLayer, base: AttentionLayer) -> Iterator[tuple[str
     elif a is not None and b is not None:
         x, y = a.frequencies, b.frequencies
         if x.shape != y.shape or not torch.allclose(x, y, rtol=1e-3, atol=0):
-            yield "rotary base", _rotary_base(x), _rotary_base(y)
+            bases = _rotary_base(x), _rotary_base(y)
+            if len(x) == len(y) and math.isclose(*bases, rel_tol=1e-3):
+                yield "frequencies of rotary positions from", f"{float(x[0]):.4g}", f"{float(y[0]):.4g}"
+            else:
+                yield "rotary base", *bases
     if own.norm.eps and base.norm.eps and not 0.1 < own.norm.eps / base.norm.eps < 10:
         yield "epsilon of norms", own.norm.eps, base.norm.eps
 

@@ -27,6 +27,8 @@ MOVED = 0.1  # a difference from which on it is asked whether a map was rewritte
 MATCHED = 0.9  # cosine of a row with its partner
 PARTNERED = 0.9  # share of rows that have one
 SAME = 0.02  # what a rewritten row may differ by: rounding, and no training
+SCALED = 0.1  # logarithm of a factor on a neuron
+SOME = 0.01  # share of neurons with a factor
 WIDEST_TURN = 2304  # channels of a stream for which a rotation is looked for
 SAMPLED = 4096  # rows of the embeddings from which channels are matched
 # a norm in front of an MLP, the surest name first
@@ -407,23 +409,30 @@ def _neurons_of(sides: Sides, maps: Mapping[str, int], count: int) -> tuple[Tens
     order = matched_rows(torch.cat(ours, 1), torch.cat(theirs, 1))
     if order is None:
         return None
-    factors = _factors({name: (own[order], base) for name, (own, base) in whole.items()}, maps)
+    config = sides.own.config
+    homogeneous = "relu" in (config.get("hidden_act"), config.get("activation_function"))
+    factors = _factors({name: (own[order], base) for name, (own, base) in whole.items()}, homogeneous)
     return (order, factors) if factors or _is_order(order) else None
 
 
-def _factors(whole: Mapping[str, tuple[Tensor, Tensor]], maps: Mapping[str, int]) -> dict[str, Tensor]:
+def _factors(whole: Mapping[str, tuple[Tensor, Tensor]], homogeneous: bool) -> dict[str, Tensor]:
     """Factors on the maps into neurons (not through the gate) that those out of them take back; empty where there are
-    none, or where they are not taken back: then they stay, and are compared.
+    none, or where they are not taken back: then they stay, and are compared. Without a gate an activation is between,
+    which takes factors through where it is `homogeneous`.
     """
     found = {name: (own * base).sum(1) / base.square().sum(1).clamp_min(1e-30) for name, (own, base) in whole.items()}
     matrices = [name for name, (own, _) in whole.items() if own.shape[1] > 1]
     into = [name for name in matrices if not WRITES.search(name) and not GATES.search(name)]
     out = [name for name in matrices if WRITES.search(name)]
-    if len(matrices) != 3 or len(into) != 1 or len(out) != 1:
+    gated = len(matrices) == 3
+    if len(into) != 1 or len(out) != 1 or not (gated or (homogeneous and len(matrices) == 2)):
         return {}
     up, down = found[into[0]], found[out[0]]
-    if float((up.abs().log()).abs().median()) < SAME and bool((up > 0).all()):
+    scaled = ((up / down).abs().clamp_min(1e-30).log().abs() > 2 * SCALED) & (up.abs() > 1e-6)
+    if float(scaled.float().mean()) < SOME or float((up * down - 1)[scaled].abs().median()) > SAME:
         return {}
-    if float((up * down - 1).abs().median()) > SAME:
+    up = torch.where(scaled, up, torch.ones_like(up))
+    if not gated and bool((up < 0).any()):
         return {}
-    return {into[0]: up, out[0]: down}
+    biases = {name: up for name in whole if name == f"{into[0].removesuffix('weight')}bias"}
+    return {into[0]: up, out[0]: 1 / up, **biases}
