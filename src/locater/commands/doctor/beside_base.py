@@ -16,7 +16,7 @@ from locater.commands.doctor.settings_beside import other_settings
 from locater.commands.doctor.tensors import place_of
 from locater.commands.doctor.tensors_beside import another_model, missing_tensors, other_shapes, tied_head, untied
 from locater.commands.doctor.undoing import Undone
-from locater.commands.doctor.vectors_beside import changed_vectors, shifted_and_lost
+from locater.commands.doctor.vectors_beside import changed_vectors, lost_biases, shifted_gains
 from locater.findings.causes import Finding, finding
 
 # what the base may tell better than the file alone, which then is silent unless the base tells nothing
@@ -41,8 +41,9 @@ def findings_beside(paired: Paired, with_adapter: bool = False, undone: Undone |
     other_shapes(beside)
     if not another_model(beside):
         moved_tensors(beside)
-        shifted_and_lost(beside)
+        shifted_gains(beside)
         findings_of_heads(beside)
+        lost_biases(beside)
         changed_vectors(beside)
         changed_maps(beside)
         leftovers(beside)
@@ -54,9 +55,10 @@ def findings_beside(paired: Paired, with_adapter: bool = False, undone: Undone |
 def _of_the_file(beside: Beside, stored: Examined) -> list[Finding]:
     """What the file of the model says alone, and the base does not say of itself; returns what BASE may tell better."""
     of_base = {(x.cause, x.where) for x in findings_alone(beside.paired.base)}
+    biased = any(name.endswith("bias") and "norm" not in name for name in beside.paired.base.model.names)
     later = []
     for item in findings_alone(stored):
-        if (item.cause, item.where) in of_base:
+        if (item.cause, item.where) in of_base or (item.cause == "lost-biases" and not biased):
             continue
         if item.cause in BETTER_BESIDE:
             later.append(item)

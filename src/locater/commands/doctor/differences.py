@@ -18,7 +18,7 @@ HIGHEST_RANK = 64
 WINDOW = 8  # directions among which the last of a low rank is looked for
 # mean square of the error of rounding to a dtype, as a share of the mean square of the numbers
 ROUNDING_NOISE = {"bfloat16": 2.4e-6, "float16": 4e-8}
-MANY_ROWS = 65_536
+MANY_ROWS, FEW_PROBES = 65_536, 24
 TINY = 1e-6  # squares of a group, as a share of the base's: sums of products say nothing below it
 
 
@@ -28,7 +28,7 @@ class Differ:
     def __init__(self, pair: Pair, shape: tuple[int, ...]) -> None:
         self.pair, self.width = pair, math.prod(shape[1:])
         rows = shape[0] if shape else 1
-        self.count = RANK_PROBES if rows <= MANY_ROWS else 24
+        self.count = RANK_PROBES if rows <= MANY_ROWS else FEW_PROBES
         wide = min(rows, self.width) >= 16
         self.gram = torch.zeros(self.count, self.count, dtype=torch.float64) if wide else None
         self.dtypes: set[str] = set()
@@ -103,6 +103,8 @@ class Differ:
         shifted &= ~odd
         pair.groups += len(d)
         pair.odd_groups += int(odd.sum())
+        if pair.odd_groups:
+            pair.zero_groups += int((~x[odd].any(1)).sum())
         pair.shifted_groups += int(shifted.sum())
         pair.odd_delta += float(dd[odd].sum(dtype=torch.float64))
         pair.shifted_delta += float(dd[shifted].sum(dtype=torch.float64))

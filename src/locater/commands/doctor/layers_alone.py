@@ -203,7 +203,7 @@ def biases(seen: Examined, kinds: Kinds) -> Iterator[Finding]:
     gains = [x for kind, layers in kinds.items() if is_norm(kind[1]) for x in layers.values()]
     trained = any(not x.constant for x in gains)
     zero = [kind for kind, layers in biases.items() if all(x.zero for x in layers.values())]
-    if len(biases) >= 3 and len(zero) == len(biases) and trained:
+    if config.get("model_type") in BIASED and len(biases) >= 3 and len(zero) == len(biases) and trained:
         yield finding(
             "lost-biases", "every layer", f"has zero biases in all {len(biases)} kinds of maps", kinds=len(biases)
         )

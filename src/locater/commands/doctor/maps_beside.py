@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from locater.commands.doctor.other_places import moved_rows, other_order, same_numbers
+from locater.commands.doctor.differences import FEW_PROBES, MANY_ROWS, RANK_PROBES
+from locater.commands.doctor.other_places import moved_rows, other_order, rows_of_others, same_numbers
 from locater.commands.doctor.pairs import STRUCTURE, TRAINED, Beside, Pair
 from locater.commands.doctor.places import layers_words, tensors_words
-from locater.commands.doctor.tensors import EMBEDDINGS, place_of
+from locater.commands.doctor.tensors import EMBEDDINGS, GROUP, place_of
 from locater.commands.doctor.tensors_beside import NO_RELATION, transposed
 from locater.findings.causes import Severity, finding
 
@@ -25,8 +26,13 @@ DENSE = 0.5  # share of groups of numbers that a delta of low rank changes at le
 REPLACED = 0.5  # difference of those groups of numbers that changed, where most did not
 FEW_GROUPS = 0.3  # share of groups
 SOME_MAPS = 0.15  # difference from which on a change of some maps alone is none of training
-LOSSY = 0.1  # difference of a rounding that loses much of a map
+NOISE = 0.1  # difference from which on noise is no training
+FLAT = 1.6  # times the largest share that a direction of noise has
+MANY_LEVELS = 0.8  # share of numbers that differ from each other
+PRUNED = 0.3  # share of zeros
+LOSSY = 0.12  # difference of a rounding that loses much of a map
 CUT = 4.0  # times the square of its difference that a map becomes smaller where numbers are cut off, not rounded
+NEAR = 0.6  # cosine of a map with what rounding leaves of it: 0.8 for signs alone
 FEW_BITS, MANY_BITS = 3, 6  # of mantissa
 
 
@@ -44,6 +50,9 @@ def changed_maps(beside: Beside) -> None:
         _fault(beside, names, f"{'is' if len(names) == 1 else 'are'} {factor:.4g} times that of BASE", factor=factor)
     _blocks_of_maps(beside)
     _replaced(beside)
+    count = sum(x.is_map for x in beside.pairs.values())
+    for words, test in CUTS.items():
+        _of_kind(beside, [x for x in beside.left() if x.is_map and test(x)], words, count)
 
 
 def _fault(beside: Beside, names: list[str], words: str, cause: str = "unknown", **evidence: Any) -> None:
@@ -60,6 +69,16 @@ def _blocks_of_maps(beside: Beside) -> None:
         some = [pair for pair in beside.left() if pair.is_map and _made_by(pair, of)]
         if not some:
             continue
+        empty = [x for x in some if of == "odd" and x.zero_groups > MOST * x.odd_groups]
+        if empty:
+            count = sum(x.zero_groups for x in empty)
+            words = (
+                f"has zeros in {count:,} of {sum(x.groups for x in empty):,} groups of 32 numbers, which BASE has not"
+            )
+            _fault(beside, [x.name for x in empty], words, "zero", groups=count)
+            some = [x for x in some if x not in empty]
+            if not some:
+                continue
         count = sum(getattr(pair, f"{of}_groups") for pair in some)
         what = "another scale" if cause == "lost-scales" else "a constant added"
         words = f"has {what} in {count:,} of {sum(x.groups for x in some):,} groups of 32 numbers"
@@ -110,7 +129,55 @@ def leftovers(beside: Beside) -> None:
     _vocabulary(beside)
     _without_relation(beside)
     _averaged(beside, all_maps)
+    _noise(beside, all_maps)
     _trained_or_not(beside, all_maps)
+
+
+def _of_kind(beside: Beside, some: list[Pair], words: str, count: int) -> None:
+    if some:
+        apart = median(x.difference for x in some)
+        words = f"{words} ({apart:.2g} of the norm of {len(some)} of {count} maps)"
+        _fault(beside, [x.name for x in some], words, difference=round(apart, 4))
+
+
+def _noise(beside: Beside, all_maps: list[Pair]) -> None:
+    """Large changes that have no direction: those of training have some."""
+    large = [x for x in beside.left() if x.is_map and x.difference > NOISE]
+    if large and sum(map(_noisy, large)) > MOST * len(large):
+        words = "differs by what has no direction, as noise has none, and training has"
+        _of_kind(beside, large, words, len(all_maps))
+
+
+def _clipped(pair: Pair) -> bool:
+    a, b = pair.facts, pair.base_facts
+    if a is None or b is None or pair.difference < STRUCTURE:
+        return False
+    if 0 < a.levels < MANY_LEVELS * GROUP:
+        return False
+    return a.most == -a.least != 0 and a.most < 0.95 * min(b.most, -b.least)
+
+
+def _pruned(pair: Pair) -> bool:
+    a, b = pair.facts, pair.base_facts
+    if a is None or b is None or pair.difference < LOSSY or a.zeros < max(PRUNED, 2 * b.zeros):
+        return False
+    return a.levels > MANY_LEVELS * (1 - a.zeros) * GROUP  # those that are left are as they were, and not in steps
+
+
+CUTS = {
+    "was clipped: its largest and smallest number are opposites, and nearer to zero than in BASE": _clipped,
+    "was pruned: far more numbers are zero than in BASE": _pruned,
+}
+
+
+def _noisy(pair: Pair) -> bool:
+    """Whether the largest direction of D has no more than that of white noise has, by the same number of probes."""
+    if pair.difference < NOISE or not pair.shares or pair.facts is None:
+        return False
+    rows, columns = pair.facts.shape[0], pair.numbers // pair.facts.shape[0]
+    probes_ = RANK_PROBES if rows <= MANY_ROWS else FEW_PROBES
+    flat = (1 + (probes_ / min(rows, columns)) ** 0.5) ** 2 / probes_
+    return pair.shares[0] < FLAT * flat
 
 
 def _trained_or_not(beside: Beside, all_maps: list[Pair]) -> None:
@@ -146,10 +213,14 @@ def _trained_or_not(beside: Beside, all_maps: list[Pair]) -> None:
 def _vocabulary(beside: Beside) -> None:
     """Embeddings that have no relation to the base's, while the rest has: those of another model, or tokenizer."""
     for pair in beside.left():
-        if not pair.is_map or not pair.name.endswith(EMBEDDINGS) or pair.cosine >= TRAINED:
+        few = 0 < pair.changed_groups < FEW_GROUPS * pair.groups
+        if not pair.is_map or not pair.name.endswith(EMBEDDINGS) or not (few or pair.cosine < TRAINED):
             continue
         rows = moved_rows(beside.paired, pair)
         if rows < MOST and pair.cosine >= NO_RELATION:
+            continue
+        if few and pair.cosine >= TRAINED:
+            _fault(beside, [pair.name], f"has rows of BASE in other places ({rows:.0%} of those that changed)")
             continue
         words = f"has rows of BASE in other places ({rows:.0%} of them): the vocabulary of another tokenizer"
         if rows < MOST:
@@ -170,6 +241,13 @@ def _without_relation(beside: Beside) -> None:
         )
     for (cause, words), names in orders.items():
         _fault(beside, names, words, cause)
+    strange = [pair for pair in strange if not pair.explained]
+    foreign: dict[str, list[str]] = {}
+    for pair in strange:
+        if other := rows_of_others(beside.paired, pair):
+            foreign.setdefault(place_of(other).kind, []).append(pair.name)
+    for kind, names in foreign.items():
+        _fault(beside, names, f"has rows of {kind} in BASE: parts of maps were cut in the wrong order", "fused-order")
     strange = [pair for pair in strange if not pair.explained]
     by_layer: dict[tuple[str, int | None], list[Pair]] = {}
     for pair in strange:
@@ -231,7 +309,7 @@ def _coarse(pair: Pair, beside: Beside) -> bool:
     """Whether a map has far fewer distinct values than that of the base, and is near it."""
     assert pair.facts is not None
     assert pair.base_facts is not None
-    near = pair.cosine > 0.8 and pair.rank is None
+    near = pair.cosine > NEAR and pair.rank is None
     own, base = pair.facts.levels, pair.base_facts.levels
     in_steps = pair.changed_groups > 0 and STEPS[0] < pair.kurtosis / pair.changed_groups < STEPS[1]
     few = 0 < own <= 20 and own < 0.8 * base
@@ -252,7 +330,8 @@ def _quantised(beside: Beside, coarse: list[Pair], all_maps: list[Pair]) -> None
         bad = coarse if len(coarse) < len(all_maps) / 2 else []
     said = {name for x in beside.found if x.cause == "low-bits" for name in x.evidence.get("tensors", ())}
     bad = [pair for pair in bad if pair.name not in said]
-    rough = [x for x in coarse if x not in bad and x.name not in said and _rough(x) and not _in_few_bits(x, beside)]
+    rough = [x for x in coarse if x not in bad and x.name not in said and not _in_few_bits(x, beside)]
+    rough = rough if rough and _rough(rough) else []
     fine = [pair for pair in coarse if pair not in bad and pair not in rough and pair.name not in said]
     if fine:
         levels = median(pair.facts.levels for pair in fine if pair.facts is not None)
@@ -275,10 +354,10 @@ def _quantised(beside: Beside, coarse: list[Pair], all_maps: list[Pair]) -> None
     beside.explain([pair.name for pair in coarse], "quantised")
 
 
-def _rough(pair: Pair) -> bool:
+def _rough(pairs: Sequence[Pair]) -> bool:
     """Whether rounding cost more than it does with 4 bits, or leans one way: numbers were cut off, or lost."""
-    leaning = 1 - pair.factor > max(CUT * pair.difference**2, STRUCTURE)
-    return pair.difference > LOSSY or leaning
+    apart, smaller = median(x.difference for x in pairs), 1 - median(x.factor for x in pairs)
+    return apart > LOSSY or smaller > max(CUT * apart**2, STRUCTURE)
 
 
 def _low_rank(beside: Beside, low: list[Pair]) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from locater.commands.doctor.pairs import STRUCTURE, Pair, Paired
-from locater.commands.doctor.tensors import Reader, as_matrix, blocks, probes
+from locater.commands.doctor.tensors import Reader, as_matrix, blocks, place_of, probes
 from locater.sources.weights import Weights
 
 SAMPLED = 512  # rows whose place is looked for
@@ -70,15 +70,34 @@ def moved_rows(paired: Paired, pair: Pair) -> float:
     return _elsewhere(_sketch(own, pair.name), _sketch(base, pair.base_name))
 
 
+def rows_of_others(paired: Paired, pair: Pair) -> str:
+    """The other map of the same layer of the base whose rows stand in this one; empty where there is none."""
+    place, shape = place_of(pair.name), paired.own.model.weights.shape(pair.name)
+    own = _sketch(paired.own.model.weights, pair.name)
+    for other in paired.pairs.values():
+        if other is pair or not other.is_map or place_of(other.name)[:2] != place[:2]:
+            continue
+        if paired.base.model.weights.shape(other.base_name)[1:] == shape[1:]:
+            found = _elsewhere(own, _sketch(paired.base.model.weights, other.base_name), of_own=False)
+            if found > 0.25:
+                return other.name
+    return ""
+
+
 def _sketch(weights: Weights, name: str) -> Tensor:
     reader, width = Reader(weights, name), math.prod(weights.shape(name)[1:])
     parts = [as_matrix(reader(*piece)).float() @ probes(width) for piece in blocks(weights, name)]
     return torch.cat(parts)
 
 
-def _elsewhere(own: Tensor, base: Tensor) -> float:
-    """Share of some rows of `own` that are another row of `base`, and not their own."""
-    at = torch.arange(0, min(len(own), len(base)), max(1, min(len(own), len(base)) // SAMPLED))
+def _elsewhere(own: Tensor, base: Tensor, of_own: bool = True) -> float:
+    """Share of the rows of `own` that changed (`of_own`), or of all, that are another row of `base`."""
+    both = min(len(own), len(base))
+    at = torch.arange(len(own))
+    if of_own:
+        sizes = own[:both].norm(dim=1)
+        at = ((own[:both] - base[:both]).norm(dim=1) > 2 * STRUCTURE * sizes).nonzero().flatten()
+    at = at[:: max(1, len(at) // SAMPLED)]
     some = own[at]
     some, at = some[some.norm(dim=1) > 0], at[some.norm(dim=1) > 0]
     if not len(some):
@@ -88,6 +107,5 @@ def _elsewhere(own: Tensor, base: Tensor) -> float:
         near = torch.cdist(some, base[start : start + 16_384]).min(1)
         nearer = near.values < best
         best[nearer], place[nearer] = near.values[nearer], near.indices[nearer] + start
-    own_place = (some - base[at]).norm(dim=1)
-    found = (best < STRUCTURE * some.norm(dim=1)) & (place != at) & (own_place > 2 * STRUCTURE * some.norm(dim=1))
-    return float(found.float().mean())
+    found = best < STRUCTURE * some.norm(dim=1)
+    return float((found & (place != at) if of_own else found).float().mean())

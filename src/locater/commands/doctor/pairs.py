@@ -41,6 +41,7 @@ class Pair:
     shares: list[float] = field(default_factory=list)  # of the squares of D, by singular direction
     odd_groups: int = 0  # groups of 32 numbers with another scale than in the base
     shifted_groups: int = 0  # groups whose difference is a constant
+    zero_groups: int = 0  # of the groups with another scale those that are all zero
     odd_delta: float = 0.0  # squares of D in them
     shifted_delta: float = 0.0
     groups: int = 0

@@ -160,12 +160,19 @@ def head_pair(own: LayerHeads, base: LayerHeads) -> HeadPair:
     if not comparable:
         return pair
     pair.logits_difference = _apart(own.logits.transpose(0, 1), base.logits.transpose(0, 1))
-    effects = [own.logits.transpose(0, 1).flatten(1)]
-    base_effects = [base.logits.transpose(0, 1).flatten(1)]
+    keyed = own.keyed or base.keyed
+    effects, base_effects = (
+        [(x if keyed else x[..., :-1]).transpose(0, 1).flatten(1)] for x in (own.logits, base.logits)
+    )
+    constant = True
     if own.outputs is not None and base.outputs is not None and own.outputs.shape == base.outputs.shape:
         pair.output_difference = _apart(own.outputs, base.outputs)
-        effects.append(own.outputs.flatten(1))
-        base_effects.append(base.outputs.flatten(1))
+        effects.append(own.outputs[..., :-1].flatten(1))
+        base_effects.append(base.outputs[..., :-1].flatten(1))
+        if own.constant is not None and base.constant is not None:
+            size = base.outputs[..., :-1].norm() / base.outputs.shape[-1] ** 0.5
+            apart_ = float((own.constant - base.constant).norm())
+            constant = apart_ <= STRUCTURE * max(float(base.constant.norm()), STRUCTURE * float(size))
     # each effect in units of the base's own size, so that logits do not outweigh outputs
     ours, theirs = [], []
     for x, b in zip(effects, base_effects, strict=True):
@@ -177,7 +184,9 @@ def head_pair(own: LayerHeads, base: LayerHeads) -> HeadPair:
     apart = squares.clamp_min(0).sqrt() / b.norm(dim=1).clamp_min(1e-30)
     pair.order = [int(x) for x in apart.argmin(1)]
     nearest = apart.gather(1, torch.tensor(pair.order)[:, None]).flatten()
-    pair.equivalent = sorted(pair.order) == list(range(len(pair.order))) and bool((nearest < STRUCTURE).all())
+    pair.equivalent = (
+        constant and sorted(pair.order) == list(range(len(pair.order))) and bool((nearest < STRUCTURE).all())
+    )
     return pair
 
 

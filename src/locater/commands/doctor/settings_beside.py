@@ -21,8 +21,9 @@ ACTS = re.compile(
     r"hidden_act|activation|softcap|multiplier|logits?_scal|logit_scale|query_pre_attn|attn_scale|scale_attn|scale_emb"
     r"|num_hidden_layers|^n_layer|sliding_window|layer_types|rotary|^rope\\.|rope_theta|norm_eps|epsilon|use_parallel"
     r"|position_embedding_type|is_decoder|attention_window|num_experts_per_tok|top_k_experts|norm_topk_prob|alibi"
-    r"|do_layer_norm_before|embed_scale|clip_qkv|causal|residual_"
+    r"|do_layer_norm_before|embed_scale|clip_qkv|causal|bidirectional|residual_"
 )
+ABSENT_IS_OFF = re.compile(r"softcap|multiplier|clip_qkv")  # null says something, where elsewhere it is a default
 REPEATED = re.compile(r"eps|rope|theta|query_pre_attn|rotary_emb_base")
 
 
@@ -42,7 +43,8 @@ def other_settings(beside: Beside) -> None:
     for key in sorted(config.keys() & other.keys()):
         if read and REPEATED.search(key):
             continue  # said in words of their own
-        if ACTS.search(key) and not _equal(config[key], other[key]):
+        absent = None in (config[key], other[key]) and not ABSENT_IS_OFF.search(key)
+        if ACTS.search(key) and not absent and not _equal(config[key], other[key]):
             differ.setdefault(key, (config[key], other[key]))
     trained = share_changed(beside) > MOST
     for name, (a, b) in differ.items():
@@ -99,9 +101,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two settings say the same: an absent one may be a default."""
-    if a is None or b is None:
-        return True
+    """Whether two settings say the same."""
     if isinstance(a, int | float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-12)
     return bool(a == b)

@@ -81,6 +81,7 @@ class Facts:
     rms: float = 0.0
     spread: float = 0.0  # between the quartiles of log2 |x|: 1.9 for normal numbers
     inner_spread: float = 0.0  # the same among 32 neighbours, the median: no scales of rows are in it
+    zeros: float = 0.0  # share of the numbers
     mantissa: float = 23.0  # bits that all but a hundredth of the numbers fit in
     wild: float = 0.0  # the same in rows with numbers that no weight comes near
     levels: float = 0.0  # median number of distinct values in groups of 32
@@ -224,8 +225,9 @@ class Collector:
         count = max(facts.numbers, 1)
         facts.mean, facts.rms = self._sum / count, math.sqrt(self._squares / count)
         if self._samples:
-            values = torch.cat(self._samples)
-            values = values[values != 0]
+            sampled = torch.cat(self._samples)
+            values = sampled[sampled != 0]
+            facts.zeros = 1 - len(values) / max(1, len(sampled))
             facts.spread = _quartile_range(values) if len(values) > 8 else 0.0
             facts.mantissa = _mantissa_bits(values) if len(values) > 8 else 23.0
         facts.wild = sorted(self._wild)[len(self._wild) // 2] if self._wild else 0.0

@@ -35,6 +35,7 @@ SAMPLED = 4096  # rows of the embeddings from which channels are matched
 MLP_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm", "ln_2", "layernorm_after", "norm2")
 GATES = re.compile(r"gate_proj|ffn_gate|wi_0|\.w1\.|\.gate\.")
 WRITES = re.compile(r"down_proj|ffn_down|fc2|c_proj|\.w2\.|\.wo\.|dense_4h_to_h|output\.dense|o_proj|out_proj")
+NORMED_AFTER = re.compile(r"(v_proj|o_proj|up_proj|down_proj)\.weight$")  # linear in what the norm gets
 LAST_NORMS = (
     "model.norm.weight",
     "ln_f.weight",
@@ -69,7 +70,7 @@ def undo(paired: Paired) -> Undone | None:
         rewrites, wrong, words, kv_heads = heads
         result = _rewritten(result, rewrites, _with_kv_heads(own.config, kv_heads))
         steps += words
-    for look in (_stream, _gains, _neurons):
+    for look in (_stream, _gains, _before_norms, _neurons):
         rewrites, words = look(replace_own(sides, result))
         if rewrites:
             result = _rewritten(result, rewrites, result.config)
@@ -125,11 +126,15 @@ def matched_rows(own: Tensor, base: Tensor, signs: bool = False) -> Tensor | Non
     a, b = (x / x.norm(dim=1, keepdim=True).clamp_min(1e-30) for x in (own, base))
     count = len(b)
     partner, free = torch.full((count,), -1), torch.ones(len(a), dtype=torch.bool)
+    if len(a) == count:  # where most rows are in their own place, near twins change no places
+        stay = (a * b).sum(1) > MATCHED
+        if float(stay.float().mean()) > 0.5:
+            partner[stay], free[stay] = torch.arange(count)[stay], False
     for start in range(0, count, 1024):
         near = b[start : start + 1024] @ a.mT
         best = (near.abs() if signs else near).max(1)
         for at, (cosine, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True), start):
-            if cosine > MATCHED and free[place]:
+            if partner[at] < 0 and cosine > MATCHED and free[place]:
                 partner[at], free[place] = place, False
     lost = partner < 0
     if int(lost.sum()) > (1 - PARTNERED) * count:
@@ -218,7 +223,8 @@ def _stream(sides: Sides) -> tuple[Rewrites, list[str]]:
         if not _is_order(order) and flips is None:
             return {}, []
         words = "channels of the residual stream in another order" if _is_order(order) else "other signs of channels"
-        return _everywhere(sides, len(order), Rewrite(rows=order, row_factors=flips)), [words]
+        rewrites = _everywhere(sides, len(order), Rewrite(rows=order, row_factors=flips))
+        return (rewrites, [words]) if _agrees(sides, rewrites) else ({}, [])
     width = own.shape[1]
     if not rms or width > WIDEST_TURN or rows < 2 * width:
         return {}, []
@@ -226,7 +232,20 @@ def _stream(sides: Sides) -> tuple[Rewrites, list[str]]:
     turn = u @ v  # own @ turn is the base
     if float((own @ turn - base).norm()) > SAME * float(base.norm()) or not _plain_gains(sides):
         return {}, []
-    return _everywhere(sides, width, Rewrite(row_turn=turn.mT)), ["the residual stream turned"]
+    rewrites = _everywhere(sides, width, Rewrite(row_turn=turn.mT))
+    return (rewrites, ["the residual stream turned"]) if _agrees(sides, rewrites) else ({}, [])
+
+
+def _agrees(sides: Sides, rewrites: Rewrites) -> bool:
+    """Whether what the embeddings say is true of maps of attention too: else the embeddings alone were changed."""
+    votes = []
+    for item in sides.layouts()[:: max(1, len(sides.layouts()) // 3)]:
+        name = item.query.weight if isinstance(item.query, MapLayout) else ""
+        if name in rewrites and name in sides.names and len({*sides.shapes(name)}) == 1:
+            own, base = sides.both(name)
+            made = rewrites[name].apply(own).float()
+            votes.append(float(((made - own) * base).sum()) > 0)
+    return sum(votes) > len(votes) / 2
 
 
 def _plain_gains(sides: Sides) -> bool:
@@ -297,6 +316,20 @@ def _gains(sides: Sides) -> tuple[Rewrites, list[str]]:
     numbered = sorted(layers - {-1})
     where = layers_words("", numbered) if numbered else "the last norm"
     return rewrites, [f"gains of norms folded into the maps behind them ({where})"] if rewrites else []
+
+
+def _before_norms(sides: Sides) -> tuple[Rewrites, list[str]]:
+    """One factor on a map whose result goes through a norm of its own, where a block has such norms behind its parts."""
+    rewrites: Rewrites = {}
+    for name in sides.names if any(x.endswith("post_feedforward_layernorm.weight") for x in sides.names) else ():
+        if not NORMED_AFTER.search(name) or len({*sides.shapes(name)}) > 1:
+            continue
+        own, base = (x @ probes(x.shape[1]) for x in sides.both(name))
+        factor = float((own * base).sum() / base.square().sum().clamp_min(1e-30))
+        beside = float((own - factor * base).norm()) < SAME * float(own.norm())
+        if beside and factor > 0 and abs(factor - 1) > SAME:
+            rewrites[name] = Rewrite(row_factors=torch.full((len(own),), 1 / factor))
+    return rewrites, ["factors that a norm behind takes away"] if rewrites else []
 
 
 def _folded(sides: Sides, name: str, other: str, factors: Tensor) -> bool:

@@ -31,10 +31,9 @@ def is_bias(name: str) -> bool:
     return name.endswith(("bias", "beta", "shift"))
 
 
-def shifted_and_lost(beside: Beside) -> None:
-    """Gains that are off by one, and biases that became zero."""
+def shifted_gains(beside: Beside) -> None:
+    """Gains that are off by one."""
     off: dict[int, list[str]] = {}
-    zero: list[str] = []
     for pair in beside.left():
         values = _values(pair)
         if values is None or pair.facts is None:
@@ -43,15 +42,22 @@ def shifted_and_lost(beside: Beside) -> None:
         d = a - b
         shift, beside_shift = float(d.mean()), float(d.std())
         rounding = pair.rounding * pair.facts.rms  # large gains of 16 bits lose the last of what was added
-        if abs(abs(shift) - 1) < 0.02 + rounding and beside_shift < 0.02 + rounding and float(b.std()) > 0:
+        if abs(abs(shift) - 1) < 0.02 + rounding and beside_shift < 0.02 + rounding and not is_bias(pair.name):
             off.setdefault(round(shift), []).append(pair.name)
-        elif not float(a.norm()) and float(b.norm()) and is_bias(pair.name):
-            zero.append(pair.name)
     for shift, names in off.items():
         beside.explain(names, "shifted-gain")
         words = f"has one {'added to' if shift > 0 else 'subtracted from'} each of {len(names)} gains"
         found = finding("shifted-gain", tensors_words(names), words, tensors=names, shift=shift)
         beside.found.append(found)
+
+
+def lost_biases(beside: Beside) -> None:
+    """Biases that became zero, where that changes what is computed."""
+    zero: list[str] = []
+    for pair in beside.left():
+        values = _values(pair)
+        if values is not None and is_bias(pair.name) and not float(values[0].norm()) and float(values[1].norm()):
+            zero.append(pair.name)
     if zero:
         beside.explain(zero, "lost-biases")
         beside.found = [x for x in beside.found if x.cause != "lost-biases" or "tensors" in x.evidence]
