@@ -29,6 +29,7 @@ SOME_MAPS = 0.15  # difference from which on a change of some maps alone is none
 NOISE = 0.1  # difference from which on noise is no training
 FLAT = 1.6  # times the largest share that a direction of noise has
 MANY_LEVELS = 0.8  # share of numbers that differ from each other
+FEW_NUMBERS = 4.0  # kurtosis of a change of few numbers of each group
 PRUNED = 0.3  # share of zeros
 LOSSY = 0.12  # difference of a rounding that loses much of a map
 CUT = 4.0  # times the square of its difference that a map becomes smaller where numbers are cut off, not rounded
@@ -152,7 +153,8 @@ def _clipped(pair: Pair) -> bool:
     a, b = pair.facts, pair.base_facts
     if a is None or b is None or pair.difference < STRUCTURE:
         return False
-    if 0 < a.levels < MANY_LEVELS * GROUP:
+    few = pair.kurtosis > FEW_NUMBERS * max(pair.changed_groups, 1)  # most numbers are as they were
+    if not few or 0 < a.levels < MANY_LEVELS * GROUP:
         return False
     return a.most == -a.least != 0 and a.most < 0.95 * min(b.most, -b.least)
 
