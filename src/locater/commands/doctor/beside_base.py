@@ -26,7 +26,9 @@ BETTER_BESIDE = (
 )
 
 
-def findings_beside(paired: Paired, with_adapter: bool = False, undone: Undone | None = None, stored: Examined | None = None) -> list[Finding]:  # fmt: skip
+def findings_beside(
+    paired: Paired, with_adapter: bool = False, undone: Undone | None = None, stored: Examined | None = None
+) -> list[Finding]:
     """Everything that sets a model apart from its base; `stored` is the model as it is stored, where `paired` has it
     with what was `undone`.
     """

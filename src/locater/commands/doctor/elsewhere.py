@@ -6,6 +6,7 @@ Equal numbers are known by sketches, so nothing here has a threshold but roundin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,8 +89,7 @@ def _name_moves(beside: Beside, stack: str, layers: Moves, maps: bool) -> None:
     if len(layers) > 2 and offsets.count(usual) >= SHIFTED * len(layers) and abs(usual) <= 4:
         ats = sorted(at for at, offset in zip(layers, offsets, strict=True) if offset == usual)
         words = f"holds the weights of the layer {abs(usual)} {'after' if usual > 0 else 'before'} it in BASE{of}"
-        evidence = {"layers": ats, "offset": usual}
-        beside.found.append(finding("shifted-layers", layers_words(stack, ats), words, **evidence))
+        beside.found.append(finding("shifted-layers", layers_words(stack, ats), words, layers=ats, offset=usual))
         rest = {at: x for at, x in layers.items() if at not in ats}
         if {x[0] for x in rest.values()} <= {*layers}:
             rest = {}  # what was shifted out at one end came in at the other
@@ -103,8 +103,8 @@ def _name_moves(beside: Beside, stack: str, layers: Moves, maps: bool) -> None:
     if ordered and rest:
         sources = [rest[at][0] for at in sorted(rest)]
         words = f"stand in another order{of}: those of BASE are {', '.join(map(str, sources[:12]))}"
-        evidence = {"layers": sorted(rest), "source": sources}
-        beside.found.append(finding("swapped-layers", layers_words(stack, sorted(rest)), words, **evidence))
+        where = layers_words(stack, sorted(rest))
+        beside.found.append(finding("swapped-layers", where, words, layers=sorted(rest), source=sources))
         rest = {}
     copies: dict[int, list[int]] = {}
     for at, (source, _) in rest.items():
@@ -149,12 +149,11 @@ def _exchanged(beside: Beside) -> None:
         beside.explain(names, "exchanged")
         where = layers_words("", sorted({*layers}))
         cause = "fused-order" if both and maps[kind] else "unknown"
-        words = f"{kind} and {source} have each other's numbers" if both else f"{kind} has the numbers of {source}"
-        evidence = {"layers": sorted({*layers}), "tensors": names}
-        beside.found.append(finding(cause, where, f"has parts in each other's place: {words}" if both else words, severity="fault", **evidence))  # fmt: skip
-
-
-# ---- means ----
+        words = f"{kind} has the numbers of {source}"
+        if both:
+            words = f"has parts in each other's place: {kind} and {source} have each other's numbers"
+        evidence: dict[str, Any] = {"layers": sorted({*layers}), "tensors": names}
+        beside.found.append(finding(cause, where, words, severity="fault", **evidence))
 
 
 def _means(beside: Beside, bases: Signed) -> None:
@@ -178,7 +177,7 @@ def _means(beside: Beside, bases: Signed) -> None:
         words = (
             f"has maps that are {a:.2g} of its own in BASE and {b:.2g} of those of layer {other} ({len(names)} maps)"
         )
-        evidence = {"tensors": names, "layers": [layer], "source": other, "share": round(b, 3)}
+        evidence: dict[str, Any] = {"tensors": names, "layers": [layer], "source": other, "share": round(b, 3)}
         beside.found.append(finding("unknown", layers_words(stack, [layer]), words, severity="fault", **evidence))
 
 

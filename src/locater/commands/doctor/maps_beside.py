@@ -1,7 +1,7 @@
 """What was done to maps as a whole: transposed, scaled, quantised, added to, trained, or replaced.
 
-A cause is named where its rivals would leave other numbers. Training moves all numbers of a map, a little, and all maps of
-its kind; an adapter adds something dense and small; rounding leaves errors of one size that do not lean either way.
+A cause is named where its rivals would leave other numbers. Training moves all numbers of a map, a little, and all maps
+of its kind; an adapter adds something dense and small; rounding leaves errors of one size that do not lean either way.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _trained_or_not(beside: Beside, all_maps: list[Pair]) -> None:
         sum(place_of(x.name).kind == kind for x in maps) >= 0.9 * sum(place_of(x.name).kind == kind for x in all_maps)
         for kind in kinds
     )
-    evidence = {"difference": round(difference, 5), "cosine": round(cosine, 5), "tensors": len(left)}
+    evidence: dict[str, Any] = {"difference": round(difference, 5), "cosine": round(cosine, 5), "tensors": len(left)}
     far = [x for x in maps if x.cosine < TRAINED or x.difference > max(30 * difference, 2 * SOME_MAPS)]
     if maps and not far and (everywhere or difference < 0.01) and max(x.difference for x in maps) < 30 * difference:
         words = f"trained further: {len(maps)} of {len(all_maps)} maps differ by {difference:.2g} of their norm, "
@@ -227,7 +227,7 @@ def _vocabulary(beside: Beside) -> None:
         words = f"has rows of BASE in other places ({rows:.0%} of them): the vocabulary of another tokenizer"
         if rows < MOST:
             words = f"has no relation to BASE's (cosine {pair.cosine:.2f}): embeddings of another model"
-        evidence = {"cosine": round(pair.cosine, 4), "moved": round(rows, 3), "tensors": [pair.name]}
+        evidence: dict[str, Any] = {"cosine": round(pair.cosine, 4), "moved": round(rows, 3), "tensors": [pair.name]}
         beside.found.append(finding("another-model", pair.name, words, **evidence))
         beside.explain([pair.name], "another-model")
 
@@ -351,7 +351,7 @@ def _quantised(beside: Beside, coarse: list[Pair], all_maps: list[Pair]) -> None
         words = f"lost {apart:.2g} of the norm of {len(rough)} of {len(all_maps)} maps to rounding"
         words += f", which made them {1 - factor:.0%} smaller: numbers were cut off" if factor < 0.97 else ""
         names = [x.name for x in rough]
-        more = {"difference": round(apart, 4), "factor": round(factor, 4)}
+        more: dict[str, Any] = {"difference": round(apart, 4), "factor": round(factor, 4)}
         beside.found.append(finding("low-bits", _some(rough, beside), words, tensors=names, **more))
     beside.explain([pair.name for pair in coarse], "quantised")
 

@@ -67,27 +67,36 @@ def moved_rows(paired: Paired, pair: Pair) -> float:
     own, base = paired.own.model.weights, paired.base.model.weights
     if len(own.shape(pair.name)) < 2 or own.shape(pair.name)[1:] != base.shape(pair.base_name)[1:]:
         return 0.0
-    return _elsewhere(_sketch(own, pair.name), _sketch(base, pair.base_name))
+    return _elsewhere(map_sketch(own, pair.name), map_sketch(base, pair.base_name))
 
 
 def rows_of_others(paired: Paired, pair: Pair) -> str:
     """The other map of the same layer of the base whose rows stand in this one; empty where there is none."""
     place, shape = place_of(pair.name), paired.own.model.weights.shape(pair.name)
-    own = _sketch(paired.own.model.weights, pair.name)
+    own = map_sketch(paired.own.model.weights, pair.name)
     for other in paired.pairs.values():
         if other is pair or not other.is_map or place_of(other.name)[:2] != place[:2]:
             continue
         if paired.base.model.weights.shape(other.base_name)[1:] == shape[1:]:
-            found = _elsewhere(own, _sketch(paired.base.model.weights, other.base_name), of_own=False)
+            found = _elsewhere(own, map_sketch(paired.base.model.weights, other.base_name), of_own=False)
             if found > 0.25:
                 return other.name
     return ""
 
 
-def _sketch(weights: Weights, name: str) -> Tensor:
-    reader, width = Reader(weights, name), math.prod(weights.shape(name)[1:])
-    parts = [as_matrix(reader(*piece)).float() @ probes(width) for piece in blocks(weights, name)]
-    return torch.cat(parts)
+def map_sketch(weights: Weights, name: str, axis: int = 0, factors: Tensor | None = None) -> Tensor:
+    """W R for the rows of a map, or R^T W, turned, for its columns, read in blocks; `factors` are on the columns."""
+    shape = weights.shape(name)
+    reader, width = Reader(weights, name), math.prod(shape[1:])
+    parts, total = [], torch.zeros(width, probes(shape[0]).shape[1])
+    for start, stop in blocks(weights, name):
+        part = as_matrix(reader(start, stop)).float()
+        part = part if factors is None else part * factors.float()
+        if axis == 0:
+            parts.append(part @ probes(width))
+        else:
+            total += part.mT @ probes(shape[0])[start:stop]
+    return total if axis else torch.cat(parts)
 
 
 def _elsewhere(own: Tensor, base: Tensor, of_own: bool = True) -> float:

@@ -28,7 +28,7 @@ REPEATED = re.compile(r"eps|rope|theta|query_pre_attn|rotary_emb_base")
 
 
 def other_settings(beside: Beside) -> None:
-    """What the two configurations say otherwise of what a model computes, whatever format they are in. Where the tensors
+    """What the two configurations say otherwise of what a model computes, whatever format they are in. Where tensors
     have other shapes too, it is these that differ.
     """
     paired = beside.paired

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.commands.doctor.other_places import map_sketch
 from locater.commands.doctor.pairs import Paired, matched_names
 from locater.commands.doctor.places import layers_words
 from locater.commands.doctor.reading import Model, find_attention
 from locater.commands.doctor.rewritten import Rewrite, RewrittenWeights
-from locater.commands.doctor.tensors import EMBEDDINGS, place_of, probes
+from locater.commands.doctor.tensors import EMBEDDINGS, place_of
 from locater.layers.layout import AttentionLayout
 from locater.layers.map_layouts import MapLayout
 
@@ -45,6 +46,7 @@ LAST_NORMS = (
 )
 HEADS_OUT = ("lm_head.weight", "embed_out.weight", "output.weight")
 Rewrites = dict[str, Rewrite]
+Wrong = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Undone:
 
     model: Model
     steps: tuple[str, ...] = ()
-    wrong: tuple[tuple[int, tuple[int, ...]], ...] = ()  # layers, and the head of keys that each head of queries has
+    wrong: Wrong = ()  # layers, and the head of keys that each head of queries has
 
 
 def undo(paired: Paired) -> Undone | None:
@@ -62,7 +64,8 @@ def undo(paired: Paired) -> Undone | None:
     pairs = paired.pairs.values()
     if own.live or own.reading is None or not any(x.other_shape or (x.changed and x.difference > MOVED) for x in pairs):
         return None
-    result, wrong = own, ()
+    result = own
+    wrong: Wrong = ()
     steps: list[str] = []
     sides = Sides(own, base, matched_names(own.names, base.names))
     heads = _repeated_heads(sides)
@@ -97,6 +100,10 @@ class Sides:
         )
         return ours.detach().cpu().float(), theirs.detach().cpu().float()
 
+    def sketches(self, name: str, axis: int = 0) -> tuple[Tensor, Tensor]:
+        """The sketch of the rows of a map, or of its columns, in both."""
+        return map_sketch(self.own.weights, name, axis), map_sketch(self.base.weights, self.names[name], axis)
+
     def shapes(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.own.weights.shape(name), self.base.weights.shape(self.names[name])
 
@@ -113,7 +120,7 @@ def replace_own(sides: Sides, own: Model) -> Sides:
     return replace(sides, own=own)
 
 
-def _rewritten(model: Model, rewrites: Rewrites, config: Mapping[str, Any]) -> Model:
+def _rewritten(model: Model, rewrites: Rewrites, config: dict[str, Any]) -> Model:
     return replace(model, weights=RewrittenWeights(model.weights, rewrites), config=config)
 
 
@@ -150,9 +157,7 @@ def _is_order(order: Tensor) -> bool:
 # ---- keys and values that were repeated for each head of queries ----
 
 
-def _repeated_heads(
-    sides: Sides,
-) -> tuple[Rewrites, tuple[tuple[int, tuple[int, ...]], ...], list[str], int] | None:
+def _repeated_heads(sides: Sides) -> tuple[Rewrites, Wrong, list[str], int] | None:
     """Heads of keys and values, each of which is one of the base's fewer ones."""
     rewrites: Rewrites = {}
     sources: dict[int, tuple[int, ...]] = {}
@@ -280,7 +285,7 @@ def _everywhere(sides: Sides, width: int, of_rows: Rewrite) -> Rewrites:
 
 
 def _known_axes(sides: Sides) -> tuple[dict[str, int], set[str]]:
-    """The axis of the stream in maps of attention, and vectors that are not in it: biases of queries, keys and values."""
+    """The axis of the stream in maps of attention; vectors that are not in it: biases of queries, keys and values."""
     axes: dict[str, int] = {}
     inside: set[str] = set()
     for item in sides.layouts():
@@ -319,12 +324,12 @@ def _gains(sides: Sides) -> tuple[Rewrites, list[str]]:
 
 
 def _before_norms(sides: Sides) -> tuple[Rewrites, list[str]]:
-    """One factor on a map whose result goes through a norm of its own, where a block has such norms behind its parts."""
+    """One factor on a map whose result goes through a norm of its own, in blocks with norms behind their parts."""
     rewrites: Rewrites = {}
     for name in sides.names if any(x.endswith("post_feedforward_layernorm.weight") for x in sides.names) else ():
         if not NORMED_AFTER.search(name) or len({*sides.shapes(name)}) > 1:
             continue
-        own, base = (x @ probes(x.shape[1]) for x in sides.both(name))
+        own, base = sides.sketches(name)
         factor = float((own * base).sum() / base.square().sum().clamp_min(1e-30))
         beside = float((own - factor * base).norm()) < SAME * float(own.norm())
         if beside and factor > 0 and abs(factor - 1) > SAME:
@@ -336,13 +341,11 @@ def _folded(sides: Sides, name: str, other: str, factors: Tensor) -> bool:
     """Whether a map is more like the base's with these factors on its columns than without."""
     if sides.own.weights.shape(name) != sides.base.weights.shape(other):
         return False
-    x, b = sides.own.weights.read(name).cpu().float(), sides.base.weights.read(other).cpu().float()
-    if x.shape[-1] != len(factors):
+    if sides.own.weights.shape(name)[-1] != len(factors):
         return False
-    met = b @ probes(len(factors))
-    before, after = (
-        float((y - met).norm() / met.norm()) for y in (x @ probes(len(factors)), (x * factors) @ probes(len(factors)))
-    )
+    met = map_sketch(sides.base.weights, other)
+    plain, scaled = map_sketch(sides.own.weights, name), map_sketch(sides.own.weights, name, factors=factors)
+    before, after = (float((y - met).norm() / met.norm()) for y in (plain, scaled))
     return after < before and after < 0.2
 
 
@@ -430,12 +433,11 @@ def _neurons_of(sides: Sides, maps: Mapping[str, int], count: int) -> tuple[Tens
     ours, theirs = [], []
     whole: dict[str, tuple[Tensor, Tensor]] = {}
     for name, axis in maps.items():
-        own, base = sides.both(name)
-        if own.ndim == 1:
+        if len(sides.own.weights.shape(name)) == 1:
+            own, base = sides.both(name)
             whole[name] = own[:, None], base[:, None]
             continue
-        own, base = (x.mT if axis else x for x in (own, base))
-        own, base = (x @ probes(x.shape[1]) for x in (own, base))
+        own, base = sides.sketches(name, axis)
         whole[name] = own, base
         ours.append(own / own.norm(dim=1, keepdim=True).clamp_min(1e-30))
         theirs.append(base / base.norm(dim=1, keepdim=True).clamp_min(1e-30))

@@ -1,4 +1,4 @@
-"""Gains and biases beside those of the base: shifted, lost, scaled, one number everywhere, or changed out of proportion.
+"""Gains and biases beside those of the base: shifted, lost, scaled, one number everywhere, changed out of proportion.
 
 Training moves every number of a model about as far, by its learning rate; so gains, which are near 1, change by less of
 their size than maps do. A gain that moved much further than the maps was not trained.
@@ -77,7 +77,7 @@ def changed_vectors(beside: Beside) -> None:
         values = _values(pair)
         if values is None or pair.is_map or pair.facts is None:
             continue
-        a, b = values
+        _, b = values
         limit = BIASES_CHANGED if is_bias(pair.name) else GAINS_CHANGED
         if pair.facts.constant and float(b.std()) > STRUCTURE * float(b.norm()) / len(b) ** 0.5:
             constant.append(pair)
