@@ -237,7 +237,6 @@ def _mean(values: Iterator[float]) -> float:
 # What is compared.
 
 
-@torch.no_grad()
 def sequence_losses(out: Any, batch: Mapping[str, Any], causal: bool, copies: int = 1) -> Float[Tensor, " N"] | None:
     """The loss of each sequence, of all copies of the batch; None where there is none.
 

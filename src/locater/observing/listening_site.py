@@ -142,6 +142,8 @@ class Site:
                 self._receive_some(call, first, own)
         elif is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
             accumulate_call(call, self.here, self.options, own, self.picked, self.switch.mailbox)
+            if self.switch.also is not None:
+                self.switch.also(self, call)
 
     def _receive_some(self, call: Call, first: int, own: bool) -> None:
         """Add a call of the heads from `first` on."""
