@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls.head_removal import HeadRemoval, Outputs, Removal, changed_head, heads_removed, removals_of
-from locater.commands.ablating import ablate, sequence_losses
+from locater.commands.ablating import Measurements, sequence_losses
 from locater.commands.key_ranges_and_sinks import sinks_and_massive, summary_of_keys, token_names
 from locater.commands.load_model import load_model
 from locater.commands.probe_data import count_sequences, data_label
@@ -31,6 +31,7 @@ from locater.layers import AttentionLayer
 from locater.numerics import finite_or_none, interval
 from locater.observing.observation import observe
 from locater.observing.run_model import run_checked
+from locater.results.ablation import Removed
 from locater.results.cache_plan import CachePlan, KeyHead
 from locater.sources.weights import ModuleWeights
 from locater.torch_private import unwrap_compiled
@@ -169,7 +170,7 @@ class _Plan:
         self.base: dict[str, list[float]] = {}  # losses with the whole cache, by text
         self.beyond: dict[Unit, float] = {}
         self.predicted: dict[Unit, float] = {}
-        self.single: dict[Unit, Any] = {}
+        self.single: dict[Unit, Removed] = {}
         self.tried: list[dict[str, Any]] = []
         self.accepted: list[Unit] = []
         self.copies: dict[str, Any] | None = None
@@ -178,10 +179,9 @@ class _Plan:
             self.notes.append(f"{len(self.bounded)} layers have a window of their own, and stay as they are")
 
     def expected(self, choose: int, judge: int) -> int:
-        """About how many batches are run."""
+        """About how many steps there are."""
         sizes = math.ceil(math.log2(len(self.units) + 1))
-        singles = len(self.units) // 2 if self.measure else 0
-        return choose * (3 + sizes + singles) + judge * (len(SHARES) + 5)
+        return choose * (2 + len(self.units) * self.measure) + sizes + len(SHARES) + 3
 
     # ---- the course of it
 
@@ -203,7 +203,7 @@ class _Plan:
         yield from self._round_keys()
 
     def _cost(self, unit: Unit) -> float:
-        return self.single[unit].change if self.measure else self.predicted[unit]
+        return (self.single[unit].change or 0.0) if self.measure else self.predicted[unit]
 
     def _look(self, choose: list[Batch]) -> Iterator[None]:
         """Weight beyond the window, and first-order effects."""
@@ -226,12 +226,11 @@ class _Plan:
         self.sinks, self.massive = sinks_and_massive(self.module, self.layers, choose[0], self.how.sinks, self.names)
 
     def _measure_singles(self, choose: list[Batch]) -> Iterator[None]:
-        chosen = [[(unit[0], head) for head in self._heads(unit)] for unit in self.units]
-        how = self.how
-        for unit, heads in zip(self.units, chosen, strict=True):
-            found = ablate(self.module, choose, [heads], "window", window=how.window, sinks=how.sinks)
-            self.single[unit] = found.rows[0]
-            yield
+        """The window in each key head alone."""
+        sets = [{layer: tuple(self._heads((layer, head)))} for layer, head in self.units]
+        study = Measurements(self.module, self.layers, sets, self.how)
+        yield from study.measure(choose)
+        self.single = dict(zip(self.units, study.result("", {}).rows, strict=True))
 
     def _longest(self, order: Sequence[Unit]) -> Generator[None, None, int]:
         """How long a list may be on the text of the choice: by halving, from all of them on."""
