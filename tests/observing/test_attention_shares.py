@@ -303,3 +303,24 @@ def test_text_that_is_no_chat_is_text() -> None:
     groups = token_groups(llama(), tokenizer)
     ids = torch.tensor([tokenizer("Name three rivers.")["input_ids"]])
     assert {GROUPS[group] for group in groups.labels(ids)[0].tolist()} == {"text"}
+
+
+def test_a_notebook_shows_the_groups() -> None:
+    torch.manual_seed(0)
+    model = llama().eval()
+    with locater.observe(model, groups=TokenGroups(frozenset(range(10)), frozenset(range(10, 20)))) as seen:
+        model(input_ids=torch.randint(2, 60, (2, 12)))
+    assert "heads that give it most" in seen._repr_html_()
+
+
+def test_compiled_models_have_the_same_shares() -> None:
+    torch.manual_seed(0)
+    model = drawn(llama())
+    ids = torch.randint(3, 60, (2, 12))
+    with locater.observe(model, groups=True, beyond=(3, 1)) as plain:
+        model(input_ids=ids)
+    compiled = torch.compile(model, backend="eager")
+    with locater.observe(compiled, groups=True, beyond=(3, 1)) as seen:  # type: ignore[arg-type]
+        compiled(input_ids=ids)
+    assert [row.shares for row in seen.groups] == [row.shares for row in plain.groups]
+    assert [row.beyond for row in seen.rows] == [row.beyond for row in plain.rows]

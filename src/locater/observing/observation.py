@@ -210,7 +210,8 @@ class Observation:
         from locater.report.notebook import observation_in_notebook
 
         rows = [vars(row) for row in self.rows] if any(self.called) else []
-        return observation_in_notebook(type(self.model).__name__, rows, self.passes, self.notes)
+        groups = [] if self.shares is None else self.shares.of_groups()
+        return observation_in_notebook(type(self.model).__name__, rows, self.passes, self.notes, groups)
 
     def plot(self, column: str | None = None) -> Any:
         """One column of all heads, heads by layers; without a name the entropy.
