@@ -16,6 +16,7 @@ MEANINGS = {
     "--images": ("PATH", "Pictures "),
     "--json": ("PATH", "Write the data as JSON; - for standard output"),
     "--length": ("N", "Tokens in a sequence"),
+    "--open": ("", "Open the page in a browser"),
     "--out": ("FOLDER", "Folder of "),
     "--raw": ("", "Read parameters as stored"),
     "--report": ("PATH", "Write an HTML page that works offline"),
@@ -33,6 +34,7 @@ JsonPath = Annotated[
 ReportPath = Annotated[
     str | None, typer.Option("--report", metavar="PATH", help="Write an HTML page that works offline.")
 ]
+OpenPage = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Read parameters as stored, without folding in norms.")]
 Length = Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence, for entropy and sharpness.")]
 FailOn = Annotated[

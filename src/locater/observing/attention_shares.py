@@ -20,8 +20,10 @@ from torch.nn import functional
 from locater.brief import brief
 from locater.calls.call_and_masks import Call
 from locater.calls.head_removal import within_window
+from locater.errors import LocaterError
 from locater.inputs.token_groups import GROUPS, TokenGroups
 from locater.kernels import weights_by_rows
+from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulate import wide
 from locater.observing.row_masks import call_for_heads, counted_rows
 from locater.torch_private import disable_dynamo, in_backward_pass
@@ -74,6 +76,13 @@ class AttentionShares:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
+
+    def refuse_split(self, model: nn.Module) -> None:
+        if SplitHeads(model).is_any:
+            raise LocaterError(
+                f"{type(model).__name__}: it is split over ranks: observe it without groups= and beyond=, or in one "
+                "process"
+            )
 
     def begin_pass(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The groups of the tokens that the model is about to read."""
@@ -170,3 +179,15 @@ class AttentionShares:
 
 
 _FIELDS = ("rows", "given", "even", "all_rows", "beyond")
+
+
+def shown_groups(shares: AttentionShares | None, name: str, passes: int) -> list[GroupShares]:
+    """What was observed of groups, or why there is nothing."""
+    if shares is None or shares.groups is None:
+        raise LocaterError("groups of tokens were not observed: observe(model, groups=True)")
+    found = shares.of_groups()
+    if not found and passes:
+        raise LocaterError(f"{name}: no attention over the tokens of a batch was seen: give the model input_ids")
+    if not found:
+        raise LocaterError(f"{name}: the model was not run inside the block")
+    return found

@@ -25,15 +25,16 @@ from locater.inputs.token_groups import TokenGroups, token_groups
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulate import StatisticsOptions, owners
 from locater.observing.attention_maps import pattern_sites
-from locater.observing.attention_shares import AttentionShares, GroupShares
+from locater.observing.attention_shares import AttentionShares, GroupShares, shown_groups
 from locater.observing.layer_choice import Choice, choose, choose_heads
 from locater.observing.layers_by_calls import CalledLayers
 from locater.observing.layers_by_record import KnownLayers, known_layers
 from locater.observing.listening_site import Site, clear, listening_to
-from locater.observing.reduce_ranks import combine_ranks, refuse_split_tokens
+from locater.observing.reduce_ranks import combine_ranks
 from locater.observing.residual_stream import Padding, SeenLayer, listen_to_stream, stream_points
 from locater.observing.row_masks import forget_masks
 from locater.observing.seen_heads import SeenHead, accumulators, fetch_numbers, rows_of, totals
+from locater.observing.split_tokens import mesh_of_split_tokens, refuse_gathered_keys
 from locater.torch_private import COMPILED_CALL, attention_implementation, is_compiled_in_place, unwrap_compiled
 
 if TYPE_CHECKING:
@@ -175,14 +176,17 @@ class Observation:
                 f"{type(model).__name__}: it is split over ranks, and so may be the tokens between its blocks: "
                 "observe it without hidden=True"
             )
-        if shares is not None and SplitHeads(model).is_any:
-            raise LocaterError(
-                f"{type(model).__name__}: it is split over ranks: observe it without groups= and beyond=, or in one "
-                "process"
-            )
+        if shares is not None:
+            shares.refuse_split(model)
         self.pattern_sites = pattern_sites(model, patterns, self.switch)
         self.streams = stream_points(model, self._attention_paths()) if hidden else []
         self._counter = _PassCounter(self.switch, every, self.by_calls, shares)
+        if self.by_calls is not None:
+            self._counter.needs_whole_sequences = "its attention is found by its calls, which are those of the parts"
+        elif hidden or patterns:
+            self._counter.needs_whole_sequences = "hidden=True and patterns= are of whole sequences"
+        elif shares is not None:
+            self._counter.needs_whole_sequences = "groups= and beyond= are of whole sequences"
         self.reduced = False  # whether the numbers are those of all ranks
         self._agreed = False  # whether all ranks are known to have the same layers
         self._end: weakref.finalize[..., Any] | None = None  # removes the listeners
@@ -225,6 +229,7 @@ class Observation:
     def __enter__(self) -> Self:
         if self._end is not None and self._end.alive:
             raise LocaterError("this observation is already under way: make another with observe(model)")
+        refuse_gathered_keys(self.model)
         # a trainer may run in another thread than the one in which a monitor was attached
         self.switch.thread = get_ident() if self.every else None
         with ExitStack() as stack:
@@ -281,6 +286,11 @@ class Observation:
                 f"{split.name}: its heads are split over {split.split.parts} ranks, and this one has a part of them: "
                 "call seen.reduce() on every rank before seen.rows"
             )
+        if self._counter.split_tokens and not self.reduced:
+            raise LocaterError(
+                f"{type(self.model).__name__}: tokens were split over ranks (context parallelism), and this one has a "
+                "part of the rows: call seen.reduce() on every rank before seen.rows"
+            )
         rows = rows_of(self.sites)
         if not rows:
             raise LocaterError(self.why_nothing())
@@ -292,17 +302,7 @@ class Observation:
     @property
     def groups(self) -> list[GroupShares]:
         """What each head gives to each group of tokens, where `groups` was asked for."""
-        if self.shares is None or self.shares.groups is None:
-            raise LocaterError("groups of tokens were not observed: observe(model, groups=True)")
-        found = self.shares.of_groups()
-        if not found:
-            why = (
-                "no attention over the tokens of a batch was seen: give the model input_ids"
-                if self.passes
-                else "the model was not run inside the block"
-            )
-            raise LocaterError(f"{type(self.model).__name__}: {why}")
-        return found
+        return shown_groups(self.shares, type(self.model).__name__, self.passes)
 
     @property
     def called(self) -> list[bool]:
@@ -373,7 +373,7 @@ class Observation:
     def clear(self) -> None:
         """Discard the numbers so far."""
         clear(self.sites)
-        self.reduced = False
+        self.reduced = self._counter.split_tokens = False
         for point in self.streams:
             point.sums.zero_()
         if self.shares is not None:
@@ -439,6 +439,8 @@ class _PassCounter:
     passes: int = 0
     elsewhere: int = 0
     ended: bool = True
+    needs_whole_sequences: str | None = None  # why a pass whose tokens are split over ranks is refused
+    split_tokens: bool = False  # whether the tokens of a pass were split over ranks
 
 
 def _end_observation(listeners: ExitStack, counter: _PassCounter) -> None:
@@ -469,7 +471,8 @@ def _run_observed_pass(
         finally:
             watch.switch.thread = None
     if not torch.compiler.is_dynamo_compiling():
-        refuse_split_tokens(model)
+        watch.switch.tokens = mesh_of_split_tokens(model, watch.needs_whole_sequences)
+        watch.split_tokens |= watch.switch.tokens is not None
         forget_masks()
         if watch.by_calls is not None:
             watch.by_calls.begin_pass()

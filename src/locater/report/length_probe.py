@@ -92,7 +92,7 @@ def next_sentence(document: Document) -> str:
     apart = next((row for row in rows if row["apart"]), None)
     if apart is None:
         return ""
-    good = best_before(rows, apart)["length"]
+    good = max(row["length"] for row in rows if row["length"] < apart["length"])
     return (
         f"Next: serve up to {good:,} tokens; try lengths between {good:,} and {apart['length']:,} for the limit; "
         "compare the rotary settings above with those that the model was trained with."
