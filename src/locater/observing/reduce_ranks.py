@@ -13,16 +13,6 @@ from torch import nn
 from locater.errors import LocaterError
 from locater.observing.listening_site import Site
 from locater.observing.residual_stream import StreamPoint
-from locater.torch_private import splits_sequences
-
-
-def refuse_split_tokens(model: nn.Module) -> None:
-    """Under context parallelism a rank has a part of the queries and the keys: what it computes is no row of a map."""
-    if splits_sequences():
-        raise LocaterError(
-            f"{type(model).__name__}: context parallelism splits the tokens of a sequence over ranks, and no rank sees "
-            "whole rows of attention: observe the model without it"
-        )
 
 
 def combine_ranks(
