@@ -8,7 +8,8 @@ The plan is docs/results/tolerance-plan.md. Each measurement leaves a line in do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from locater.discovery import attention_layers
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study, round_numbers
 from locater_lab.engine.runs import SOURCES, check_commit, commit_of
 from locater_lab.studies.tolerance import measuring
-from locater_lab.studies.tolerance.judging import CLAIMS, list_of_rule, results_of, rules_of
+from locater_lab.studies.tolerance.judging import CLAIMS, FEWEST, FIRST, list_of_rule, results_of, rules_of
 from locater_lab.studies.tolerance.measuring import CLASSES, LISTS, SUBJECTS
 from locater_lab.train.sweep import append_line, read_lines
 
@@ -41,20 +42,24 @@ def measure(setting: Setting) -> Results:
 
 
 def missing_lines(setting: Setting, lines: list[Any]) -> Iterator[dict[str, Any]]:
-    """Measure what `lines` lack: models that make rules whole, then the others, sequence by sequence."""
+    """Measure what `lines` lack: models that make rules whole, then the others, what claims need most first."""
     there = [name for name in SUBJECTS if measuring.folder_of(name, setting.models) is not None]
     rules, judges = ([name for name in there if SUBJECTS[name].judges == judging] for judging in (False, True))
     models = {name: _Model(name, setting, lines) for name in there}
+    sequences = range(measuring.SEQUENCES)
     for name in rules:
         yield from models[name].predicted()
-        for sequence in range(measuring.SEQUENCES):
+        for sequence in sequences:
             yield from models[name].alone(sequence)
     for name in judges:
         yield from models[name].predicted()
-    for sequence in range(measuring.SEQUENCES):
-        for name in (*rules, *judges):
-            yield from models[name].alone(sequence)
-            yield from models[name].together(sequence)
+    for sequence, change in product(range(FEWEST), FIRST):
+        for name in judges:
+            yield from models[name].alone(sequence, (change,))
+    for sequence, name in product(sequences, (*rules, *judges)):
+        yield from models[name].together(sequence)
+    for sequence, name in product(sequences, judges):
+        yield from models[name].alone(sequence)
 
 
 class _Model:
@@ -82,10 +87,10 @@ class _Model:
             columns = measuring.predictors(module, self.subject, inputs.choose)
             yield self._line("predictors", inputs, self.subject.length, heads=heads, columns=columns)
 
-    def alone(self, sequence: int) -> Iterator[dict[str, Any]]:
-        """Heads one by one."""
+    def alone(self, sequence: int, some: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """Heads one by one, under every change or some."""
         changes = measuring.changes_of_a_head(self.subject.length)
-        lacking = [name for name in changes if self._lacks(part="alone", sequence=sequence, change=name)]
+        lacking = [name for name in some or changes if self._lacks(part="alone", sequence=sequence, change=name)]
         if not lacking:
             return
         module, inputs = self._load()

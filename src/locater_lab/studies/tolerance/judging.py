@@ -17,6 +17,7 @@ FEWEST = 2  # sequences that a change of single heads is judged on
 JUDGES = [name for name, subject in SUBJECTS.items() if subject.judges]
 WITH_LOSS = [name for name in JUDGES if SUBJECTS[name].drawn is not None]
 CHANGES = tuple(changes_of_a_head(512))
+FIRST = ("zero", "window", "2 bits")  # what is measured first
 CLAIMED = ("zero", "mean", "uniform", "window", "2 bits")
 MOST = {"window 1/2": 0.05, "8 bits": 0.01, "4 bits": 0.05}  # nats that all heads at once may cost
 BUDGETS = (0.001, 0.01)
