@@ -218,12 +218,20 @@ def _shares(lines: Sequence[Line], model: str) -> dict[str, Any]:
             costs = measured[1].mean(0)
             below = [round(float((costs < most).mean()), 3) for most in BUDGETS]
             found[change] = {
+                "again": _again(measured[1]),
                 "median": float(np.median(costs)),
                 "largest": float(costs.max()),
                 "head": list(measured[0][int(costs.argmax())]),
                 "below": below,
             }
     return found
+
+
+def _again(costs: Any) -> float | None:
+    """Spearman's correlation over heads of the costs on one half of the sequences with those on the other."""
+    halves = costs[::2].mean(0), costs[1::2].mean(0)
+    found = rank_correlation(*halves, np.ones((1, costs.shape[1])))
+    return round(found.value, 3)
 
 
 def _together(lines: Sequence[Line], model: str) -> dict[str, dict[str, list[float]]]:
