@@ -18,7 +18,18 @@ from locater.discovery import attention_layers
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study, round_numbers
 from locater_lab.engine.runs import SOURCES, check_commit, commit_of
 from locater_lab.studies.tolerance import measuring
-from locater_lab.studies.tolerance.judging import CLAIMS, FEWEST, FIRST, list_of_rule, results_of, rules_of
+from locater_lab.studies.tolerance.judging import (
+    BUDGETS,
+    CHANGES,
+    CLAIMS,
+    FEWEST,
+    FIRST,
+    JUDGES,
+    LEAST,
+    list_of_rule,
+    results_of,
+    rules_of,
+)
 from locater_lab.studies.tolerance.measuring import CLASSES, LISTS, SUBJECTS
 from locater_lab.train.sweep import append_line, read_lines
 
@@ -53,11 +64,12 @@ def missing_lines(setting: Setting, lines: list[Any]) -> Iterator[dict[str, Any]
             yield from models[name].alone(sequence)
     for name in judges:
         yield from models[name].predicted()
-    for sequence, change in product(range(FEWEST), FIRST):
-        for name in judges:
-            yield from models[name].alone(sequence, (change,))
-    for sequence, name in product(sequences, (*rules, *judges)):
+    for name, change, sequence in product(judges, FIRST[:1], range(FEWEST)):
+        yield from models[name].alone(sequence, (change,))
+    for sequence, name in product(sequences, (*judges, *rules)):
         yield from models[name].together(sequence)
+    for change, sequence, name in product(FIRST[1:], range(FEWEST), judges):
+        yield from models[name].alone(sequence, (change,))
     for sequence, name in product(sequences, judges):
         yield from models[name].alone(sequence)
 
@@ -105,12 +117,13 @@ class _Model:
 
     def together(self, sequence: int) -> Iterator[dict[str, Any]]:
         """Many heads at once: all, those of a rule, and as many at random."""
-        if not self._lacks(part="together", sequence=sequence):
+        rules = rules_of(self.lines)
+        if not self._lacks(part="together", sequence=sequence) or set(LISTS) - set(rules["all"]):
             return
         module, inputs = self._load()
         if sequence >= len(inputs.together):
             return
-        heads, rules = measuring.every_head(attention_layers(module)), rules_of(self.lines)
+        heads = measuring.every_head(attention_layers(module))
         costs: dict[str, dict[str, float]] = {"all": {}, "rule": {}, "random": {}}
         with measuring.judged(module, self.subject, inputs.together[sequence]) as judged:
             for name, how in measuring.changes_of_all(self.subject.long).items():
@@ -139,7 +152,7 @@ PAPER = Paper(
     "Heads taken away, windowed, with keys of few bits; and what tells it beforehand",
     (STUDY,),
     Path(__file__).parent,
-    {"CLASSES": CLASSES, "SUBJECTS": SUBJECTS, "LISTS": LISTS},
+    {"CLASSES": CLASSES, "CHANGES": CHANGES, "JUDGES": JUDGES, "LISTS": LISTS, "LEAST": LEAST, "BUDGETS": BUDGETS},
     page="tolerance",
     kept=("tolerance.jsonl",),
     kinds={"experiment": "a b c d e"},

@@ -20,7 +20,8 @@ CHANGES = tuple(changes_of_a_head(512))
 FIRST = ("zero", "window", "2 bits")  # what is measured first
 CLAIMED = ("zero", "mean", "uniform", "window", "2 bits")
 MOST = {"window 1/2": 0.05, "8 bits": 0.01, "4 bits": 0.05}  # nats that all heads at once may cost
-BUDGETS = (0.001, 0.01)
+BUDGETS = (0.001, 0.01)  # nats, or cosine distance
+DEAR, NAMED = 0.01, 10  # heads that cost more are named, as many at most
 WORDS = {"zero": "at zero", "mean": "at their mean", "uniform": "attending evenly", "window": "with a window of 128"}
 Line = Mapping[str, Any]
 Rule = tuple[str, int]  # predictor and sign: the heads with the smallest sign * predictor cost least
@@ -180,6 +181,7 @@ def _tables(lines: Sequence[Line], rules: Rules) -> dict[str, Any]:
     measured = [name for name in SUBJECTS if any(line["model"] == name for line in lines)]
     return {
         "models": {name: _facts(lines, name) for name in measured},
+        "commits": sorted({line["commit"] for line in lines}),
         "rules": {kind: {change: list(rule) for change, rule in of.items()} for kind, of in rules.items()},
         "correlations": {name: _correlations(lines, name) for name in measured},
         "costs": {name: _shares(lines, name) for name in measured},
@@ -196,6 +198,8 @@ def _facts(lines: Sequence[Line], model: str) -> dict[str, Any]:
         "drawn": len(alone[0]["heads"]) if alone else 0,
         "sequences": len({line["sequence"] for line in alone}),
         "together": len(_costs_together(lines, model)),
+        "length": SUBJECTS[model].length,
+        "long": SUBJECTS[model].long,
         "loss": alone[0]["loss"] if alone else None,
     }
 
@@ -210,7 +214,9 @@ def _correlations(lines: Sequence[Line], model: str) -> dict[str, dict[str, list
 
 
 def _shares(lines: Sequence[Line], model: str) -> dict[str, Any]:
-    """Of each change: the median and the largest cost of a head, and the share of heads below each budget."""
+    """Of each change: the median and the largest cost of a head, the share of heads below each budget, and the heads
+    that cost most.
+    """
     found: dict[str, Any] = {}
     for change in CHANGES:
         measured = heads_and_costs(lines, model, change)
@@ -218,11 +224,12 @@ def _shares(lines: Sequence[Line], model: str) -> dict[str, Any]:
             costs = measured[1].mean(0)
             below = [round(float((costs < most).mean()), 3) for most in BUDGETS]
             found[change] = {
+                "sequences": len(measured[1]),
                 "again": _again(measured[1]),
                 "median": float(np.median(costs)),
                 "largest": float(costs.max()),
-                "head": list(measured[0][int(costs.argmax())]),
                 "below": below,
+                "dear": [list(measured[0][at]) for at in np.argsort(-costs)[:NAMED] if costs[at] > DEAR],
             }
     return found
 

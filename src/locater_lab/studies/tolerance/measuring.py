@@ -58,7 +58,7 @@ class Subject:
     drawn: int | None = None
 
 
-SUBJECTS = {
+SUBJECTS: dict[str, Subject] = {
     "demo": Subject("", False, 256, 256),
     "stories260K": Subject("stories260K", False, 256, 256),
     "all-MiniLM-L6-v2": Subject("all-minilm-l6-v2", False, 256, 256),
