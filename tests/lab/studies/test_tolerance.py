@@ -129,7 +129,7 @@ def made(model: str, costs: list[float], columns: dict[str, list[float]], sequen
 def columns_of(costs: list[float], noise: list[float]) -> dict[str, list[float]]:
     every = [p for kind in measuring.CLASSES.values() for p in kind]
     names = [f"{p}: {change}" for p in judging.BY_CHANGE for change in judging.CHANGES]
-    columns = {name: noise for name in [*every, *names]}
+    columns = dict.fromkeys([*every, *names], noise)
     return {**columns, "sink": [-cost for cost in costs]}
 
 
@@ -175,7 +175,7 @@ def test_lists_and_all_heads_at_once() -> None:
     lines = made_rules()
     for n in range(4):
         costs = {
-            "all": {name: 0.001 * n for name in measuring.changes_of_all(1024)},
+            "all": dict.fromkeys(measuring.changes_of_all(1024), 0.001 * n),
             "rule": dict.fromkeys(measuring.LISTS, 0.1),
             "random": dict.fromkeys(measuring.LISTS, 0.5 + 0.01 * n),
         }
@@ -186,7 +186,7 @@ def test_lists_and_all_heads_at_once() -> None:
     assert measured[f"e{first}"].value == pytest.approx(0.0015)  # type: ignore[union-attr]
     claims = {claim.id: claim for claim in judging.CLAIMS}
     assert "Gemma" in claims[f"d{first}"].says
-    assert len(claims) == len(judging.CLAIMS) == 57
+    assert len(claims) == len(judging.CLAIMS) == 67
 
 
 # ---- measuring, and what is kept ----
@@ -202,10 +202,26 @@ def test_a_run_that_was_cut_goes_on_where_it_was(tmp_path: Path, monkeypatch: py
     vars(setting)["text"] = text
     tolerance.measure(setting)
     whole = path.read_text().splitlines()
-    assert [json.loads(line)["part"] for line in whole] == ["predictors", *["alone"] * 7]
+    assert [json.loads(line)["part"] for line in whole] == ["predictors", "second order", *["alone"] * 7]
     path.write_text("\n".join(whole[:4]) + "\n")
     tolerance.measure(setting)
     again = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.get("change") for line in again] == [json.loads(line).get("change") for line in whole]
     for line, other in zip(again, map(json.loads, whole), strict=True):
         np.testing.assert_allclose(line.get("costs", 0.0), other.get("costs", 0.0), atol=1e-5)
+
+
+def test_the_second_order_is_that_of_the_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that write little: the divergence of the prediction without them is known to second order."""
+    monkeypatch.setattr(measuring, "DRAWS", 400)
+    model = load_model(str(DEMO)).double()
+    with torch.no_grad():
+        for layer in attention_layers(model):
+            layer.out.weight().mul_(0.1)  # type: ignore[union-attr]
+        plain = model(IDS).logits[0, -13:-1].log_softmax(-1)
+        found = measuring.second_order(model, SUBJECT, [{"input_ids": IDS}])["second order: zero"]
+        for layer, head in ((1, 0), (3, 2), (5, 3)):
+            with locater.without(model, [(layer, head)]):
+                changed = model(IDS).logits[0, -13:-1].log_softmax(-1)
+            divergence = (plain.exp() * (plain - changed)).sum(-1).mean()
+            assert found[4 * layer + head] == pytest.approx(float(divergence), rel=0.25)

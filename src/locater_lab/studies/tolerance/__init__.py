@@ -22,6 +22,7 @@ from locater_lab.studies.tolerance.judging import (
     BUDGETS,
     CHANGES,
     CLAIMS,
+    EVERY,
     FEWEST,
     FIRST,
     JUDGES,
@@ -30,7 +31,7 @@ from locater_lab.studies.tolerance.judging import (
     results_of,
     rules_of,
 )
-from locater_lab.studies.tolerance.measuring import CLASSES, LISTS, SUBJECTS
+from locater_lab.studies.tolerance.measuring import LISTS, SECOND, SUBJECTS
 from locater_lab.train.sweep import append_line, read_lines
 
 DIGITS = 5
@@ -60,10 +61,12 @@ def missing_lines(setting: Setting, lines: list[Any]) -> Iterator[dict[str, Any]
     sequences = range(measuring.SEQUENCES)
     for name in rules:
         yield from models[name].predicted()
+        yield from models[name].second()
         for sequence in sequences:
             yield from models[name].alone(sequence)
     for name in judges:
         yield from models[name].predicted()
+        yield from models[name].second()
     for name, change, sequence in product(judges, FIRST[:1], range(FEWEST)):
         yield from models[name].alone(sequence, (change,))
     for sequence, name in product(sequences, (*judges, *rules)):
@@ -99,6 +102,14 @@ class _Model:
             columns = measuring.predictors(module, self.subject, inputs.choose)
             yield self._line("predictors", inputs, self.subject.length, heads=heads, columns=columns)
 
+    def second(self) -> Iterator[dict[str, Any]]:
+        """What was added to it."""
+        if self.subject.causal and self._lacks(part=SECOND):
+            module, inputs = self._load()
+            heads = measuring.every_head(attention_layers(module))
+            columns = measuring.second_order(module, self.subject, inputs.choose)
+            yield self._line(SECOND, inputs, self.subject.length, heads=heads, columns=columns)
+
     def alone(self, sequence: int, some: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         """Heads one by one, under every change or some."""
         changes = measuring.changes_of_a_head(self.subject.length)
@@ -124,16 +135,19 @@ class _Model:
         if sequence >= len(inputs.together):
             return
         heads = measuring.every_head(attention_layers(module))
-        costs: dict[str, dict[str, float]] = {"all": {}, "rule": {}, "random": {}}
+        costs: dict[str, dict[str, float]] = {"all": {}, "rule": {}, SECOND: {}, "random": {}}
         with measuring.judged(module, self.subject, inputs.together[sequence]) as judged:
             for name, how in measuring.changes_of_all(self.subject.long).items():
                 costs["all"][name] = judged.change([measuring.together(heads)], how)[0]
             for name in LISTS:
                 how, share = measuring.of_list(name, self.subject.long)
                 count = round(share * len(heads))
-                chosen = list_of_rule(self.lines, self.name, rules["all"][name], name, count)
-                drawn = measuring.drawn_list(self.name, name, sequence, heads, count)
-                for kind, some in (("rule", chosen), ("random", drawn)):
+                lists = {
+                    "rule": list_of_rule(self.lines, self.name, rules["all"][name], name, count),
+                    SECOND: list_of_rule(self.lines, self.name, (SECOND, 1), name, count),
+                    "random": measuring.drawn_list(self.name, name, sequence, heads, count),
+                }
+                for kind, some in lists.items():
                     costs[kind][name] = judged.change([measuring.together(some)], how)[0]
             yield self._line("together", inputs, self.subject.long, sequence=sequence, loss=judged.loss, costs=costs)
 
@@ -152,10 +166,10 @@ PAPER = Paper(
     "Heads taken away, windowed, with keys of few bits; and what tells it beforehand",
     (STUDY,),
     Path(__file__).parent,
-    {"CLASSES": CLASSES, "CHANGES": CHANGES, "JUDGES": JUDGES, "LISTS": LISTS, "LEAST": LEAST, "BUDGETS": BUDGETS},
+    {"CLASSES": EVERY, "CHANGES": CHANGES, "JUDGES": JUDGES, "LISTS": LISTS, "LEAST": LEAST, "BUDGETS": BUDGETS},
     page="tolerance",
     kept=("tolerance.jsonl",),
-    kinds={"experiment": "a b c d e"},
+    kinds={"experiment": "a b c d e f"},
 )
 
 __all__ = ["PAPER"]

@@ -10,8 +10,9 @@ import numpy as np
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Results
 from locater_lab.studies.surrogate.errors_and_claims import Estimate, head_draws, rank_correlation
-from locater_lab.studies.tolerance.measuring import BY_CHANGE, CLASSES, LISTS, SUBJECTS, changes_of_a_head
+from locater_lab.studies.tolerance.measuring import BY_CHANGE, CLASSES, LISTS, SECOND, SUBJECTS, changes_of_a_head
 
+EVERY = {**CLASSES, SECOND: (SECOND,)}
 LEAST = 0.5  # rank correlation from which a rule orders heads
 FEWEST = 2  # sequences that a change of single heads is judged on
 JUDGES = [name for name, subject in SUBJECTS.items() if subject.judges]
@@ -38,8 +39,8 @@ def _claims() -> tuple[Claim, ...]:
             LEAST,
             by="ours",
         )
-        for letter, kind in zip("abc", CLASSES, strict=True)
-        for number, model in enumerate(JUDGES)
+        for letter, kind in zip("abcf", EVERY, strict=True)
+        for number, model in enumerate(JUDGES if kind in CLASSES else WITH_LOSS)
         for at, change in enumerate(CLAIMED, 1)
     )
     lists = tuple(
@@ -66,7 +67,7 @@ def _claims() -> tuple[Claim, ...]:
         for number, model in enumerate(WITH_LOSS)
         for at, (name, most) in enumerate(MOST.items(), 1)
     )
-    return (*ordered, *lists, *whole)
+    return tuple(sorted((*ordered, *lists, *whole), key=lambda claim: claim.id[0]))
 
 
 def _of_1024(name: str) -> str:
@@ -90,10 +91,12 @@ def heads_and_costs(lines: Sequence[Line], model: str, change: str) -> tuple[lis
 
 def column(lines: Sequence[Line], model: str, predictor: str, change: str, heads: Sequence[tuple[int, int]]) -> Any:
     """A predictor of some heads, or None where some have none."""
-    line = next((x for x in lines if (x["model"], x["part"]) == (model, "predictors")), None)
+    part = SECOND if predictor == SECOND and SUBJECTS[model].causal else "predictors"
+    line = next((x for x in lines if (x["model"], x["part"]) == (model, part)), None)
     if line is None:
         return None
-    values = line["columns"].get(f"{predictor}: {change}" if predictor in BY_CHANGE else predictor)
+    name = "gradient x change" if predictor == SECOND != part else predictor  # of encoders it is of second order
+    values = line["columns"].get(f"{name}: {change}" if name in BY_CHANGE else name)
     places = {(layer, head): at for at, (layer, head) in enumerate(line["heads"])}
     some = [None] if values is None else [values[places[head]] for head in heads]
     return None if None in some else np.array(some, dtype=np.float64)
@@ -116,7 +119,7 @@ def rules_of(lines: Sequence[Line]) -> Rules:
     makers = [name for name, subject in SUBJECTS.items() if not subject.judges]
     every = [predictor for kind in CLASSES.values() for predictor in kind]
     rules: dict[str, dict[str, Rule]] = {}
-    for kind, predictors in {**CLASSES, "all": tuple(every)}.items():
+    for kind, predictors in {**EVERY, "all": tuple(every)}.items():
         rules[kind] = {}
         for change in CHANGES:
             means = {}
@@ -146,8 +149,8 @@ def results_of(lines: Sequence[Line]) -> Results:
     """A measurement for each claim that the lines decide, and what the page shows."""
     rules = rules_of(lines)
     measured: dict[str, Measurement | None] = {}
-    for letter, kind in zip("abc", CLASSES, strict=True):
-        for number, model in enumerate(JUDGES):
+    for letter, kind in zip("abcf", EVERY, strict=True):
+        for number, model in enumerate(JUDGES if kind in CLASSES else WITH_LOSS):
             for at, change in enumerate(CLAIMED, 1):
                 rule = rules[kind].get(change)
                 found = None if rule is None else correlation(lines, model, rule[0], change)
@@ -208,7 +211,7 @@ def _correlations(lines: Sequence[Line], model: str) -> dict[str, dict[str, list
     """Spearman with its interval, by change and predictor."""
     found: dict[str, dict[str, list[float]]] = {}
     for change in CHANGES:
-        each = {p: correlation(lines, model, p, change) for kind in CLASSES.values() for p in kind}
+        each = {p: correlation(lines, model, p, change) for kind in EVERY.values() for p in kind}
         found[change] = {p: [round(x, 3) for x in (e.value, *e.interval)] for p, e in each.items() if e is not None}
     return found
 

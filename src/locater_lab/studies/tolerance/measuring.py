@@ -40,6 +40,7 @@ CHOOSE, JUDGE, CHARACTERS = "valid.txt.xz", "test.txt.xz", 60_000
 SEQUENCES, PROBED, SLOPES = 4, 4, 2  # that changes are judged on, that a probe reads, and that gradients are taken on
 SINKS = 4
 DIRECTIONS = 8  # random directions of an output without a loss
+DRAWS = 6  # of next tokens, for the second order of a loss
 TOGETHER = 1024  # tokens in all copies of a sequence in a pass
 Head = tuple[int, int]
 
@@ -56,13 +57,14 @@ class Subject:
     long: int
     part: float = 0.5
     drawn: int | None = None
+    causal: bool = True
 
 
 SUBJECTS: dict[str, Subject] = {
     "demo": Subject("", False, 256, 256),
     "stories260K": Subject("stories260K", False, 256, 256),
-    "all-MiniLM-L6-v2": Subject("all-minilm-l6-v2", False, 256, 256),
-    "AntiBERTy": Subject("antiberty", True, 115, 115),
+    "all-MiniLM-L6-v2": Subject("all-minilm-l6-v2", False, 256, 256, causal=False),
+    "AntiBERTy": Subject("antiberty", True, 115, 115, causal=False),
     "SmolLM2-135M-Instruct": Subject("smollm2-135m-instruct", True, 512, 1024, drawn=2),
     "Gemma-3-270M": Subject("gemma3-270m", True, 512, 1024, part=0.25, drawn=2),
 }
@@ -228,7 +230,8 @@ def drawn_list(name: str, rule: str, sequence: int, heads: Sequence[Head], count
 
 # ---- what could tell it beforehand ----
 
-BY_CHANGE = ("written change", "gradient x change")  # of predictors: those that are computed for each change
+SECOND = "second order"  # added when first lines of judges had been seen
+BY_CHANGE = ("written change", "gradient x change", SECOND)  # of predictors: those that are computed for each change
 CLASSES = {
     "weights and surrogate": ("depth", "written", "prior entropy", "predicted entropy", "predicted sink"),
     "one pass": ("entropy ratio", "sink", "distance", "outside", "role", "written change"),
@@ -308,9 +311,10 @@ class ChangedOutputs(Interceptor):
         return torch.stack([(part @ weight[:, head].T).norm(dim=-1).mean() for head, part in enumerate(delta)])
 
 
-def estimates(module: nn.Module, subject: Subject, batch: Batch) -> dict[str, Tensor]:
+def estimates(module: nn.Module, subject: Subject, batch: Batch, second: bool = False) -> dict[str, Tensor]:
     """`outside`, and `written change` and `gradient x change` of every change, over all heads: one pass, and a backward
-    pass for the loss, or for each random direction of an output without one.
+    pass for the loss, or for each random direction of an output without one. With `second`, `second order` in place of
+    the last.
     """
     layers, weights = list(attention_layers(module)), ModuleWeights(module)
     length = batch["input_ids"].shape[1]
@@ -321,7 +325,8 @@ def estimates(module: nn.Module, subject: Subject, batch: Batch) -> dict[str, Te
         for layer, listener in zip(layers, listeners, strict=True):
             add_interceptor(weights.submodule(layer.name), listener)
         try:
-            targets = _targets(module, subject, batch, causal=all(layer.causal for layer in layers))
+            causal = all(layer.causal for layer in layers)
+            targets = _targets(module, subject, batch, causal, second)
             for number, target in enumerate(targets):
                 target.backward(retain_graph=number + 1 < len(targets))
         finally:
@@ -332,20 +337,34 @@ def estimates(module: nn.Module, subject: Subject, batch: Batch) -> dict[str, Te
         for name in changes:
             found[f"written change: {name}"] = torch.cat([x.written(name) for x in listeners])
             products = [torch.stack(x.products[name]) for x in listeners]
-            found[f"gradient x change: {name}"] = torch.cat([_estimate(x) for x in products])
+            found[f"{SECOND if second else BY_CHANGE[1]}: {name}"] = torch.cat([_estimate(x) for x in products])
     return found
 
 
-def _targets(module: nn.Module, subject: Subject, batch: Batch, causal: bool) -> list[Tensor]:
-    """The loss; or the products of the normalised output with random directions, per square root of a token."""
+def second_order(module: nn.Module, subject: Subject, choose: Sequence[Batch]) -> dict[str, list[float]]:
+    """`second order` of every change over all heads of a causal model, on one sequence."""
+    found = estimates(module, subject, choose[0], second=True)
+    return {name: [float(x) for x in values] for name, values in found.items() if name.startswith(SECOND)}
+
+
+def _targets(module: nn.Module, subject: Subject, batch: Batch, causal: bool, second: bool) -> list[Tensor]:
+    """The loss; or the products of the normalised output with random directions, per square root of a token. With
+    `second`, log-probabilities of next tokens that are drawn from the model's own prediction, with random signs: half of
+    the mean square of their change is the second-order change of the divergence from that prediction.
+    """
     kept = kept_tokens(subject, batch)
     given: dict[str, Any] = {**batch, **({"logits_to_keep": kept + 1, "use_cache": False} if causal else {})}
     output = main_output(run_model(module, given, gradients=True))
     assert output is not None
-    if causal:
-        return [functional.cross_entropy(output[0, :-1].float(), batch["input_ids"][0, -kept:])]
-    unit = functional.normalize(output.float(), dim=-1)
     generator = torch.Generator().manual_seed(0)
+    if causal and not second:
+        return [functional.cross_entropy(output[0, :-1].float(), batch["input_ids"][0, -kept:])]
+    if causal:
+        logs = output[0, :-1].float().log_softmax(-1)
+        drawn = torch.multinomial(logs.detach().exp(), DRAWS, replacement=True, generator=generator)
+        signs = torch.randint(2, drawn.shape, generator=generator) * 2.0 - 1.0
+        return list((logs.gather(1, drawn) * signs).sum(0) / kept**0.5)
+    unit = functional.normalize(output.float(), dim=-1)
     draws = [torch.randn(unit.shape, generator=generator) for _ in range(DIRECTIONS)]
     return [(unit * draw).sum() / unit.shape[1] ** 0.5 for draw in draws]
 
