@@ -219,7 +219,8 @@ def test_the_second_order_is_that_of_the_divergence(monkeypatch: pytest.MonkeyPa
         for layer in attention_layers(model):
             layer.out.weight().mul_(0.1)  # type: ignore[union-attr]
         plain = model(IDS).logits[0, -13:-1].log_softmax(-1)
-        found = measuring.second_order(model, SUBJECT, [{"input_ids": IDS}])["second order: zero"]
+    found = measuring.second_order(model, SUBJECT, [{"input_ids": IDS}])["second order: zero"]
+    with torch.no_grad():
         for layer, head in ((1, 0), (3, 2), (5, 3)):
             with locater.without(model, [(layer, head)]):
                 changed = model(IDS).logits[0, -13:-1].log_softmax(-1)
