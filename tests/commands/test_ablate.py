@@ -205,7 +205,12 @@ def test_the_command(tmp_path: Path) -> None:
     ]
     got = CliRunner().invoke(app, [*arguments, "--json", str(path), "--report", str(tmp_path / "a.html")])
     assert got.exit_code == 0, got.output
-    assert [row["name"] for row in json.loads(path.read_text())["removals"]] == ["1.0", "0.1+1.1", "layer 1", "all heads"]
+    assert [row["name"] for row in json.loads(path.read_text())["removals"]] == [
+        "1.0",
+        "0.1+1.1",
+        "layer 1",
+        "all heads",
+    ]
     assert "0.1+1.1" in (tmp_path / "a.html").read_text()
     wrong = CliRunner().invoke(app, ["ablate", str(DEMO), "--remove", "1-0"])
     assert isinstance(wrong.exception, LocaterError)

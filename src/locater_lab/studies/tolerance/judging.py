@@ -23,7 +23,12 @@ CLAIMED = ("zero", "mean", "uniform", "window", "2 bits")
 MOST = {"window 1/2": 0.05, "8 bits": 0.01, "4 bits": 0.05}  # nats that all heads at once may cost
 BUDGETS = (0.001, 0.01)  # nats, or cosine distance
 DEAR, NAMED = 0.01, 10  # heads that cost more are named, as many at most
-WORDS = {"zero": "at zero", "mean": "at their mean", "uniform": "attending evenly", "window": "with a window of 128"}
+WORDS = {
+    "zero": "at zero",
+    "mean": "at their mean",
+    "uniform": "attending evenly",
+    "window": "with a window of a quarter",
+}
 Line = Mapping[str, Any]
 Rule = tuple[str, int]  # predictor and sign: the heads with the smallest sign * predictor cost least
 Rules = Mapping[str, Mapping[str, Rule]]  # by class or "all", then by change
