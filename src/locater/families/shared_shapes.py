@@ -95,7 +95,6 @@ def decoder_layers(
     for prefix, index in matches:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
-        before = f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset
         layer = layer_of_maps(
             weights,
             stem,
@@ -103,7 +102,9 @@ def decoder_layers(
             [f"{stem}.{part}" for part in ("q_proj", "k_proj", "v_proj", out)],
             (heads, kv_heads, width),
             [f"num_{part}_heads x head_dim, hidden_size" for part in ("attention", "key_value")],
-            norm_layout(weights, *before) if normed else NormLayout(),
+            norm_layout(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset)
+            if normed
+            else NormLayout(),
             head_dim=head_dim,
             causal=True,
         )
