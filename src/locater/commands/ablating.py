@@ -50,10 +50,11 @@ def ablate(
     """Remove every head of `model` in turn, or each of `heads`, and measure the whole model without it.
 
     `heads` has a (layer, head), a layer's number for all its heads at once, a list of (layer, head) that are removed
-    together, or "all" for every head of the model at once. `mode` says what stands in place of a head: zero; its mean over the tokens of the batch; uniform weights;
-    weights on the last `window` keys and the first `sinks`; or keys of `bits` bits (`locater.calls.head_removal`).
-    `batch` is text, a path, token ids, or batches as the model takes them; with `labels` in it, their loss is measured.
-    The loss is next-token cross-entropy of a causal model, in nats per token. Without either, outputs are compared.
+    together, or "all" for every head of the model at once. `mode` says what stands in place of a head: zero; its mean
+    over the tokens of the batch; uniform weights; weights on the last `window` keys and the first `sinks`; or keys of
+    `bits` bits (`locater.calls.head_removal`). `batch` is text, a path, token ids, or batches as the model takes them;
+    with `labels` in it, their loss is measured. The loss is next-token cross-entropy of a causal model, in nats per
+    token. Without either, outputs are compared.
 
     >>> from locater_lab.train import Shape, Transformer
     >>> model = Transformer(Shape(vocabulary=32, layers=2, width=16, heads=2, kv_heads=2, hidden=24))
