@@ -145,6 +145,8 @@ class Site:
                 self._receive_some(call, first, own)
         elif is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
             accumulate_call(call, self.here, self.options, own, self.picked, self.switch.mailbox)
+            if self.switch.also is not None:
+                self.switch.also(self, call)
 
     def _receive_part(self, call: Call, own: bool) -> None:
         """Add a call of the tokens that this rank has of each sequence, all heads at once. A rank that cannot add it

@@ -53,8 +53,15 @@ class PipelineStages:
                 if at == here:
                     site = sites[place]
                 else:
-                    more = dict(switch=switch, options=options, device=device_of(model))
-                    site = Site(number=0, module=_Elsewhere(), **layer._asdict(), **more)
+                    fields: dict[str, Any] = layer._asdict()
+                    site = Site(
+                        number=0,
+                        module=_Elsewhere(),
+                        switch=switch,
+                        options=options,
+                        device=device_of(model),
+                        **fields,
+                    )
                     others.append(site)
                 site.name, site.number = f"stages.{at}.{layer.name}" if alike else layer.name, len(every)
                 every.append(site)
