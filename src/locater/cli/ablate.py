@@ -95,7 +95,8 @@ def _heads(text: str) -> list[str | int | list[tuple[int, int]]]:
             continue
         if not all(layer.isdecimal() and dot and head.isdecimal() for layer, dot, head in parts):
             raise LocaterError(
-                f"--remove {text!r}: write layer.head, such as 17.3,18.6; 17.3+18.6 for both at once, 17 for a layer, all for every head"
+                f"--remove {text!r}: write layer.head, such as 17.3,18.6; 17.3+18.6 for both at once, "
+                "17 for a layer, all for every head"
             )
         chosen.append([(int(layer), int(head)) for layer, _, head in parts])
     return chosen
