@@ -30,12 +30,19 @@ from locater.observing.layer_choice import Choice, choose, choose_heads
 from locater.observing.layers_by_calls import CalledLayers
 from locater.observing.layers_by_record import KnownLayers, known_layers
 from locater.observing.listening_site import Site, clear, listening_to
+from locater.observing.pipeline_stages import PipelineStages
 from locater.observing.reduce_ranks import combine_ranks
 from locater.observing.residual_stream import Padding, SeenLayer, listen_to_stream, stream_points
 from locater.observing.row_masks import forget_masks
 from locater.observing.seen_heads import SeenHead, accumulators, fetch_numbers, rows_of, totals
 from locater.observing.split_tokens import mesh_of_split_tokens, refuse_gathered_keys
-from locater.torch_private import COMPILED_CALL, attention_implementation, is_compiled_in_place, unwrap_compiled
+from locater.torch_private import (
+    COMPILED_CALL,
+    attention_implementation,
+    in_trial_pass,
+    is_compiled_in_place,
+    unwrap_compiled,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -93,6 +100,7 @@ def observe(
     groups: TokenGroups | bool = False,
     beyond: tuple[int, int] | None = None,
     fused: bool = False,
+    pipeline: Any = None,
 ) -> Observation:
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built but `patterns`.
 
@@ -105,6 +113,8 @@ def observe(
     `groups` (`locater.token_groups(model)`, or True for that) adds `seen.groups`, the shares of attention by group of
     tokens, and `beyond=(window, sinks)` the weight of each head on keys that are neither among the last `window` nor
     the first `sinks` that a query sees; each takes about as long as attention itself.
+    `pipeline` is the process group of the stages of a pipeline, of which `model` is this rank's: `reduce()` then gives
+    the rows of all stages.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -124,7 +134,18 @@ def observe(
         raise LocaterError(f"beyond={beyond}: (window, sinks), a window of 1 key or more, and 0 sinks or more")
     told_apart = token_groups(model) if groups is True else groups or None
     shares = AttentionShares(told_apart, beyond) if told_apart is not None or beyond is not None else None
-    return Observation(model, options, layers, heads, every, hidden, patterns=patterns, fused=fused, shares=shares)
+    return Observation(
+        model,
+        options,
+        layers,
+        heads,
+        every,
+        hidden,
+        patterns=patterns,
+        fused=fused,
+        shares=shares,
+        pipeline=pipeline,
+    )
 
 
 class Observation:
@@ -143,13 +164,20 @@ class Observation:
         fused: bool = False,
         loss_only: bool = False,
         shares: AttentionShares | None = None,
+        pipeline: Any = None,
     ) -> None:
+        if pipeline is not None and (layers is not None or hidden or patterns or shares):
+            raise LocaterError(
+                "layers=, hidden=True, patterns=, groups= and beyond= are of a whole model, and a stage of a pipeline "
+                "has a part of it: leave them out"
+            )
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise LocaterError(
                 "nn.DataParallel runs copies of the model, which are not observed: observe model.module on one device"
             )
         self.model = model
         self.every = every
+        self._options = options
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = ListeningSwitch(
             trained=None if every else unwrap_compiled(model),
@@ -187,6 +215,7 @@ class Observation:
             self._counter.needs_whole_sequences = "hidden=True and patterns= are of whole sequences"
         elif shares is not None:
             self._counter.needs_whole_sequences = "groups= and beyond= are of whole sequences"
+        self.stages = None if pipeline is None else PipelineStages(pipeline)
         self.reduced = False  # whether the numbers are those of all ranks
         self._agreed = False  # whether all ranks are known to have the same layers
         self._end: weakref.finalize[..., Any] | None = None  # removes the listeners
@@ -291,6 +320,11 @@ class Observation:
                 f"{type(self.model).__name__}: tokens were split over ranks (context parallelism), and this one has a "
                 "part of the rows: call seen.reduce() on every rank before seen.rows"
             )
+        if self.stages is not None and not self.reduced:
+            raise LocaterError(
+                f"{type(self.model).__name__}: it is a stage of a pipeline, and this rank has its layers alone: call "
+                "seen.reduce() on every rank before seen.rows"
+            )
         rows = rows_of(self.sites)
         if not rows:
             raise LocaterError(self.why_nothing())
@@ -382,11 +416,14 @@ class Observation:
     def reduce(self, group: Any = None) -> None:
         """Combine the ranks of a distributed run: sums are added, largest logits compared. Every rank calls it once,
         and all have the same numbers afterwards, of all heads also where these are split over ranks. Two collectives
-        for all heads together; the first time one more.
+        for all heads together; the first time two more.
         """
         if self.shares is not None:
             raise LocaterError("groups= and beyond= are not combined over ranks: read them on each rank")
-        combine_ranks(self.model, self.sites, self.streams, self.by_calls is not None or not self._agreed, group)
+        if self.stages is not None and not self.stages.joined:
+            self.stages.join(self.model, self.sites, self.switch, self._options)
+        ask = self.by_calls is not None or not self._agreed
+        combine_ranks(self.model, self.sites, self.streams, ask, not self._agreed, group)
         self.reduced = self._agreed = True
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -470,6 +507,12 @@ def _run_observed_pass(
             return _run_observed_pass(watch, padding, model, forward, *args, **kw)
         finally:
             watch.switch.thread = None
+    if not torch.compiler.is_dynamo_compiling() and watch.switch.on and in_trial_pass():
+        watch.switch.on = False
+        try:
+            return forward(*args, **kw)
+        finally:
+            watch.switch.on = True
     if not torch.compiler.is_dynamo_compiling():
         watch.switch.tokens = mesh_of_split_tokens(model, watch.needs_whole_sequences)
         watch.split_tokens |= watch.switch.tokens is not None
