@@ -409,12 +409,14 @@ class UnseenSet:
 UNSEEN = {
     "unseen 1": UnseenSet(
         "Faults that nobody had in mind",
-        "All of this is about faults that were known when the rules were written. Of",
+        "All of this is about faults that were known when the rules were written. Doctor was then asked about others: 101 of 133 found, 43 named, "
+        "18 named wrongly, 19 false alarms of 75. The rules were mended with these at hand, so they are seen now. Of",
         "unseen.py",
         f"""The rules of doctor were frozen at
 {unseen.FROZEN} before these were written down, by somebody who knew [the page of doctor](doctor.md) and the faults above, and had not read the
-code of the rules. They are in no figure above. What counts as the right cause was fixed before doctor was asked; one was added afterwards, because with two groups of two heads
-`outputs-by-position-in-group` is a swap.""",
+code of the rules; they were mended with these at hand after that (101 of 133 found, 43 named, 18 named wrongly, 19 false alarms of 75): by the rules of today they are
+seen. Lines that were not asked again have the answers of before; each names its commit. They are in no figure above. What counts as the right cause was fixed before doctor was
+asked; one was added afterwards, because with two groups of two heads `outputs-by-position-in-group` is a swap.""",
     ),
     "unseen 2": UnseenSet(
         "A second set that nobody had in mind",
