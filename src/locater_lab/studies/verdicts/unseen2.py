@@ -37,7 +37,7 @@ from locater_lab.studies.verdicts.checkpoint import (
 from locater_lab.studies.verdicts.faults import ALL_PLACES, Fault
 from locater_lab.studies.verdicts.unseen2_harmless import harmless_changes, smooth
 
-FROZEN = ""  # the commit whose rules are asked: to be filled in before the first answer
+FROZEN = "65513f45"
 DECODERS = ("llama", "gemma3_text")
 LARGEST_TRAINED = 2 * 10**8
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n"
