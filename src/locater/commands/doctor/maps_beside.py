@@ -314,6 +314,7 @@ def _coarse(pair: Pair, beside: Beside) -> bool:
     near = pair.cosine > NEAR and pair.rank is None
     own, base = pair.facts.levels, pair.base_facts.levels
     in_steps = pair.changed_groups > 0 and STEPS[0] < pair.kurtosis / pair.changed_groups < STEPS[1]
+    in_steps = in_steps and pair.difference <= LOSSY  # larger steps leave few values; first steps of AdamW are as even
     few = 0 < own <= 20 and own < 0.8 * base
     few = few or (pair.facts.mantissa <= FEW_BITS and pair.base_facts.mantissa >= MANY_BITS)
     return near and (_in_few_bits(pair, beside) or few or (in_steps and pair.changed_groups > 0.9 * pair.groups))

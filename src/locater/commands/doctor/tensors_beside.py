@@ -13,6 +13,7 @@ from locater.commands.doctor.pairs import STRUCTURE, Beside, Pair, Paired
 from locater.commands.doctor.places import layers_words, tensors_words
 from locater.commands.doctor.tensors import EMBEDDINGS, place_of
 from locater.findings.causes import Severity, finding
+from locater.sources.weights import WRAPPERS, without_wrappers
 
 NO_RELATION = 0.3  # cosine below which two maps have none
 FEW_NAMES = 0.3  # share of names that both have, below which the architecture is another
@@ -20,6 +21,7 @@ FEW_NAMES = 0.3  # share of names that both have, below which the architecture i
 
 def missing_tensors(beside: Beside) -> None:
     paired = beside.paired
+    _wrapped_names(beside)
     missing = [name for name in paired.missing if not tied_head(name, paired)]
     if paired.base.model.live or paired.own.model.live or _quantised_sources(paired):
         missing = [name for name in missing if not name.endswith(("lm_head.weight", "decoder.weight"))]
@@ -49,6 +51,18 @@ def missing_tensors(beside: Beside) -> None:
         if extra:
             words = "is not in BASE" if len(extra) == 1 else f"are not in BASE ({len(extra)} tensors)"
             beside.found.append(finding("unknown", tensors_words(extra), words, severity="note", tensors=extra))
+
+
+def _wrapped_names(beside: Beside) -> None:
+    """Names with that of a wrapper in them, which a training loop added and no loader takes off: none is found."""
+    own, base = (x.model for x in (beside.paired.own, beside.paired.base))
+    wrapped = [name for name in own.names if without_wrappers(name) != name]
+    if own.live or len(wrapped) < len(own.names) / 2 or any(without_wrappers(name) != name for name in base.names):
+        return
+    found = WRAPPERS.search(wrapped[0])
+    wrapper = found[0] if found else ""
+    words = f"has {wrapper} in the names of {len(wrapped)} tensors, which no loader takes off: it finds none of them"
+    beside.found.append(finding("missing-layer", "the model", words, names=len(wrapped), wrapper=wrapper))
 
 
 def _renamed(paired: Paired, missing: list[str]) -> bool:
