@@ -342,6 +342,17 @@ def names_of_a_compiled_model(t: Tensors, c: Config) -> None:
     t.update(renamed)
 
 
+def everything_scaled(t: Tensors, c: Config) -> None:
+    for key in t:
+        t[key] = t[key] * 0.5
+
+
+def four_bits_read_in_another_order(t: Tensors, c: Config) -> None:
+    for key in [key for key in t if "_proj" in key]:
+        whole = quantised(t[key].float(), 4)
+        put(t, key, whole.view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(whole.shape))
+
+
 def trained_too_fast(t: Tensors, c: Config) -> None:
     """Five first steps of Adam, which move each number by about as much, up or down: as even as errors of rounding."""
     for key in [key for key in t if "_proj" in key]:
@@ -368,7 +379,7 @@ WRONG: dict[str, tuple[Plant, str]] = {
         "unknown": (
             *(norms_of_blocks_exchanged, gains_halved, one_gain_of_a_channel, one_number_far_too_large, rows_moved),
             *(numbers_of_a_place_replaced, read_a_place_too_early, average_of_two_layers, noise, clipped),
-            *(half_of_the_numbers_zero, trained_too_fast),
+            *(half_of_the_numbers_zero, trained_too_fast, everything_scaled, four_bits_read_in_another_order),
         ),
     }.items()
     for f in fs
