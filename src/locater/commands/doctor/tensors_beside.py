@@ -58,8 +58,8 @@ def _has_vectors_of_base(beside: Beside) -> bool:
     """Whether gains and biases are the base's, which those of another model are not: then its maps were read wrongly.
     A vector that is constant in BASE says nothing.
     """
-    vectors = [x for x in beside.pairs.values() if not x.is_map and not x.other_shape and x.facts and x.base_facts]
-    telling = [x for x in vectors if x.numbers > 2 and not x.base_facts.constant]
+    vectors = [x for x in beside.pairs.values() if not x.is_map and not x.other_shape and x.numbers > 2]
+    telling = [x for x in vectors if x.base_facts is not None and not x.base_facts.constant]
     return len(telling) > 2 and sum(not x.changed for x in telling) > MOST_VECTORS * len(telling)
 
 
