@@ -425,7 +425,8 @@ asked; one was added afterwards, because with two groups of two heads `outputs-b
         f"""Somebody wrote
 them down who had read neither the rules of doctor, nor their page, nor any of its answers, most of them after threads in which
 people tell what went wrong; the rules were mended at the same time by somebody who had not seen them, and frozen at
-{unseen2.FROZEN} before doctor was asked. They are in no figure above. What counts as the right cause was fixed before that.""",
+{unseen2.FROZEN} before doctor was asked. They are in no figure above. What counts as the right cause was fixed before that. These are the answers of the frozen rules;
+they were mended with this set at hand afterwards, so that it is seen too.""",
     ),
 }
 
