@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,8 @@ from torch import Tensor, nn
 import locater
 from locater.families import torchtitan as record
 from locater.results.scan import NUMERIC_COLUMNS
+from locater.runs.record_sinks import read_run
+from tests import ROOT
 from tests.sharded import Block
 
 pytestmark = pytest.mark.slow
@@ -195,3 +201,32 @@ def test_compiled_blocks_are_logged_with_M(tmp_path: Path) -> None:
     assert len(theirs) == 2
     assert None not in [x for step in ours for name in ("M", "spread", "entropy") for x in step["heads"][name][1]]
     near(ours, theirs, 1e-5)  # float32 after two steps, compiled and eager
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_recipe_for_its_trainer(tmp_path: Path, count: int) -> None:
+    """As torchrun starts it; FSDP2 on two ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(ROOT / "examples" / "torchtitan_run.py"), "--folder", str(tmp_path), "--steps", "6"]
+    common = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    texts = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * count, "\n".join(texts)
+    log = read_run(tmp_path / "run.jsonl")
+    assert [step for step, _ in log.losses] == [1, 2, 3, 4, 5, 6]
+    assert [step["step"] for step in log.steps] == [1, 6]
+    assert log.losses[-1][1] < log.losses[0][1] < 9
+    for step in log.steps:
+        for column in ("entropy", "max_logit", "M", "spread"):
+            assert [len([x for x in row if x is not None]) for row in step["heads"][column]] == [16, 16]
