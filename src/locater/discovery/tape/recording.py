@@ -132,6 +132,8 @@ class Tape(TorchFunctionMode):
                 raise
             func = in_double(func)  # some models make tensors in float32, whatever their own dtype
             out = func(*args, **kwargs)
+        if not in_place and isinstance(out, Tensor) and any(x is out for x in args):
+            return out  # a cast to the dtype that it has: the tensor is still what made it
         result = args[0] if name == "__setitem__" else out
         for part, x in enumerate(result if isinstance(result, tuple | list) else [result]):
             if isinstance(x, Tensor) and (in_place or id(x) not in self._names):
@@ -150,10 +152,8 @@ class Tape(TorchFunctionMode):
         return known
 
     def _origin(self, x: Tensor) -> Origin:
-        """How a tensor was made. What returns its own argument (a cast to the dtype that it has) made nothing."""
+        """How a tensor was made."""
         node = self.node(x)
-        while (before := next((y for y in node.inputs if y.value is x), None)) is not None:
-            node = before
         inputs = [y.value for y in node.inputs]
         part = part_name(node.name, node.args, node.kwargs, inputs[0].ndim) if inputs else node.name
         return Origin(node.name, part, inputs, node.moving)
