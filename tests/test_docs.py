@@ -189,6 +189,7 @@ def test_the_docs_quote_the_benchmark() -> None:
     for figure in (
         f"{ours['seconds']:.2f} s | {ours['peak_over_import'] / 1e6:.0f} MB",
         f"{default['seconds']:.2f} s ({default['seconds'] / ours['seconds']:.1f} x) | {default['peak_over_import'] / 1e6:,.0f} MB",
+        f"TransformerLens {default['version']}, defaults (float32)",
         f"{half['seconds']:.2f} s ({half['seconds'] / ours['seconds']:.1f} x) | {half['peak_over_import'] / 1e6:.0f} MB",
         f"{held['moments']['moments_over_floor']:.2f} times one product",
     ):
