@@ -88,6 +88,8 @@ def observe(
     offsets: Sequence[int | tuple[int, int]] = (),
     patterns: Sequence[tuple[int, int]] = (),
     fused: bool = False,
+    by_request: bool = False,
+    any_thread: bool = False,
 ) -> Observation:
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built but `patterns`.
 
@@ -97,6 +99,9 @@ def observe(
     key that many tokens before (a pair adds the first row to count). `patterns` are the (layer, head) whose maps
     `seen.pattern(layer, head)` returns: those of the last pass. `fused` lets attention run in a kernel that returns its
     statistics too, where that takes a call; outputs then differ from those of the model's own kernel by rounding.
+    `by_request` keeps rows of every sequence of a batch, or request of generate_batch(), for `seen.by_request`.
+    `any_thread` counts passes of whichever thread runs the model, one at a time: generate_batch() has a thread of its
+    own.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -111,8 +116,10 @@ def observe(
     if every < 1:
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
-    options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs)
-    return Observation(model, options, layers, heads, every, hidden, patterns=patterns, fused=fused)
+    options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs, by_request)
+    return Observation(
+        model, options, layers, heads, every, hidden, patterns=patterns, fused=fused, any_thread=any_thread
+    )
 
 
 class Observation:
@@ -130,13 +137,14 @@ class Observation:
         patterns: Sequence[tuple[int, int]] = (),
         fused: bool = False,
         loss_only: bool = False,
+        any_thread: bool = False,
     ) -> None:
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise LocaterError(
                 "nn.DataParallel runs copies of the model, which are not observed: observe model.module on one device"
             )
         self.model = model
-        self.every = every
+        self.every, self.any_thread = every, any_thread
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = ListeningSwitch(
             trained=None if every else unwrap_compiled(model),
@@ -206,7 +214,7 @@ class Observation:
         if self._end is not None and self._end.alive:
             raise LocaterError("this observation is already under way: make another with observe(model)")
         # a trainer may run in another thread than the one in which a monitor was attached
-        self.switch.thread = get_ident() if self.every else None
+        self.switch.thread = get_ident() if self.every and not self.any_thread else None
         with ExitStack() as stack:
             self._claim_sums(stack)
             listeners = self.sites if self.by_calls is None else self.by_calls.listeners
@@ -265,6 +273,16 @@ class Observation:
         if not rows:
             raise LocaterError(self.why_nothing())
         return rows
+
+    @property
+    def by_request(self) -> dict[str | int, list[SeenHead]]:
+        """The rows of every sequence of the batch, by its number, or of every request of generate_batch(), by its id;
+        of this rank's tokens alone.
+        """
+        if not any(site.options.by_request for site in self.sites):
+            raise LocaterError("rows of single requests were not kept: observe(model, by_request=True)")
+        names = dict.fromkeys(name for site in self.sites for name in site.requests)
+        return {name: rows_of(self.sites, name) for name in names}
 
     @property
     def called(self) -> list[bool]:
@@ -359,7 +377,7 @@ class Observation:
         if not self.passes and self.elsewhere:
             return (
                 f"{name}: nothing was observed, because the model ran in another thread, whose calls are not counted: "
-                "enter observe() in the thread that runs it"
+                "enter observe() in the thread that runs it, or count any: observe(model, any_thread=True)"
             )
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
