@@ -98,6 +98,8 @@ def _install_replacements() -> None:
 def remove(changes: Iterable[Any] = ()) -> None:
     """End one `install`; `changes` of a copy need it no longer."""
     global _users
+    if cast(Any, _lock) is None:  # the interpreter ends, and has taken this module apart
+        return
     with _lock:
         _users = max(0, _users - 1)
         for change in changes:
