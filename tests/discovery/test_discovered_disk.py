@@ -32,7 +32,7 @@ from locater.sources.open_source import open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights
 from tests.conftest import Result
 from tests.discovery.test_discovered import BASE, GPT, HEAD, build
-from tests.reach.on_disk import differences, discovered_from
+from tests.reach.on_disk import differences, discovered_from, with_gains
 
 pytest.importorskip("transformers")
 DEEP = {"num_hidden_layers": 7}
@@ -232,6 +232,32 @@ def test_a_layer_of_another_kind_is_refused(fault: str, small_and_full: Any) -> 
     result = carry_layouts(searched, odd_kinds, small, ModuleWeights(odd))
     assert [refusal.name for refusal in result.refused] == ["model.layers.5.self_attn"]
     assert len(result.layouts) == 6
+
+
+def test_a_module_that_attends_in_two_ways_has_both_on_disk(tmp_path: Path) -> None:
+    """LXMERT's from words to boxes and back, with one set of weights behind two norms. With fresh gains all are alike."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_attention_heads=4, intermediate_size=32, vocab_size=60)
+    model = with_gains(transformers.LxmertModel(transformers.LxmertConfig(**sizes, l_layers=1, r_layers=1, x_layers=4)))
+    model.save_pretrained(tmp_path)
+    live, stored = locater.scan(model), locater.scan(tmp_path)
+    names = [str(entry["name"]) for entry in live.layers]
+    assert names == [entry["name"] for entry in stored.layers]
+    twice = [number for number, name in enumerate(names) if name == "encoder.x_layers.3.visual_attention.att"]
+    assert len(twice) == 2
+    sizes_of = [[row.frobenius_sq for row in scan.rows] for scan in (live, stored)]
+    assert sizes_of[1] == pytest.approx(sizes_of[0], rel=1e-5)
+    one, two = ([row.frobenius_sq for row in stored.rows if row.layer == number] for number in twice)
+    assert min(abs(a / b - 1) for a, b in zip(one, two, strict=True)) > 1e-3
+
+
+def test_calls_of_a_module_that_layers_of_one_kind_have_not_alike_are_refused(small_and_full: Any) -> None:
+    searched, kinds, small, full = small_and_full
+    result = carry_layouts(replace(searched, layouts=[*searched.layouts, searched.layouts[2]]), kinds, small, full)
+    assert [layout.name for layout in result.layouts] == ["model.layers.0.self_attn"]
+    assert {refusal.reason for refusal in result.refused} == {DIFFERENT}
 
 
 class Counting:

@@ -912,6 +912,35 @@ def test_one_warning_per_head_and_reason(tmp_path: Path, caplog: pytest.LogCaptu
     assert next(w for w in warnings if w["flag"] == "max_logit>50")["threshold"] == 50
 
 
+class Shared(torch.nn.Module):
+    """One attention behind two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.LayerNorm(32), torch.nn.LayerNorm(32)
+        self.attention = PlainBlock()
+        self.attention.norm = torch.nn.Identity()
+        torch.nn.init.normal_(self.second.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.attention(self.second(x))
+
+
+def test_maps_behind_two_norms_are_those_of_no_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = plain_gpt()
+    model.blocks.append(Shared())
+    monitor = Monitor(tmp_path / "run.jsonl", every=1).attach(model.train())
+    model(LONG).backward()
+    monitor.after_step()
+    monitor.detach()
+    assert [
+        line for line in messages(caplog) if "blocks.2.attention: it attends in several ways with the same maps" in line
+    ]
+    (step,) = read_run(tmp_path / "run.jsonl").steps
+    assert [[x is None for x in layer] for layer in step["heads"]["spread"]] == [[False] * 4] * 2 + [[True] * 4]
+
+
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "locater"]
 

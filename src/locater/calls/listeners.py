@@ -42,8 +42,10 @@ class ListeningSwitch:
     keeps_call: bool = False  # keep what the first pass that counts was called with
     call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the module, its arguments
     outputs: int | None = None  # the last axis of what the observed model returned first: its vocabulary, or classes
+    tokens: Any = None  # the mesh over which the tokens of the pass that is running are split (context parallelism)
     left_out: int = 0  # passes that did not count, as far as they ran outside of a compiled graph
     missed: deque[Exception] = field(default_factory=lambda: deque(maxlen=1))  # why a call was last left out
+    also: Callable[[Any, Call], None] | None = None  # is handed each call that counts, with its site
     number: int = field(default_factory=lambda: next(_numbers))
     thread: int | None = field(default_factory=threading.get_ident)  # whose calls count; None: of the next pass
 

@@ -64,7 +64,7 @@ def ablate(
     source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
     module = load_model(source) if isinstance(model, str | os.PathLike) else model
     layers = attention_layers(module)
-    study = _Measurements(module, layers, chosen_heads(heads, layers), how)
+    study = Measurements(module, layers, chosen_heads(heads, layers), how)
     given = _batches(module, batch, tokenizer, length, tokens)
     steps = study.measure(given)
     for _ in progress(steps, len(given) * len(study.sets)) if progress else steps:
@@ -119,7 +119,7 @@ def _check_layer(layer: int, layers: Sequence[AttentionLayer], head: int | None 
         raise LocaterError(f"head {layer}.{head}: layer {layer} has {layers[layer].heads} heads, numbered from 0")
 
 
-class _Measurements:
+class Measurements:
     """What was measured so far: a value per removal and sequence."""
 
     def __init__(
@@ -237,7 +237,6 @@ def _mean(values: Iterator[float]) -> float:
 # What is compared.
 
 
-@torch.no_grad()
 def sequence_losses(out: Any, batch: Mapping[str, Any], causal: bool, copies: int = 1) -> Float[Tensor, " N"] | None:
     """The loss of each sequence, of all copies of the batch; None where there is none.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 import torch
@@ -21,25 +21,45 @@ def row_chunks(B: int, H: int, T: int, S: int, device: torch.device) -> list[sli
     return [slice(start, min(start + size, T)) for start in range(0, T, size)]
 
 
-def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool) -> AttentionStatistics:
-    """q (B, H, T, D), k (B, K, S, D) with H a multiple of K."""
+def _logits_by_rows(q: Tensor, k: Tensor, terms: Terms) -> Iterator[tuple[slice, Terms, Tensor, Tensor]]:
+    """Some rows at a time: which, the terms of the keys that they may see, logits and visible keys (B, H, t, end)."""
     B, H, T, _ = q.shape
     S = k.shape[-2]
     keys = upcast(k)
-    everything = T == 1 and not per_key and sees_everything(terms)  # a token that is generated
     whole = terms.positions is not None or not terms.causal or T > S  # else no row of a chunk sees beyond its last
     placed = terms.placed(T, S, q.device)
-    parts: list[AttentionStatistics] = []
-    received = keys.new_zeros(B, H, S) if per_key else None
-    lookers = torch.zeros(1, 1, S, device=q.device) if per_key else None
     for rows in row_chunks(B, H, T, S, q.device):
         end = S if whole else S - T + rows.stop
         here = placed.up_to(end)
         logits = here.logits(upcast(q[:, :, rows]), keys[:, :, :end], rows, T)
-        seen = None if everything else here.visible(rows, T, end, q.device)
-        part, p = _of_rows(logits, seen, here, rows, T, extended)
+        yield rows, here, logits, here.visible(rows, T, end, q.device)
+
+
+def weights_by_rows(q: Tensor, k: Tensor, terms: Terms) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows of the attention map, some at a time: which, their weights (B, H, t, end) on the first `end` keys, beyond
+    which they see none, and the keys that they see. The map as a whole is never in memory.
+    """
+    T = q.shape[2]
+    for rows, here, logits, seen in _logits_by_rows(q, k, terms):
+        _, weights = _of_rows(logits, seen, here, rows, T, extended=False)
+        if here.bias is not None:
+            seen = seen & ((here.bias if here.bias.shape[-2] == 1 else here.bias[..., rows, :]) > -torch.inf)
+        yield rows, weights, seen
+
+
+def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool) -> AttentionStatistics:
+    """q (B, H, T, D), k (B, K, S, D) with H a multiple of K."""
+    B, H, T, _ = q.shape
+    S = k.shape[-2]
+    parts: list[AttentionStatistics] = []
+    received = upcast(k).new_zeros(B, H, S) if per_key else None
+    lookers = torch.zeros(1, 1, S, device=q.device) if per_key else None
+    everything = T == 1 and not per_key and sees_everything(terms)  # a token that is generated
+    for rows, here, logits, seen in _logits_by_rows(q, k, terms):
+        part, p = _of_rows(logits, None if everything else seen, here, rows, T, extended)
         parts.append(part)
-        if received is not None and lookers is not None and seen is not None:
+        if received is not None and lookers is not None:
+            end = p.shape[-1]
             received[:, :, :end] += p.sum(2)
             lookers = lookers + torch.nn.functional.pad(seen.sum(2), (0, S - end))
     columns = {

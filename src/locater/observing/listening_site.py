@@ -32,6 +32,7 @@ from locater.observing.accumulate import (
     wide,
 )
 from locater.observing.layers_by_record import KnownLayer, parts_of
+from locater.observing.split_tokens import calls_of_whole_rows, refuse_part_of_heads
 from locater.torch_private import (
     disable_dynamo,
     is_compiled_in_place,
@@ -140,7 +141,9 @@ class Site:
         else.
         """
         own = self.kind == "self" and self.placed
-        if first is not None:
+        if self.switch.tokens is not None:
+            self._receive_part(call, own and first is None)
+        elif first is not None:
             if is_measured(self, call):
                 self._receive_some(call, first, own)
         elif is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
@@ -148,10 +151,16 @@ class Site:
                 accumulate_call(call, self.here, self.options, own, self.picked, self.switch.mailbox)
             else:
                 self._receive_requests(call, own)
+            if self.switch.also is not None:
+                self.switch.also(self, call)
 
     @disable_dynamo
     def _receive_requests(self, call: Call, own: bool) -> None:
         """Add a call request by request: to the sums of each where these are asked for, and to those of all."""
+        if call.parts is not None and self.switch.also is not None:
+            raise LocaterError(
+                f"{self.name}: groups= and beyond= are not kept of calls on a paged cache: leave them out"
+            )
         for request, part in call.by_request():
             if not self.options.by_request:
                 accumulate_call(part, self.here, self.options, own, self.picked, self.switch.mailbox)
@@ -166,6 +175,23 @@ class Site:
             if new.sums.data_ptr() in accumulated:
                 accumulated.discard(new.sums.data_ptr())
                 accumulated.add(self.here.sums.data_ptr())
+
+    def _receive_part(self, call: Call, own: bool) -> None:
+        """Add a call of the tokens that this rank has of each sequence, all heads at once. A rank that cannot add it
+        still gathers keys where others do.
+        """
+        try:
+            if not own:
+                raise refuse_part_of_heads(self.name)
+            parts = list(calls_of_whole_rows(call, self.switch.tokens, self.name))
+        except LocaterError as error:
+            if not self.switch.lenient:
+                raise
+            self.switch.missed.append(error)
+            return
+        for part in parts:
+            if is_measured(self, part) and self._has_own_heads(part) and len(self.here.sums):
+                accumulate_call(part, self.here, self.options, True, self.picked, self.switch.mailbox)
 
     def _receive_some(self, call: Call, first: int, own: bool) -> None:
         """Add a call of the heads from `first` on."""

@@ -60,6 +60,7 @@ class SeenHead(MeasuredHead):
     sink: float | None = None
     rest_entropy: float | None = None
     rest_entropy_ratio: float | None = None
+    beyond: float | None = None  # weight on keys that are neither sinks nor within a window, where it was asked for
     offsets: dict[int, float | None] = field(default_factory=dict)  # weight on the key that many tokens before
     output_stable_rank: float | None = None
     output_effective_rank: float | None = None

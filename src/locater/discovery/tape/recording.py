@@ -150,8 +150,10 @@ class Tape(TorchFunctionMode):
         return known
 
     def _origin(self, x: Tensor) -> Origin:
-        """How a tensor was made."""
+        """How a tensor was made. What returns its own argument (a cast to the dtype that it has) made nothing."""
         node = self.node(x)
+        while (before := next((y for y in node.inputs if y.value is x), None)) is not None:
+            node = before
         inputs = [y.value for y in node.inputs]
         part = part_name(node.name, node.args, node.kwargs, inputs[0].ndim) if inputs else node.name
         return Origin(node.name, part, inputs, node.moving)

@@ -176,8 +176,10 @@ def _beyond(unseen: Sequence[Line]) -> str:
     harmful = count([x for x in unseen if is_fault(x) and does_harm(x)], best_call)
     alarm = alarms(unseen, "doctor --base")
     return f"""
-All of this is about faults that were known when the rules were written. Of [faults that nobody had in mind](#faults-that-nobody-had-in-mind)
-doctor finds {harmful.found_text()} of those that do harm, and names the right cause of {harmful.right_text()}; false alarms: {alarm.found} of {alarm.of}.
+All of this is about faults that were known when the rules were written. [Others](#faults-that-nobody-had-in-mind) were written down by somebody who had not
+read the rules. Of those that do harm doctor then found 101 of 133, named the right cause of 43 and a wrong one of 18; false alarms: 19 of 75. The rules were mended with
+these at hand, so they are seen now, and say no more how doctor does on faults that nobody had in mind: it finds {harmful.found_text()}, and names the
+right cause of {harmful.right_text()}; false alarms: {alarm.found} of {alarm.of}.
 """
 
 
@@ -406,8 +408,9 @@ def _unseen(lines: Sequence[Line]) -> str:
 ## Faults that nobody had in mind
 
 {kinds[0]} more faults and {kinds[1]} more harmless changes (`src/locater_lab/studies/verdicts/unseen.py`). The rules of doctor were frozen at
-{FROZEN} before these were written down, by somebody who knew [the page of doctor](doctor.md) and the faults above, and had not read the
-code of the rules. They are in no figure above. What counts as the right cause was fixed before doctor was asked; one was added afterwards, because with two groups of two heads
+{FROZEN} before these were written down, and mended with them at hand after they had been measured (101 of 133 found, 43 named, 18 named wrongly, 19 false alarms of 75):
+by the rules of today they are seen. They were written by somebody who knew [the page of doctor](doctor.md) and the faults above, and had not read the
+code of the rules. They are in no table above. What counts as the right cause was fixed before doctor was asked; one was added afterwards, because with two groups of two heads
 `outputs-by-position-in-group` is a swap. Where doctor has no cause for what was done, none counts as right, and the honest
 answer is that it is unknown: it has one for {sum(bool(x["causes"]) for x in harmful)} of the {len(harmful)} that do harm. Each is planted once in
 {", ".join(models_of(lines))}. Intervals take these for independent, which they are

@@ -1,6 +1,8 @@
 """Faults and harmless changes that nobody had in mind: the rules of doctor were frozen at FROZEN before these were
 written down, planted and measured, by somebody who had not read their code. They are counted apart from the others.
 
+Since then rules were mended with them at hand: of the rules of today they are seen.
+
 Where no cause of doctor is what was done, `causes` is empty: then `unknown` is the honest answer, and any name a wrong one.
 """
 
