@@ -204,4 +204,6 @@ def weights_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, weight: Te
 
 def _concatenated(parts: list[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
-    return torch.cat(present, 2) if present else None
+    if len(present) < 2:  # all rows at once, as those of a token that is generated
+        return present[0] if present else None
+    return torch.cat(present, 2)
