@@ -88,7 +88,7 @@ def model() -> nn.Module:
 
 
 def plan_of(model: nn.Module, loss: float, **more: Any) -> locater.CachePlan:
-    return locater.cache_plan(model, IDS, window=WINDOW, sinks=SINKS, loss=loss, length=24, **more)
+    return locater.cache_plan(model, IDS, loss=loss, length=24, **{"window": WINDOW, "sinks": SINKS, **more})
 
 
 def test_every_list_has_the_loss_of_a_model_with_that_mask(model: nn.Module) -> None:
@@ -177,7 +177,7 @@ def test_a_repeated_text() -> None:
 
 def test_the_second_copy_of_a_text(model: nn.Module) -> None:
     plan = plan_of(model, 0.5)
-    assert plan.copies is not None
+    assert plan.other is not None
     twice = torch.cat([IDS[6:, :12], IDS[6:, :12]], 1)
 
     def copy_loss(windowed: dict[int, list[int]]) -> Tensor:
@@ -186,9 +186,19 @@ def test_the_second_copy_of_a_text(model: nn.Module) -> None:
         apart = functional.cross_entropy(logits[:, 11:-1].flatten(0, 1), twice[:, 12:].flatten(), reduction="none")
         return apart.view(6, -1).mean(1)
 
-    assert plan.copies["loss"] == pytest.approx(float(copy_loss({}).mean()), abs=EXACT)
+    assert plan.other["loss"] == pytest.approx(float(copy_loss({}).mean()), abs=EXACT)
     change = copy_loss(query_heads(plan.windowed)) - copy_loss({})
-    assert plan.copies["change"] == pytest.approx(float(change.mean()), abs=EXACT)
+    assert plan.other["change"] == pytest.approx(float(change.mean()), abs=EXACT)
+    by_copies = plan_of(model, 0.5, copies=True, measure=True)
+    assert by_copies.loss == pytest.approx(float(copy_loss({}).mean()), abs=EXACT)
+    assert by_copies.judged is not None
+    change = copy_loss(query_heads(by_copies.windowed)) - copy_loss({})
+    assert by_copies.judged["change"] == pytest.approx(float(change.mean()), abs=EXACT)
+    plain = losses(model, IDS[6:], query_heads(by_copies.windowed)) - losses(model, IDS[6:])
+    assert by_copies.other is not None
+    assert by_copies.other["change"] == pytest.approx(float(plain.mean()), abs=EXACT)
+    with pytest.raises(LocaterError, match="too short for a text that stands twice"):
+        plan_of(model, 0.5, copies=True, window=16)
 
 
 def test_layers_with_a_window_of_their_own_stay() -> None:
@@ -275,6 +285,7 @@ def test_the_command(run: Callable[..., Result], tmp_path: Path) -> None:
         (["--cache", "--lengths", "16,32"], "--cache and --lengths exclude each other"),
         (["--out", "x"], "--out goes with --cache"),
         (["--measure"], "--measure goes with --cache"),
+        (["--lengths", "16,32", "--copies"], "--copies goes with --cache"),
         (["--lengths", "16,a"], "write numbers of tokens"),
     ):
         result = run("probe", DEMO, *wrong)

@@ -83,6 +83,10 @@ def command(
     measure: Annotated[
         bool, typer.Option("--measure", help="With --cache: measure each key head by itself, which takes longer.")
     ] = False,
+    copies: Annotated[
+        bool,
+        typer.Option("--copies", help="With --cache: each text stands twice, and the loss of the second copy counts."),
+    ] = False,
     out: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Folder of the list of --cache, as DuoAttention and kvpress read it."),
@@ -91,16 +95,15 @@ def command(
     others = {"--rows": rows, "--save-statistics": save_statistics, "--fail-on": fail_on, "--images": images}
     if cache or lengths is not None:
         name = "--cache" if cache else "--lengths"
-        others |= {"--lengths": lengths if cache else None, "--out": None if cache else out}
+        others["--lengths"] = lengths if cache else None
         others["--length"] = None if cache else length
         if refused := next((other for other, value in others.items() if value is not None), None):
             raise LocaterError(f"{name} and {refused} exclude each other: give one")
-        if measure and not cache:
-            raise LocaterError("--measure goes with --cache")
-    elif out is not None or measure:
-        raise LocaterError(f"{'--measure' if measure else '--out'} goes with --cache")
+    with_cache = {"--measure": measure, "--copies": copies, "--out": out is not None}
+    if not cache and (wrong := next((name for name, given in with_cache.items() if given), None)):
+        raise LocaterError(f"{wrong} goes with --cache")
     if cache:
-        plan = CacheOptions(window, sinks, loss, measure, out)
+        plan = CacheOptions(window, sinks, loss, measure, copies, out)
         _cache(model, text, tokenizer, plan, length or CACHE_LENGTH, tokens or TOKENS, json, report)
         return
     if lengths is not None:
@@ -143,6 +146,7 @@ class CacheOptions(NamedTuple):
     sinks: int
     loss: float
     measure: bool
+    copies: bool
     out: str | None
 
 
@@ -171,6 +175,7 @@ def _cache(
         sinks=options.sinks,
         loss=options.loss,
         measure=options.measure,
+        copies=options.copies,
         tokenizer=tokenizer,
         length=length,
         tokens=tokens,

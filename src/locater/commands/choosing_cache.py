@@ -51,6 +51,7 @@ def cache_plan(
     sinks: int = 4,
     loss: float = 0.02,
     measure: bool = False,
+    copies: bool = False,
     tokenizer: Any = None,
     length: int = CACHE_LENGTH,
     tokens: int = TOKENS,
@@ -58,7 +59,8 @@ def cache_plan(
     progress: Progress | None = None,
 ) -> CachePlan:
     """Which key heads of `model` can do with the last `window` keys and the first `sinks`, all of them at once, for at
-    most `loss` nats per token. `measure` measures what each costs by itself, and goes by that.
+    most `loss` nats per token. `measure` measures what each costs by itself, and goes by that. With `copies` the first
+    half of each sequence stands twice, and the loss is that of the second copy: what is asked for is far back.
 
     >>> from locater_lab.train import Shape, Transformer
     >>> model = Transformer(Shape(vocabulary=32, layers=2, width=16, heads=2, kv_heads=2, hidden=24))
@@ -79,7 +81,7 @@ def cache_plan(
     given = _given(module, text, tokenizer, length, tokens)
     plan = _Plan(module, attention_layers(module), how, loss, measure, _token_names(module, tokenizer))
     choose, judge = _halves(given)
-    steps = plan.run(choose, judge)
+    steps = plan.run(choose, judge, copies)
     for _ in progress(steps, plan.expected(len(choose), len(judge))) if progress else steps:
         pass
     named = data_label(text, None) if text is None or isinstance(text, str | os.PathLike) else None
@@ -87,6 +89,7 @@ def cache_plan(
         "window": window,
         "sinks": sinks,
         "measured": measure,
+        "copies": copies,
         "data": label or named,
         "length": given[0]["input_ids"].shape[1],
         "sequences": {"choose": count_sequences(choose), "judge": count_sequences(judge)},
@@ -166,14 +169,14 @@ class _Plan:
             raise LocaterError(
                 f"every layer has a window of {how.window} keys or fewer of its own: there is nothing to gain"
             )
-        self.texts: dict[str, list[Batch]] = {}  # "choose", "judge", "copies"
+        self.texts: dict[str, list[Batch]] = {}  # "choose", "judge", "other"
         self.base: dict[str, list[float]] = {}  # losses with the whole cache, by text
         self.beyond: dict[Unit, float] = {}
         self.predicted: dict[Unit, float] = {}
         self.single: dict[Unit, Removed] = {}
         self.tried: list[dict[str, Any]] = []
         self.accepted: list[Unit] = []
-        self.copies: dict[str, Any] | None = None
+        self.other: dict[str, Any] | None = None
         self.notes: list[str] = []
         if self.bounded:
             self.notes.append(f"{len(self.bounded)} layers have a window of their own, and stay as they are")
@@ -185,8 +188,18 @@ class _Plan:
 
     # ---- the course of it
 
-    def run(self, choose: list[Batch], judge: list[Batch]) -> Iterator[None]:
-        self.texts = {"choose": choose, "judge": judge}
+    def run(self, choose: list[Batch], judge: list[Batch], copies: bool) -> Iterator[None]:
+        again = [[repeated(batch) for batch in half] for half in (choose, judge)]
+        if copies:
+            choose, judge, again = *again, [choose, judge]
+        self.texts = {"choose": choose, "judge": judge, "other": again[1]}
+        length = max(batch["input_ids"].shape[1] for text in (judge, again[1]) for batch in text if "labels" in batch)
+        far = length // 2 > self.how.window
+        if not far:
+            short = "sequences are too short for a text that stands twice, with a copy beyond the window"
+            if copies:
+                raise LocaterError(short)
+            self.notes.append(short)
         yield from self._look(choose)
         if self.measure:
             yield from self._measure_singles(choose)
@@ -199,7 +212,8 @@ class _Plan:
             if not row["holds"]:
                 break
             self.accepted = chosen[:size]
-        yield from self._repeat(judge)
+        if self.accepted and far:
+            yield from self._judge_other()
         yield from self._round_keys()
 
     def _cost(self, unit: Unit) -> float:
@@ -209,7 +223,7 @@ class _Plan:
         """Weight beyond the window, and first-order effects."""
         with observe(self.module, beyond=(self.how.window, self.how.sinks), rows=1) as seen:
             for batch in choose:
-                run_checked(self.module, batch)
+                run_checked(self.module, _inputs(batch))
                 yield
         numbers = {layer.name: at for at, layer in enumerate(self.layers)}
         shares: dict[Unit, list[float]] = {}
@@ -223,7 +237,9 @@ class _Plan:
                 totals[unit] += values
             yield
         self.predicted = {unit: sum(values) / len(values) for unit, values in totals.items()}
-        self.sinks, self.massive = sinks_and_massive(self.module, self.layers, choose[0], self.how.sinks, self.names)
+        self.sinks, self.massive = sinks_and_massive(
+            self.module, self.layers, _inputs(choose[0]), self.how.sinks, self.names
+        )
 
     def _measure_singles(self, choose: list[Batch]) -> Iterator[None]:
         """The window in each key head alone."""
@@ -245,15 +261,11 @@ class _Plan:
             size = (fits + fails) // 2
         return fits
 
-    def _repeat(self, judge: list[Batch]) -> Iterator[None]:
-        """What the list costs where the text says everything twice: what was said is beyond the window."""
-        again = self.texts["copies"] = [repeated(batch) for batch in judge]
-        if again[0]["input_ids"].shape[1] // 2 <= self.how.window:
-            self.notes.append("sequences are too short for a text that is repeated beyond the window")
-        elif self.accepted:
-            row = self._change(self.accepted, "copies")
-            yield
-            self.copies = {"loss": sum(self.base["copies"]) / len(self.base["copies"]), **row}
+    def _judge_other(self) -> Iterator[None]:
+        """What the list costs where each text stands twice; or, if that is what it was judged by, where it does not."""
+        row = self._change(self.accepted, "other")
+        yield
+        self.other = {"loss": sum(self.base["other"]) / len(self.base["other"]), **row}
 
     def _round_keys(self) -> Iterator[None]:
         """What rounded keys cost, with the first of them in the range of the others and apart."""
@@ -300,8 +312,7 @@ class _Plan:
         places_of = [(self.weights.submodule(name), removal) for name, removal in removals.items()]
         with torch.compiler.set_stance("force_eager"), heads_removed(self.module, places_of):
             for batch in self.texts[text]:
-                inputs = {name: x for name, x in batch.items() if name != "labels"}
-                found = sequence_losses(run_checked(self.module, inputs), batch, causal=True)
+                found = sequence_losses(run_checked(self.module, _inputs(batch)), batch, causal=True)
                 if found is None:
                     raise LocaterError(f"{type(self.module).__name__}: it gives no logits over its vocabulary")
                 losses += found.tolist()
@@ -330,7 +341,7 @@ class _Plan:
             judged is not None,
             judged,
             self.tried,
-            self.copies,
+            self.other,
             self.keys,
             self.sinks,
             self.massive,
@@ -391,7 +402,7 @@ def first_order(
         gates[at] = _Gate(layers[at].name, layers[at].heads, how, {0: list(range(layers[at].heads))})
     places = [(weights.submodule(gate.name), gate) for gate in gates.values()]
     with torch.compiler.set_stance("force_eager"), heads_removed(module, places):
-        out = run_checked(module, batch, gradients=True)
+        out = run_checked(module, _inputs(batch), gradients=True)
     with torch.enable_grad():
         losses = sequence_losses(out, batch, causal=True)
         if losses is None:
@@ -404,6 +415,11 @@ def first_order(
         group = layers[at].group
         found[at, head] = of_layer[at][:, head * group : (head + 1) * group].double().sum(1).tolist()
     return found
+
+
+def _inputs(batch: Batch) -> Batch:
+    """What the model reads: labels are counted here."""
+    return {name: x for name, x in batch.items() if name != "labels"}
 
 
 def repeated(batch: Mapping[str, Tensor]) -> Batch:

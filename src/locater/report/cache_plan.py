@@ -53,10 +53,11 @@ def verdict(document: Document) -> str:
 def why(document: Document) -> list[str]:
     """What stands behind the verdict, a sentence each."""
     judged, given = document["judged"], document["assumptions"]
+    twice = ", of which the first half stands twice and the second copy counts" if given["copies"] else ""
     said = [
         f"Chosen on {amount(given['sequences']['choose'], 'sequence')} and judged on "
-        f"{given['sequences']['judge']} others of {given['length']} tokens{_data(given)}. The loss with the whole "
-        f"cache is {document['loss']:.4f} nats; the upper end of the interval may be {document['budget']:g} above it."
+        f"{given['sequences']['judge']} others of {given['length']} tokens{_data(given)}{twice}. The loss with the "
+        f"whole cache is {document['loss']:.4f} nats; the interval may end {document['budget']:g} above it."
     ]
     if judged is not None:
         said.append(
@@ -65,19 +66,21 @@ def why(document: Document) -> list[str]:
         )
         failed = [row for row in document["tried"] if row["text"] == "judge" and not row["holds"]]
         said += [f"A list of {row['heads']} was longer and did not hold: {change(row)}." for row in failed]
-    said += copy_sentence(document)
+    said += other_sentence(document)
     return said
 
 
-def copy_sentence(document: Document) -> list[str]:
-    """What the list costs where what is asked for is far back."""
-    copies = document["copies"]
-    if copies is None:
+def other_sentence(document: Document) -> list[str]:
+    """What the list costs where what is asked for is far back; or, if it was judged by that, on the text as it is."""
+    other = document["other"]
+    if other is None:
         return []
-    over = copies["high"] is not None and copies["high"] > document["budget"]
-    warning = " More than the budget: for answers that are copied from far back, keep more heads." if over else ""
+    if document["assumptions"]["copies"]:
+        return [f"On the text as it is, the loss is {other['loss']:.3f} nats, and {change(other)} more with this list."]
+    over = other["high"] is not None and other["high"] > document["budget"]
+    warning = " More than the budget: if answers are copied from far back, choose with --copies." if over else ""
     return [
-        f"Where a text is repeated, the second copy costs {copies['loss']:.3f} nats, and {change(copies)} more with "
+        f"Where each text stands twice, the second copy costs {other['loss']:.3f} nats, and {change(other)} more with "
         f"this list.{warning}"
     ]
 

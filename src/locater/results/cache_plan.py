@@ -55,7 +55,7 @@ class CachePlan(Document):
     holds: bool  # whether there is a list that was judged to cost no more
     judged: dict[str, Any] | None  # of the list: heads, change, low, high, sum of single effects
     tried: list[dict[str, Any]]  # every list: heads, text ("choose", "judge"), change, low, high, holds
-    copies: dict[str, Any] | None  # the list where a text is repeated once: loss of the second copy, its change
+    other: dict[str, Any] | None  # the list where each text stands twice (or, with `copies`, once): loss and change
     keys: dict[str, Any]  # what sinks do to keys of few bits
     sinks: list[dict[str, Any]]  # by layer
     massive: list[dict[str, Any]]  # by block
@@ -126,7 +126,7 @@ class CachePlan(Document):
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document."""
-        parts = ("source", "assumptions", "loss", "budget", "holds", "judged", "tried", "copies", "keys", "sinks")
+        parts = ("source", "assumptions", "loss", "budget", "holds", "judged", "tried", "other", "keys", "sinks")
         return {
             **self.header(),
             **{name: getattr(self, name) for name in (*parts, "massive", "layers")},
