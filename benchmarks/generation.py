@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, command_line, device_and_torch, place, write
+from torch import nn
 
 from locater.observing import observe
 
@@ -165,7 +166,36 @@ def continuous(device: Device, model: Any, requests: int, prompt: int, new: int)
     return {"requests": requests, "prompt": prompt, "new": new, **compare(device, model, run, some)}
 
 
-def measure(name: str, quick: bool, out: Path) -> dict[str, Any]:
+def statistics_alone(device: Device) -> dict[str, Any]:
+    """Microseconds of the statistics of one query over cached keys, and of SDPA on the same."""
+    from locater.kernels import Terms, row_statistics
+
+    found: dict[str, Any] = {}
+    heads, groups, size = (9, 3, 64) if device.name == "cpu" else (32, 8, 64)
+    for length in (128, 1024, 4096, 32768):
+        k, v = torch.randn(2, 1, groups, length, size, device=device.name, dtype=device.dtype)
+        q = torch.randn(1, heads, 1, size, device=device.name, dtype=device.dtype)
+        works: dict[str, Callable[[], Any]] = {
+            "statistics": lambda q=q, k=k: row_statistics(q, k, Terms(causal=True)),  # type: ignore[misc]
+            "SDPA": lambda q=q, k=k, v=v: nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),  # type: ignore[misc]
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(device.turns + 1):
+            for name, work in works.items():
+                work()
+                began = device.clock()
+                for _ in range(50):
+                    work()
+                seconds[name].append((device.clock() - began) / 50)
+        found[f"{length}"] = {name: 1e6 * statistics.median(x) for name, x in seconds.items()}
+    return {"heads": heads, "key_heads": groups, "size": size, "us": found}
+
+
+PARTS = ("caches", "continuous", "alone")
+
+
+def measure(name: str, quick: bool, only: str | None, out: Path) -> dict[str, Any]:
+    """The parts one after another; results are written after each. `only` one of them replaces its results alone."""
     device = DEVICES[name]
     if quick:
         device = Device(device.name, device.dtype, device.shape, 1, 2)
@@ -178,8 +208,23 @@ def measure(name: str, quick: bool, out: Path) -> dict[str, Any]:
         "turns": device.turns,
         "steps": device.steps,
         "clock": "processor time of one thread" if name == "cpu" else "time between two waits for the device",
-        "caches": {},
     }
+    if only and out.exists():
+        results = json.loads(out.read_text()) | results
+    if only in (None, "alone"):
+        results["alone"] = statistics_alone(device)
+    if only in (None, "caches"):
+        results["caches"] = after_caches(name, device, model, quick)
+        write(results, out, "")
+    if only in (None, "continuous"):
+        sizes = (4, 32, 8) if quick else (8, 128, 24)
+        results["continuous"] = continuous(device, model, *sizes)
+    return results
+
+
+def after_caches(name: str, device: Device, model: Any, quick: bool) -> dict[str, Any]:
+    """One token after caches of each kind and length."""
+    results: dict[str, Any] = {}
     for kind in CACHES:
         for batch in (1, BATCH):
             lengths = LENGTHS[name][:2] if quick else LENGTHS[name]
@@ -188,10 +233,8 @@ def measure(name: str, quick: bool, out: Path) -> dict[str, Any]:
                 some = OBSERVERS if batch > 1 else {k: v for k, v in OBSERVERS.items() if k != "by request"}
                 key = f"{kind}, {batch} sequence{'s' * (batch > 1)}"
                 found = per_step(compare(device, model, run, some), device.steps)
-                results["caches"].setdefault(key, {})[f"{length}"] = found
+                results.setdefault(key, {})[f"{length}"] = found
                 print(key, length, {k: round(v, 3) for k, v in found["ratio"].items()}, flush=True)
-    write(results, out, "")  # what comes next loses none of it
-    results["continuous"] = continuous(device, model, 4 if quick else 8, 32 if quick else 128, 8 if quick else 24)
     return results
 
 
@@ -210,6 +253,10 @@ def table(name: str) -> None:
         for length, found in lengths.items():
             cells = [f"{found['ratio'][k]:.2f}" if k in found["ratio"] else "-" for k in OBSERVERS]
             print(f"| {cache} | {int(length):,} | {found['ms']['plain']:.1f} ms | {' | '.join(cells)} |")
+    for length, us in x.get("alone", {}).get("us", {}).items():
+        print(f"one query over {int(length):,} keys: statistics {us['statistics']:,.0f} us, SDPA {us['SDPA']:,.0f} us")
+    if "continuous" not in x:
+        return
     found = x["continuous"]
     cells = [f"{found['ratio'][k]:.2f}" for k in OBSERVERS]
     what = f"continuous batching, {found['requests']} requests"
@@ -221,13 +268,14 @@ def table(name: str) -> None:
 def main() -> None:
     parser = command_line(__doc__, "generation", ("cpu", "gpu"))
     parser.add_argument("--table", action="store_true", help="print the results that are kept, and run nothing")
+    parser.add_argument("--only", choices=PARTS, help="this part alone; the results of the others stay")
     options = parser.parse_args()
     if options.table:
         for name in DEVICES:
             table(name)
         return
     out = place(options)
-    write(measure("gpu" if options.gpu else "cpu", options.quick, out), out, "")
+    write(measure("gpu" if options.gpu else "cpu", options.quick, options.only, out), out, "")
 
 
 if __name__ == "__main__":
