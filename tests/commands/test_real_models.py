@@ -170,8 +170,8 @@ def test_the_guide_runs_from_start_to_end(run: Callable[..., Result], tmp_path: 
     assert abs(eight[0]) < 0.005 < four[0] < window[0]
     layers, heads, chosen = (one["removals"] for one in found[3:])
     assert [row["name"] for row in layers] == [f"layer {n}" for n in range(30)]
-    assert [row["name"] for row in heads] == [f"0.{n}" for n in range(9)]
-    assert chosen[0]["heads"] == [[0, 1], [0, 4], [0, 7]]
+    assert [row["name"] for row in heads] == [f"10.{n}" for n in range(9)]
+    assert chosen[0]["heads"] == [[10, 1], [10, 4], [10, 7]]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch.nn import functional
 import locater
 from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
-from locater_lab.engine.reproduction import Setting
+from locater_lab.engine.reproduction import Setting, round_numbers
 from locater_lab.studies import tolerance
 from locater_lab.studies.tolerance import judging, measuring
 from tests import ROOT
@@ -226,3 +226,15 @@ def test_the_second_order_is_that_of_the_divergence(monkeypatch: pytest.MonkeyPa
                 changed = model(IDS).logits[0, -13:-1].log_softmax(-1)
             divergence = (plain.exp() * (plain - changed)).sum(-1).mean()
             assert found[4 * layer + head] == pytest.approx(float(divergence), rel=0.25)
+
+
+def test_the_kept_figures_are_those_of_the_lines() -> None:
+    lines = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    assert all(line["commit"] and line["text"] for line in lines)
+    kept = json.loads((ROOT / "docs" / tolerance.PAPER.document_file).read_text())
+    (study,) = kept["studies"].values()
+    assert study["tables"] == round_numbers(judging.results_of(lines).tables, 5), "locater reproduce tolerance"
+    own = [x["costs"] for x in lines if (x["model"], x.get("change")) == ("all-MiniLM-L6-v2", "zero")]
+    columns = next(x["columns"] for x in lines if (x["model"], x["part"]) == ("all-MiniLM-L6-v2", "predictors"))
+    by_hand = stats.spearmanr(columns["depth"], np.mean(own, axis=0)).statistic
+    assert study["tables"]["correlations"]["all-MiniLM-L6-v2"]["zero"]["depth"][0] == pytest.approx(by_hand, abs=1e-3)

@@ -29,6 +29,7 @@ from locater.numerics import spearman
 from locater.observing.attention_maps import attention_maps
 from locater_lab.engine.claims import Claim, by_seed
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
+from locater_lab.engine.runs import SOURCES, check_commit, commit_of
 from locater_lab.train.sweep import append_line, read_lines
 
 PROSE, TOKENS, PROMPTS = "test.txt.xz", 24, 20
@@ -77,13 +78,15 @@ def measure(setting: Setting) -> Results:
     found = [line for path in (*setting.more_runs, setting.runs) for line in read_lines(path)]
     lines = {(line["model"], line["prompt"]): line for line in found}
     if setting.jobs and setting.models is not None and setting.data is not None:
+        commit = commit_of(SOURCES)
+        check_commit(setting.runs, commit)
         for name, folder in FOLDERS.items():
             if not (setting.models / folder).is_dir():
                 continue
             module = load_model(str(setting.models / folder))
             for number, ids in enumerate(prompts(module, setting.data / PROSE)[: prompts_of(name)]):
                 if (name, number) not in lines:
-                    line = {"model": name, "prompt": number, **measure_prompt(module, ids)}
+                    line = {"model": name, "prompt": number, **measure_prompt(module, ids), "commit": commit}
                     append_line(setting.runs, line)
                     lines[name, number] = line
                     setting.log(f"{name}, prompt {number}: target {line['target']:.3f}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from locater.numerics import finite_or_none
 from locater_lab.engine.claims import Claim, Measurement, by_seed
 from locater_lab.engine.reproduction import Results
 from locater_lab.studies.surrogate.errors_and_claims import Estimate, head_draws, rank_correlation
@@ -249,13 +250,13 @@ def _again(costs: Any) -> float | None:
     return round(found.value, 3)
 
 
-def _together(lines: Sequence[Line], model: str) -> dict[str, dict[str, list[float]]]:
-    """Mean and half of the interval over sequences, of all heads at once and of lists."""
+def _together(lines: Sequence[Line], model: str) -> dict[str, dict[str, list[float | None]]]:
+    """Mean and half of the interval over sequences, None of one alone, of all heads at once and of lists."""
     costs = _costs_together(lines, model)
-    if len(costs) < FEWEST:
+    if not costs:
         return {}
-    means = {}
+    means: dict[str, dict[str, list[float | None]]] = {}
     for kind in costs[0]:
         each = {name: by_seed([x[kind][name] for x in costs]) for name in costs[0][kind]}
-        means[kind] = {name: [found.value, found.spread] for name, found in each.items()}
+        means[kind] = {name: [found.value, finite_or_none(found.spread)] for name, found in each.items()}
     return means
