@@ -122,6 +122,11 @@ def with_mask(terms: Terms, mask: Tensor, keys: int, added: bool = False) -> Ter
     return replace(terms, bias=terms.bias + mask.masked_fill(hidden, -torch.inf))
 
 
+def with_dense_mask(terms: Terms, mask: Any, query: Tensor, key: Tensor) -> Terms:
+    """Terms with a block mask of FlexAttention, written out."""
+    return with_mask(terms, _dense_block_mask(mask, query, key), key.shape[2])
+
+
 def hidden_by(mask: Tensor) -> Tensor:
     """The keys that an additive mask hides."""
     if not mask.is_floating_point():
@@ -169,7 +174,7 @@ def call_of_interface(
         if terms.softcap is not None and added and torch.compiler.is_dynamo_compiling():
             query = _nan_where_refused(query, terms, mask)
     elif mask is not None:
-        terms = with_mask(terms, _dense_block_mask(mask, query, key), keys)
+        terms = with_dense_mask(terms, mask, query, key)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, one for all sequences
         size = max(query.shape[0], key.shape[0])
         query, key = query.expand(size, -1, -1, -1), key.expand(size, -1, -1, -1)
