@@ -171,14 +171,15 @@ def test_the_guide_runs_from_start_to_end(run: Callable[..., Result], tmp_path: 
     layers, heads, chosen = (one["removals"] for one in found[3:])
     assert [row["name"] for row in layers] == [f"layer {n}" for n in range(30)]
     assert [row["name"] for row in heads] == [f"10.{n}" for n in range(9)]
-    assert chosen[0]["heads"] == [[10, 1], [10, 4], [10, 7]]
+    alone = [row["change"] for row in heads]
+    assert max(alone) == alone[0] > 3 * sorted(alone)[-2]
+    assert chosen[0]["heads"] == [[10, n] for n in range(1, 9)]
 
 
 @pytest.mark.slow
 def test_a_list_of_key_heads_that_holds_on_prose_is_tried_where_text_stands_twice() -> None:
-    """Windows in a third of the key heads of a real model: the loss of prose stays, and induction is what goes."""
-    folder = str(folder_of("SmolLM2-135M-Instruct"))
-    plan = cache_plan(folder, PROSE, window=32, sinks=4, loss=0.1, length=128, tokens=2048)
+    """Windows in some key heads of a real model, on the documentation of Python."""
+    plan = cache_plan(str(folder_of("SmolLM2-135M-Instruct")), window=32, sinks=4, loss=0.1, length=128, tokens=1024)
     assert plan.judged is not None
     assert plan.judged["high"] <= 0.1
     assert len(plan.windowed) == plan.judged["heads"] >= 5
@@ -202,5 +203,5 @@ def test_attention_that_falls_apart_is_found_in_a_real_model(factor: float, apar
     for part in module.modules():
         if "rotary" in type(part).__name__.lower():
             part.__init__(config)  # type: ignore[misc]
-    found = probe_lengths(module, PROSE, [64, 512], tokenizer=folder, tokens=4096)
+    found = probe_lengths(module, None, [64, 512], tokenizer=folder, tokens=2048)
     assert (found.apart is not None) is apart

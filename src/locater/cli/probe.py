@@ -52,7 +52,7 @@ def command(
             metavar="N",
             min=2,
             help=f"About how many tokens to measure ({TOKENS}); half as many more are read for the statistics. With "
-            "--cache half of them choose, with --lengths the default is four sequences.",
+            "--cache half of them choose; with --lengths 16384 and at least four sequences.",
         ),
     ] = None,
     rows: Annotated[

@@ -297,6 +297,10 @@ class _Plan:
         """The change of the loss with the window in all of these at once, with its interval over sequences."""
         if text not in self.base:
             self.base[text] = self._losses(text, (), self.how)
+            if not all(map(math.isfinite, self.base[text])):
+                raise LocaterError(
+                    f"{type(self.module).__name__}: its loss on this text is not a number: try locater doctor"
+                )
         after = self._losses(text, units, how or self.how)
         mean, half = interval([x - y for x, y in zip(after, self.base[text], strict=True)])
         return {"change": finite_or_none(mean), "low": finite_or_none(mean - half), "high": finite_or_none(mean + half)}

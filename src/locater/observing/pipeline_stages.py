@@ -7,7 +7,8 @@ adds up the tables of all ranks: as for heads that are split over ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +19,8 @@ from locater.observing.layers_by_record import KnownLayer
 from locater.observing.listening_site import Site, clear, device_of
 
 
-class StageLayer(NamedTuple):
+@dataclass(frozen=True)
+class StageLayer:
     """A layer of some stage."""
 
     name: str
@@ -41,7 +43,7 @@ class PipelineStages:
 
     def join(self, model: nn.Module, sites: list[Site], switch: ListeningSwitch, options: StatisticsOptions) -> None:
         """Put the layers of the other stages around those of this one in `sites`: a collective."""
-        own = [StageLayer(*(getattr(site, name) for name in StageLayer._fields)) for site in sites]
+        own = [StageLayer(*(getattr(site, each.name) for each in fields(StageLayer))) for site in sites]
         stages: list[list[StageLayer]] = self.gathered(own)
         here, names = dist.get_rank(self.group), [layer.name for stage in stages for layer in stage]
         alike = len({*names}) < len(names)  # each stage counts its layers from 0
@@ -53,14 +55,13 @@ class PipelineStages:
                 if at == here:
                     site = sites[place]
                 else:
-                    fields: dict[str, Any] = layer._asdict()
                     site = Site(
                         number=0,
                         module=_Elsewhere(),
                         switch=switch,
                         options=options,
                         device=device_of(model),
-                        **fields,
+                        **vars(layer),
                     )
                     others.append(site)
                 site.name, site.number = f"stages.{at}.{layer.name}" if alike else layer.name, len(every)
