@@ -419,6 +419,21 @@ def test_context_parallelism_splits_sequences(group: Any) -> None:
     assert private.RING_ATTENTION in sys.modules
 
 
+def test_a_stage_of_a_pipeline_tries_its_shapes_first(group: Any) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    class Part(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            tried.append(private.in_trial_pass())
+            return super().forward(x)
+
+    tried: list[bool] = []
+    stage = PipelineStage(Part(2, 2), 0, 1, torch.device("cpu"), group=group.get_group())
+    ScheduleGPipe(stage, 2, loss_fn=lambda x, y: (x - y).sum()).step(torch.ones(2, 2), target=torch.ones(2, 2))
+    assert tried == [True, False, False]
+    assert not private.in_trial_pass()
+
+
 def test_a_module_whose_keys_are_gathered(group: Any) -> None:
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
     from torch.distributed.tensor.parallel import parallelize_module

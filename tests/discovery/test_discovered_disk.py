@@ -415,6 +415,20 @@ def test_a_small_model_much_larger_than_the_checkpoint_is_not_run(gemma: Path, m
         locater.scan(gemma)
 
 
+@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_SECONDS"])
+def test_a_pass_that_computes_without_end_is_ended(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number of a config.json makes VITS speak so slowly that 0.4 MB of weights are gigabytes of sound."""
+    import transformers
+
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, flow_size=16, spectrogram_bins=9,
+                 vocab_size=40, wavenet_dilation_rate=1, upsample_initial_channel=8, upsample_rates=[8], upsample_kernel_sizes=[16],
+                 prior_encoder_num_flows=1, posterior_encoder_num_wavenet_layers=1, prior_encoder_num_wavenet_layers=1)  # fmt: skip
+    transformers.VitsModel(transformers.VitsConfig(**sizes, speaking_rate=0.05)).save_pretrained(tmp_path)
+    monkeypatch.setattr(discovered_disk, limit, {"MOST_BYTES": 20_000_000, "MOST_SECONDS": 0.05}[limit])
+    with pytest.raises(LocaterError, match="a small model of its class takes more than"):
+        discovered_from(tmp_path)
+
+
 def test_a_configuration_of_many_bytes_is_refused(gemma: Path) -> None:
     (gemma / "config.json").write_text('{"model_type": "gemma", "x": [' + ",".join(["[[[]]]"] * 700_000) + "]}")
     with pytest.raises(LocaterError, match="too large for a configuration"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -48,14 +48,15 @@ class RunningModule:
 
 def arguments_by_name(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a module's forward by their names; those behind its names by their numbers."""
-    names = _names_in_order(type(module))
+    names = _names_in_order(type(module).forward)
     return {**{names[at] if at < len(names) else str(at): x for at, x in enumerate(args)}, **kwargs}
 
 
 @cache
-def _names_in_order(kind: type[nn.Module]) -> tuple[str, ...]:
+def _names_in_order(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the arguments of a method that may be given by place, without the module itself."""
     try:
-        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
     except (TypeError, ValueError):  # a function that is not written in Python
         return ()
     return tuple(x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD))

@@ -20,10 +20,12 @@ MEANINGS = {
     "--out": ("FOLDER", "Folder of "),
     "--raw": ("", "Read parameters as stored"),
     "--report": ("PATH", "Write an HTML page that works offline"),
+    "--sinks": ("N", "First keys that "),
     "--shard": ("I/N", "Only part I of N of "),
     "--text": ("FILE", "Text that the model reads"),
     "--tokenizer": ("PATH", "Folder of the tokenizer"),
     "--tokens": ("N", "About how many tokens"),
+    "--window": ("N", "Keys that a head sees"),
 }
 
 JsonPath = Annotated[

@@ -119,6 +119,7 @@ class _Listener:
     """Listens to the calls of one module. Its site is made at the first."""
 
     counts_split_heads: ClassVar[bool] = True
+    counts_requests: ClassVar[bool] = True
     name: str
     module: nn.Module
     layers: CalledLayers
@@ -177,7 +178,12 @@ class CalledLayers:
         )  # a graph is not interrupted: only the interface is listened to
         self.follows = True  # what modules compute themselves
         switch.lenient = True  # one call that cannot be described does not end the run; `notes` names it
+        tapped: list[str] = []  # a tap hands on what the parts of its module attend to
         for name, module in model.named_modules():
+            if any(is_within(name, other) for other in tapped):
+                continue
+            if is_tapped(module, None):
+                tapped.append(name)
             try:
                 refuse_unobservable(module, None, name)
                 self.listeners.append(_Listener(name, module, self))
