@@ -16,7 +16,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=
 .PHONY: demo test test-core test-lowest test-newest test-slow test-gpu fuzz lint bench bench-rivals study reach verdicts papers browser golden notebooks docs docs-serve gallery dist clean
 
 demo: $(VENV)/.core
-	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
+	$(BIN)/locater demo --report demo.html
 
 # COVERAGE=1 ends with the share of lines that ran, by file: 1.7 times as long on Python 3.11, which has no sys.monitoring.
 test: $(VENV)/.dev lint
@@ -160,4 +160,4 @@ $(VENV)/.bench: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* site gallery dist fuzz-faults demo.json demo.html demo-twin.html
+	rm -rf $(VENV) .venv-* site gallery dist fuzz-faults demo.html

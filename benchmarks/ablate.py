@@ -15,27 +15,8 @@ import time
 from typing import Any
 
 import torch
-from common import command_line, device_and_torch, place, write
+from common import LLAMA_1B, MINILM, SMOLLM2, command_line, device_and_torch, place, write
 
-SMOLLM2 = dict(
-    vocab_size=49_152,
-    hidden_size=576,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    intermediate_size=1536,
-    tie_word_embeddings=True,
-)
-LLAMA_1B = dict(
-    vocab_size=128_256,
-    hidden_size=2048,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=8192,
-    tie_word_embeddings=True,
-)
-MINILM = dict(vocab_size=30_522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 ROUNDS = 3
 
 

@@ -1,7 +1,7 @@
 """Attention statistics on a GPU: first checked against float64, then timed against attention itself, in one run.
 
     python benchmarks/attention.py --out benchmarks/results/attention.json          # needs CUDA and Triton
-    python benchmarks/attention.py --table                                          # the tables of docs/kernels.md
+    python benchmarks/attention.py --table                                          # the tables of docs/results/kernels.md
 
 Contenders run in turns in the same process on the same q, k and v, and medians are reported: SDPA flash forward and
 backward, SDPA cuDNN, FlexAttention with log-sum-exp and maximum (with --flex; it compiles for every shape), attention
@@ -203,7 +203,7 @@ def decoding(batch: int, key_heads: int, D: int, keys: int, rounds: int = 20) ->
 
 
 def table(result: dict[str, Any]) -> str:
-    """The results as docs/kernels.md shows them: statistics beside attention, then decoding."""
+    """The results as docs/results/kernels.md shows them: statistics beside attention, then decoding."""
     cases, flex = result["cases"], "flex forward with lse and max"
     batches = any(entry.get("batch", 1) > 1 for entry in cases)
     one_pass, flexed = (any(name in entry["ms"] for entry in cases) for name in (BOTH_EXTENDED, flex))

@@ -1,7 +1,7 @@
 """Tiles of the attention kernels on a GPU, timed in turns, fastest first, beside SDPA flash and cuDNN.
 
     python benchmarks/attention_tuning.py --out benchmarks/results/attention-variants.json          # CUDA and Triton
-    python benchmarks/attention_tuning.py --table                                   # the second table of docs/kernels.md
+    python benchmarks/attention_tuning.py --table                                   # the second table of docs/results/kernels.md
 
 Three kinds: statistics of rows ("rows"), attention with statistics in one pass ("forward"), and few queries over many
 keys ("few"). The kernels' modules hold what was fastest. benchmarks/results/attention-tuning.json has the tiles of "rows"

@@ -1,7 +1,7 @@
 """Does attention of signs (one bit a channel) gain from products that use the bits? On a GPU, forward pass.
 
     python benchmarks/binary_products.py --out benchmarks/results/binary.json          # needs CUDA 9.0 and Triton
-    python benchmarks/binary_products.py --table                                       # the table of docs/kernels.md
+    python benchmarks/binary_products.py --table                                       # the table of docs/results/kernels.md
 
 Four ways to the same exact logits: tensor cores on signs as bfloat16, float8 or int8, and exclusive or and population
 count on words of 32 signs. Beside them PyTorch's fused attention on signs as bfloat16, which

@@ -1,4 +1,5 @@
-"""What the benchmarks share: one command line, the name of the machine, processes of their own, turns, results as JSON.
+"""What the benchmarks share: one command line, shapes of models, the name of the machine, processes of their own, turns,
+results as JSON.
 
     python benchmarks/NAME.py              the part for the CPU
     python benchmarks/NAME.py --gpu        the part for a GPU, where there is one
@@ -23,6 +24,28 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 Run = dict[str, Any]  # what one run of a contender measured
+
+# Shapes of models, as transformers configures them
+
+SMOLLM2 = dict(
+    vocab_size=49_152,
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    tie_word_embeddings=True,
+)
+LLAMA_1B = dict(
+    vocab_size=128_256,
+    hidden_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=8192,
+    tie_word_embeddings=True,
+)
+MINILM = dict(vocab_size=30_522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 
 
 def command_line(description: str | None, name: str, devices: Sequence[str] = ("cpu",)) -> argparse.ArgumentParser:

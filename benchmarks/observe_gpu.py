@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import LLAMA_1B
 
 LENGTH = 1024
 SAMPLES = {"rows64": 64, "rows8": 8}
@@ -51,14 +52,13 @@ def gpu(out: Path, turns: int = 9, only: str | None = None, steps: int = 100, ev
 # A forward pass
 
 
-def llama(turns: int = 15, tokens: int = 4096, **smaller: Any) -> dict[str, Any]:
+def llama(turns: int = 15, tokens: int = 4096) -> dict[str, Any]:
     """One forward pass between two waits for the device: plain, with `observe` around it, and inside an observation
     that goes on; of all rows and of samples; and of a padded batch.
     """
     from transformers import LlamaConfig, LlamaModel
 
-    shape = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32) | smaller
-    config = LlamaConfig(**shape, num_key_value_heads=8, vocab_size=128_256, attn_implementation="sdpa")
+    config = LlamaConfig(**LLAMA_1B, attn_implementation="sdpa")
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaModel(config).to(torch.bfloat16).eval()

@@ -51,7 +51,7 @@ def of_eigenvalues(results: Results) -> str:
 def of_slowest(names: Iterable[str] | None, excluded: Iterable[str] = ()) -> Callable[[Results], str]:
     def words(results: Results) -> str:
         name, ratio = slowest_mechanism(results, names, excluded)
-        said = f"the slowest is {name} at {ratio:.2f} ([all of them](mechanisms.md))"
+        said = f"the slowest is {name} at {ratio:.2f} ([all of them](results/kernels.md#mechanisms))"
         if name != "hybrid_normalized":
             return said
         long, parts = str(results["lengths"][-1]), ("hybrid_normalized", "doubly_normalized", "SDPA, all keys")

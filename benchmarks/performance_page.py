@@ -40,7 +40,7 @@ Both grow with the square of the length; the ratio falls until the card is busy,
 
 ![time and ratio over the number of tokens](images/performance-length.svg)
 
-Memory stays linear: {memory} at {tokens} tokens, where the matrix of weights would take {matrix}. [Kernels](kernels.md) has every figure.
+Memory stays linear: {memory} at {tokens} tokens, where the matrix of weights would take {matrix}. [Every figure](results/kernels.md).
 """
 
 

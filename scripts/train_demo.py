@@ -1,8 +1,9 @@
-"""Train the checkpoints that `locater demo` scans: a small rotary decoder on Python's documentation, and its LocAteR
-twin.
+"""Train the checkpoints in the package: a small rotary decoder on Python's documentation, its LocAteR twin, and the
+model of `locater demo` that repeats what it has seen.
 
     .venv/bin/python scripts/train_demo.py                                 # about 9 minutes on two cores
     .venv/bin/python scripts/train_demo.py --control "locater(target=2)" --out src/locater/demo/twin
+    .venv/bin/python scripts/train_demo.py --repeats                       # half a minute, into src/locater/demo/repeats
 
 Writes src/locater/demo/ or another folder: config.json, model.safetensors (bfloat16), tokenizer.json and training.json,
 which records the recipe, the text's hash and the losses. Byte-pair vocabulary and weights both come from the embedded
@@ -20,9 +21,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locater.inputs.corpus import embedded_text, fingerprint
+from locater_lab.demonstration import repeats, train_on_repeats
+from locater_lab.models.transformer import names_of
+from locater_lab.train.checkpoint import safetensors
 from locater_lab.train.controls_and_conversion import attach
 
 OUT = Path(__file__).parents[1] / "src" / "locater" / "demo"
@@ -89,6 +94,28 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, args: argparse.Namespac
     return loss.item()
 
 
+def write_repeats(folder: Path) -> None:
+    """The model of the demo's third act, and the record of how it was made."""
+    model = train_on_repeats()
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.no_grad():
+        rows, known = repeats(torch.Generator().manual_seed(7), 64)
+        losses = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    record = {
+        "command": "python scripts/train_demo.py --repeats",
+        "data": "random words, a passage of 8 to 31 of them over and over (locater_lab.demonstration.repeats)",
+        "loss_where_known": round(losses.view(len(rows), -1)[known[:, 1:]].mean().item(), 4),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    (folder / "model.safetensors").write_bytes(
+        b"".join(safetensors({name: model.get_parameter(name) for name in names_of(model)}))
+    )
+    (folder / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record, indent=2))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
@@ -100,7 +127,11 @@ def main() -> None:
     parser.add_argument(
         "--control", help="a control as locater train takes it, such as 'locater(target=2)'; default: none"
     )
+    parser.add_argument("--repeats", action="store_true", help="the model that repeats random words")
     args = parser.parse_args()
+    if args.repeats:
+        write_repeats(OUT / "repeats")
+        return
     args.out.mkdir(parents=True, exist_ok=True)
 
     text = embedded_text()

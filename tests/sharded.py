@@ -51,10 +51,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(layers)})
         self.norm, self.output = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -64,15 +64,15 @@ class Decoder(nn.Module):
         return self.output(self.norm(x))
 
 
-def titan() -> Any:
+def titan(layers: int = LAYERS) -> Any:
     """In float64; all parameters drawn, gains too."""
-    return _drawn(Decoder())
+    return _drawn(Decoder(layers))
 
 
-def llama() -> Any:
+def llama(layers: int = LAYERS) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = dict(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KEYS)
+    shape = dict(hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=KEYS)
     config = LlamaConfig(**shape, intermediate_size=48, vocab_size=VOCABULARY, max_position_embeddings=64)
     return _drawn(LlamaForCausalLM(config))
 

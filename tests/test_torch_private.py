@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers and Triton that Locater uses does what Locater needs of it.
+"""Every private name of torch, transformers, Triton and DeepSpeed that Locater uses does what Locater needs of it.
 
 A failure here means that a new version of the library changed it: correct `locater/torch_private.py`, and nothing else.
 """
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from locater import torch_private as private
 from tests import ROOT
+from tests.processes import ranks
 
 
 def test_every_name_is_tested() -> None:
@@ -407,10 +408,78 @@ def test_context_parallelism_splits_sequences(group: Any) -> None:
 
     x = torch.arange(4.0)[None]
     assert not private.splits_sequences()
+    assert private.sequence_mesh() is None
     with context_parallel(group, buffers=[x], buffer_seq_dims=[1]):
         assert private.splits_sequences()
+        assert private.sequence_mesh() is group
+        assert private.sequence_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+        assert private.sequence_order(6, 2).tolist() == [0, 1, 2, 3, 4, 5]
     assert not private.splits_sequences()
+    assert private.sequence_mesh() is None
     assert private.RING_ATTENTION in sys.modules
+
+
+def test_a_stage_of_a_pipeline_tries_its_shapes_first(group: Any) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    class Part(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            tried.append(private.in_trial_pass())
+            return super().forward(x)
+
+    tried: list[bool] = []
+    stage = PipelineStage(Part(2, 2), 0, 1, torch.device("cpu"), group=group.get_group())
+    ScheduleGPipe(stage, 2, loss_fn=lambda x, y: (x - y).sum()).step(torch.ones(2, 2), target=torch.ones(2, 2))
+    assert tried == [True, False, False]
+    assert not private.in_trial_pass()
+
+
+def test_a_module_whose_keys_are_gathered(group: Any) -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    module, kind = nn.Linear(2, 2), ring._ContextParallel
+    assert not private.gathers_keys(module)
+    parallelize_module(module, group, kind(seq_dim=2, attention_type=kind.AttentionType.FLEX))
+    assert private.gathers_keys(module)
+
+
+def test_plain_parameters_are_whole() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    assert private.whole_shape(weight) == (2, 3)
+    for asks in (private.is_partitioned, private.is_empty_now, private.is_copied_to_train):
+        assert not asks(weight)
+    with private.gathered_partitions(weight):
+        assert weight.shape == (2, 3)
+
+
+def partitioned_by_deepspeed(rank: int) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    for stage in (2, 3):
+        model = nn.Linear(3, 2)
+        config["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+        weight = model.weight
+        assert private.whole_shape(weight) == (2, 3)
+        assert private.is_copied_to_train(weight)
+        assert private.is_partitioned(weight) == private.is_empty_now(weight) == (stage == 3)
+        assert weight.numel() == (0 if stage == 3 else 6)
+        with private.gathered_partitions(weight):
+            assert weight.shape == (2, 3)
+            assert not private.is_empty_now(weight)
+            with private.gathered_partitions(weight):
+                assert weight.shape == (2, 3)
+            assert weight.shape == (2, 3), "what was whole before stays whole"
+        assert private.is_empty_now(weight) == (stage == 3)
+
+
+@pytest.mark.slow
+def test_parameters_that_deepspeed_partitions(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'locater[slow]'")
+    ranks(partitioned_by_deepspeed, tmp_path, 1)
 
 
 def test_fused_adam_divides_by_the_loss_scale() -> None:

@@ -14,11 +14,13 @@ from locater.version import __version__
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
     from locater import control, explain, families, integrations, kernels, measures, testing, theory
     from locater.commands.ablating import ablate
+    from locater.commands.choosing_cache import cache_plan
     from locater.commands.comparing import compare
     from locater.commands.doctor.diagnosing import doctor
     from locater.commands.explaining import explanations
     from locater.commands.fleet.result import Fleet
     from locater.commands.probing import probe
+    from locater.commands.probing_lengths import probe_lengths
     from locater.commands.scanning import scan
     from locater.control import (
         EntropyPenalty,
@@ -34,14 +36,17 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     )
     from locater.discovery import Discovered, attention_layers, discover
     from locater.families import Block, Family, register
+    from locater.inputs.token_groups import chat_batch, token_groups
     from locater.integrations.monitor_for_trainers import Monitor
     from locater.layers import AttentionLayer
     from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
     from locater.results.ablation import Ablation
+    from locater.results.cache_plan import CachePlan
     from locater.results.comparison import Comparison
     from locater.results.diagnosis import Diagnosis
     from locater.results.explanations import Explanations
+    from locater.results.length_probe import LengthProbe
     from locater.results.probe import Probe
     from locater.results.scan import HeadRow, Scan
     from locater.results.series import ComparisonSeries
@@ -51,6 +56,7 @@ __all__ = [
     "Ablation",
     "AttentionLayer",
     "Block",
+    "CachePlan",
     "Comparison",
     "ComparisonSeries",
     "Diagnosis",
@@ -60,6 +66,7 @@ __all__ = [
     "Family",
     "Fleet",
     "HeadRow",
+    "LengthProbe",
     "LocAteR",
     "LocaterError",
     "LogitSoftcap",
@@ -79,6 +86,8 @@ __all__ = [
     "ablate",
     "attention_layers",
     "attention_pattern",
+    "cache_plan",
+    "chat_batch",
     "compare",
     "control",
     "discover",
@@ -92,11 +101,13 @@ __all__ = [
     "moments",
     "observe",
     "probe",
+    "probe_lengths",
     "register",
     "scan",
     "statistics",
     "testing",
     "theory",
+    "token_groups",
     "without",
 ]
 
@@ -125,6 +136,7 @@ _NAMES = {  # module: what it gives to the package
     ),
     "discovery": ("Discovered", "attention_layers", "discover"),
     "families": ("Block", "Family", "register"),
+    "inputs.token_groups": ("chat_batch", "token_groups"),
     "layers": ("AttentionLayer",),
     "integrations.monitor_for_trainers": ("Monitor",),
     "observing": ("Observation", "attention_pattern", "observe", "statistics"),
@@ -133,6 +145,8 @@ _NAMES = {  # module: what it gives to the package
     "results.ablation": ("Ablation",),
     "commands.ablating": ("ablate",),
     "results.comparison": ("Comparison",),
+    "commands.choosing_cache": ("cache_plan",),
+    "results.cache_plan": ("CachePlan",),
     "commands.comparing": ("compare",),
     "results.diagnosis": ("Diagnosis",),
     "commands.doctor.diagnosing": ("doctor",),
@@ -141,6 +155,8 @@ _NAMES = {  # module: what it gives to the package
     "commands.fleet.result": ("Fleet",),
     "results.probe": ("Probe",),
     "commands.probing": ("probe",),
+    "commands.probing_lengths": ("probe_lengths",),
+    "results.length_probe": ("LengthProbe",),
     "results.scan": ("HeadRow", "Scan"),
     "commands.scanning": ("scan",),
     "results.series": ("ComparisonSeries",),

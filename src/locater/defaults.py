@@ -9,4 +9,5 @@ from typing import Any
 
 LENGTH = 256  # tokens in view
 TOKENS = 8192  # tokens that a probe measures
+CACHE_LENGTH = 512  # tokens in a sequence, where a window is tried
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # (items, their number) -> the same items, shown as a bar

@@ -1,8 +1,9 @@
-"""Every private name of torch, transformers and Triton that Locater uses, each behind one function.
+"""Every private name of torch, transformers, Triton and DeepSpeed that Locater uses, each behind one function.
 
 None of them is a promise of its library, so a later version may rename, move or change it.
 `tests/test_torch_private.py` uses each on the real thing and fails when that happens. All are there since the lowest
-versions that Locater supports (torch 2.11, transformers 5.20), except where a docstring says that a name is newer.
+versions that Locater supports (torch 2.11, transformers 5.20; DeepSpeed was tried with 0.19), except where a docstring
+says that a name is newer.
 
 Names of pickled functions in checkpoints (`torch._utils._rebuild_tensor_v2`) are a file format and stand with its
 reader, `sources/pickle_file.py`.
@@ -10,9 +11,10 @@ reader, `sources/pickle_file.py`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -291,6 +293,54 @@ def fsdp_parameters(module: nn.Module) -> Iterator[ShardedParameter]:
             yield ShardedParameter([(info.module, info.param_name), *shared], spec, parameter.mesh_info)
 
 
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter, also where DeepSpeed partitions it over ranks (ZeRO-3) and its own data is empty."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Whether DeepSpeed partitions a parameter over ranks (ZeRO-3)."""
+    return hasattr(parameter, "ds_shape")
+
+
+def is_empty_now(parameter: Any) -> bool:
+    """Whether a parameter is partitioned, and its data is not here at the moment."""
+    return is_partitioned(parameter) and parameter.ds_status.name != "AVAILABLE"
+
+
+def is_copied_to_train(parameter: Any) -> bool:
+    """Whether DeepSpeed (ZeRO, of any stage) trains a copy of a parameter, and writes it back at each step."""
+    return is_partitioned(parameter) or hasattr(parameter, "_hp_mapping")
+
+
+def gathered_partitions(*parameters: Tensor) -> AbstractContextManager[Any]:
+    """Inside, partitioned parameters have their data, by a collective that every rank calls. Those that have it
+    already, as in a forward pass, keep it afterwards.
+    """
+    apart = [p for p in parameters if is_empty_now(p)]
+    zero: Any = sys.modules["deepspeed"].zero if apart else None
+    return zero.GatheredParameters(apart) if apart else nullcontext()
+
+
+PIPELINE_STAGE = "torch.distributed.pipelining.stage"
+TRIAL_PASSES = ("_forward_metadata_inference", "_shape_inference")  # the second before torch 2.13
+
+
+def in_trial_pass() -> bool:
+    """Whether this is called inside the pass by which a stage of a pipeline learns the shapes of its outputs, before
+    its first step: with numbers that mean nothing.
+    """
+    stage = getattr(sys.modules.get(PIPELINE_STAGE), "PipelineStage", None)
+    if stage is None:
+        return False
+    codes = {getattr(getattr(stage, name, None), "__code__", None) for name in TRIAL_PASSES} - {None}
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
+
+
 RING_ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
@@ -306,6 +356,32 @@ def splits_sequences() -> bool:
     handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
     replaced = nn.functional.scaled_dot_product_attention in getattr(ring, "_replaced_functions", ())
     return replaced or any(op in handlers for op in getattr(ring, "custom_ops", ()))
+
+
+def sequence_mesh() -> Any:
+    """The mesh of the `context_parallel` block that runs; None outside of one."""
+    ring, function = sys.modules.get(RING_ATTENTION), nn.functional.scaled_dot_product_attention
+    if ring is None or function not in getattr(ring, "_replaced_functions", ()):
+        return None
+    return inspect.getclosurevars(function).nonlocals["device_mesh"]
+
+
+def sequence_order(length: int, ranks: int) -> Tensor:
+    """The tokens of a sequence in the order in which `context_parallel` hands them out, in equal parts; inside its
+    block.
+    """
+    balancer = sys.modules[RING_ATTENTION]._create_default_load_balancer(length, ranks, "cpu")
+    order: Tensor = torch.arange(length) if balancer is None else balancer._generate_indices()[0]
+    return order
+
+
+def gathers_keys(module: nn.Module) -> bool:
+    """Whether a hook of context parallelism (`_ContextParallel` for FlexAttention) gathers the keys of a module."""
+    kind = getattr(sys.modules.get(RING_ATTENTION), "_ContextParallel", None)
+    hooks = module._forward_pre_hooks.values()
+    return kind is not None and any(
+        isinstance(getattr(getattr(hook, "func", None), "__self__", None), kind) for hook in hooks
+    )
 
 
 def unscales_gradients(optimizer: Any) -> bool:

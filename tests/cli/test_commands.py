@@ -32,27 +32,6 @@ from tests.processes import python
 Run = Callable[..., Result]
 
 
-def test_demo(run: Run) -> None:
-    result = run("demo")
-    assert result.status == 0, result.err
-    assert "24 heads in 6 attention layers" in result.out
-    assert "Predicted from weights alone, which is a prior; not measured on data." in result.out
-
-
-def test_the_demo_sets_its_model_beside_a_twin(run: Run, tmp_path: Path) -> None:
-    page = tmp_path / "twin.html"
-    result = run("demo", "--twin", str(page))
-    assert result.status == 0
-    assert "its twin, python scripts/train_demo.py --control" in result.out
-    assert page.is_file()
-    only = run("demo", "--json", "-")
-    assert "twin" not in only.out
-    assert (
-        run("demo", "--report", str(page), "--twin", str(page)).err
-        == f"locater: --twin {page}: give the page of both a file of its own\n"
-    )
-
-
 def test_two_names_of_one_file_are_refused(run: Run, saved_llama: Path, tmp_path: Path) -> None:
     """One of the two outputs would replace the other."""
     page, link = tmp_path / "page.html", tmp_path / "link.html"

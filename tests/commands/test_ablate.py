@@ -74,8 +74,9 @@ def test_a_compiled_model_gives_the_same_numbers() -> None:
 
 def test_pairs_and_layers() -> None:
     model = small()
-    found = locater.ablate(model, IDS, [(2, 1), [(0, 1), (2, 0)], 1])
-    assert [row.name for row in found.rows] == ["2.1", "0.1+2.0", "layer 1"]
+    found = locater.ablate(model, IDS, [(2, 1), [(0, 1), (2, 0)], 1, "all"])
+    assert [row.name for row in found.rows] == ["2.1", "0.1+2.0", "layer 1", "all heads"]
+    assert len(found.rows[3].heads) == 6
     for row in found.rows:
         with locater.without(model, row.heads):
             assert row.change == pytest.approx(float(losses(model, IDS).mean()) - found.loss, abs=EXACT)
@@ -196,7 +197,7 @@ def test_the_command(tmp_path: Path) -> None:
         "--text",
         str(text),
         "--remove",
-        "1.0,0.1+1.1,1",
+        "1.0,0.1+1.1,1,all",
         "--tokens",
         "64",
         "--length",
@@ -204,7 +205,12 @@ def test_the_command(tmp_path: Path) -> None:
     ]
     got = CliRunner().invoke(app, [*arguments, "--json", str(path), "--report", str(tmp_path / "a.html")])
     assert got.exit_code == 0, got.output
-    assert [row["name"] for row in json.loads(path.read_text())["removals"]] == ["1.0", "0.1+1.1", "layer 1"]
+    assert [row["name"] for row in json.loads(path.read_text())["removals"]] == [
+        "1.0",
+        "0.1+1.1",
+        "layer 1",
+        "all heads",
+    ]
     assert "0.1+1.1" in (tmp_path / "a.html").read_text()
     wrong = CliRunner().invoke(app, ["ablate", str(DEMO), "--remove", "1-0"])
     assert isinstance(wrong.exception, LocaterError)

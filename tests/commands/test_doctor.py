@@ -305,7 +305,7 @@ MERGES: dict[str, tuple[str, Callable[[Tensors], None], bool]] = {
     "subtracted": ("wrong-sign", lambda t: merge(t, low_rank(), -1), True),
     "in half of the layers": ("half-merged", halved, True),
     "into another base": ("wrong-base", on_another_base, True),
-    "another adapter": ("not-merged", lambda t: merge(t, low_rank(seed=7)), True),
+    "another adapter": ("unknown", lambda t: merge(t, low_rank(seed=7)), True),
 }
 
 

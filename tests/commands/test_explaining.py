@@ -23,6 +23,7 @@ from locater.results.explanations import TokenStream
 from locater_lab.engine.trained_models import sentence_model, why_unavailable
 from locater_lab.train import Shape, Transformer
 from tests.conftest import Result
+from tests.observing.test_attention_shares import CHATML, chat_tokenizer, llama
 
 Run = Callable[..., Result]
 WORDS = "the cat sat on the mat and the dog ran to the cat because a bird sang in the old tree\n"
@@ -317,3 +318,47 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, tmp_pat
         assert (result.status, result.out) == (2, ""), words
         assert message in result.err, (words, result.err)
         assert result.err.count("\n") == 1, (words, result.err)
+
+
+def test_a_chat_by_its_groups(run: Run, tmp_path: Path) -> None:
+    """What heads give to the parts of a chat, and the sums of the scores there."""
+    torch.manual_seed(0)
+    module, tokenizer = llama(vocab_size=512, max_position_embeddings=256), chat_tokenizer(CHATML, "bytes")
+    module.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    said = "Name three rivers of Asia."
+    result = locater.explanations(tmp_path / "model", said, chat=True, deletion=False)
+    (stream,) = result.streams
+    assert "".join(stream.tokens).startswith("<|im_start|>user")
+    labels = result.groups["labels"]
+    own = "".join(token for token, label in zip(stream.tokens, labels, strict=True) if label == "prompt")
+    assert own.strip() == said
+    assert set(labels) == {"special", "prompt"}
+    groups = locater.token_groups(module, tokenizer)
+    with locater.observe(module.eval(), groups=groups) as seen, torch.no_grad():
+        module(input_ids=torch.tensor([stream.ids]))
+    for name, share in result.groups["attention"].items():
+        own_shares = [row.shares[name] for row in seen.groups]
+        assert share == pytest.approx(sum(own_shares) / len(own_shares), abs=1e-5)
+    page, data = tmp_path / "chat.html", tmp_path / "chat.json"
+    shown = run(
+        "explain", tmp_path / "model", "--prompt", said, "--chat", "--no-deletion", "--report", page, "--json", data
+    )
+    assert shown.status == 0, shown.err
+    line = next(line.split() for line in shown.out.splitlines() if line.split()[:1] == ["prompt"])
+    document = json.loads(data.read_text())
+    assert document["groups"]["labels"] == labels
+    scores = document["methods"][0]["scores"]["input"]
+    total = sum(x for x, label in zip(scores, labels, strict=True) if label == "prompt")
+    assert line[:2] == ["prompt", str(labels.count("prompt"))]
+    assert float(line[-1]) == pytest.approx(total, abs=0.01 + 0.01 * abs(total))
+    assert "even weights over the keys in sight" in page.read_text()
+    assert "prompt" in result._repr_html_()
+
+
+def test_one_group_is_no_table(saved: Path) -> None:
+    result = explanations(saved, PROMPT, deletion=False)
+    assert result.groups == {}
+    assert "even weights" not in result.page()
+    with pytest.raises(LocaterError, match="no chat template"):
+        explanations(saved, PROMPT, chat=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 from scipy import stats
 
-from locater import ablate, probe, scan
+from locater import ablate, cache_plan, probe, probe_lengths, scan
 from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
 from locater.findings import RETIRED
@@ -24,6 +26,7 @@ from locater.observing.head_roles import circuit_scores
 from locater.results.scan import SCAN_FLAGS
 from locater_lab.studies import flags
 from tests import ROOT
+from tests.conftest import Result
 
 SHARED = ROOT.parent / "shared"
 FOLDER = Path(os.environ.get("LOCATER_MODELS", SHARED / "models"))
@@ -147,3 +150,58 @@ def test_induction_heads_are_those_that_repeated_tokens_need() -> None:
     strongest = max(named, key=lambda place: change[place] or 0.0)
     first_time = ablate(module, [{"input_ids": once}], [strongest]).by_head
     assert abs(first_time[strongest] or 0.0) < 0.2 * (change[strongest] or 0.0)
+
+
+@pytest.mark.slow
+def test_the_guide_runs_from_start_to_end(run: Callable[..., Result], tmp_path: Path) -> None:
+    """Its commands on SmolLM2: keys of 8 bits are free, those of 2 bits and a window are not, in the order it says."""
+    page = (ROOT / "docs" / "guides" / "which-heads.md").read_text()
+    commands = re.findall(r"^    locater (ablate MODEL .+)$", page, re.MULTILINE)
+    assert len(commands) == 6
+    model, other = folder_of("SmolLM2-135M-Instruct"), tmp_path / "other.txt"
+    other.write_text("\n".join(str(vars(str)[name].__doc__) for name in sorted(vars(str))))
+    found = []
+    for number, words in enumerate(commands):
+        path, given = tmp_path / f"{number}.json", {"MODEL": str(model), "other.txt": str(other)}
+        done = run(*[given.get(word, word) for word in words.split()], "--json", path)
+        assert done.status == 0, done.err
+        found.append(json.loads(path.read_text()))
+    eight, four, window = ([row["change"] for row in one["removals"]] for one in found[:3])
+    assert abs(eight[0]) < 0.005 < four[0] < window[0]
+    layers, heads, chosen = (one["removals"] for one in found[3:])
+    assert [row["name"] for row in layers] == [f"layer {n}" for n in range(30)]
+    assert [row["name"] for row in heads] == [f"10.{n}" for n in range(9)]
+    alone = [row["change"] for row in heads]
+    assert max(alone) == alone[0] > 3 * sorted(alone)[-2]
+    assert chosen[0]["heads"] == [[10, n] for n in range(1, 9)]
+
+
+@pytest.mark.slow
+def test_a_list_of_key_heads_that_holds_on_prose_is_tried_where_text_stands_twice() -> None:
+    """Windows in some key heads of a real model, on the documentation of Python."""
+    plan = cache_plan(str(folder_of("SmolLM2-135M-Instruct")), window=32, sinks=4, loss=0.1, length=128, tokens=1024)
+    assert plan.judged is not None
+    assert plan.judged["high"] <= 0.1
+    assert len(plan.windowed) == plan.judged["heads"] >= 5
+    assert plan.other is not None
+    assert plan.other["change"] > plan.judged["change"]
+    found = {row["layer"] for row in plan.sinks if row["first_heads"] * 2 >= row["heads"]}
+    assert found, "half of the heads of some layers have the first token as a sink"
+    massive = [row for row in plan.massive if row["massive"]]
+    assert massive
+    assert all(0 in row["places"] for row in massive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "apart"), [(1.0, False), (0.03, True)])
+def test_attention_that_falls_apart_is_found_in_a_real_model(factor: float, apart: bool) -> None:
+    """Rotary angles of another base than the one that it was trained with."""
+    folder = str(folder_of("SmolLM2-135M-Instruct"))
+    module = load_model(folder)
+    config: Any = module.config
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": factor * config.rope_parameters["rope_theta"]}
+    for part in module.modules():
+        if "rotary" in type(part).__name__.lower():
+            part.__init__(config)  # type: ignore[misc]
+    found = probe_lengths(module, None, [64, 512], tokenizer=folder, tokens=2048)
+    assert (found.apart is not None) is apart

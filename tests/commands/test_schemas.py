@@ -73,6 +73,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "scan": locater.scan(DEMO, eigenvalues=True, values=True).with_details().to_dict(),
         "probe": locater.probe(model, torch.randint(32, (512,)), length=32).to_dict(),
         "compare": locater.compare(DEMO, DEMO / "twin", again).to_dict(),
+        "ablate": locater.ablate(model, torch.randint(32, (64,)), [(0, 1), 1], length=32).to_dict(),
         "train": Result.from_dict(json.loads((FILES / "finished" / "result.json").read_text())).to_dict(),
     }
     return json.loads(json.dumps(documents, allow_nan=False))
@@ -92,6 +93,15 @@ def test_heads_without_numbers_fit() -> None:
     assert any(head["M"] is None and "nonfinite" in head["flags"] for head in document["heads"])
     assert any(head["kind"] == "cross" for head in document["heads"])
     assert not faults("scan", json.loads(json.dumps(document, allow_nan=False)))
+
+
+def test_ablations_without_a_loss_and_by_one_sequence_fit() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1, enable_nested_tensor=False)
+    document = locater.ablate(encoder, [{"src": torch.randn(1, 4, 16)}]).to_dict()
+    assert document["measure"] == "distance"
+    assert document["loss"] is None
+    assert document["removals"][0]["low"] is None
+    assert not faults("ablate", json.loads(json.dumps(document, allow_nan=False)))
 
 
 def places(document: Any, schema: dict[str, Any], root: dict[str, Any]) -> Iterator[tuple[Any, str, bool]]:

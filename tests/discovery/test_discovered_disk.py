@@ -32,7 +32,7 @@ from locater.sources.open_source import open_source
 from locater.sources.weights import ModuleWeights, Rows, Weights
 from tests.conftest import Result
 from tests.discovery.test_discovered import BASE, GPT, HEAD, build
-from tests.reach.on_disk import differences, discovered_from
+from tests.reach.on_disk import differences, discovered_from, with_gains
 
 pytest.importorskip("transformers")
 DEEP = {"num_hidden_layers": 7}
@@ -234,6 +234,32 @@ def test_a_layer_of_another_kind_is_refused(fault: str, small_and_full: Any) -> 
     assert len(result.layouts) == 6
 
 
+def test_a_module_that_attends_in_two_ways_has_both_on_disk(tmp_path: Path) -> None:
+    """LXMERT's from words to boxes and back, with one set of weights behind two norms. With fresh gains all are alike."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_attention_heads=4, intermediate_size=32, vocab_size=60)
+    model = with_gains(transformers.LxmertModel(transformers.LxmertConfig(**sizes, l_layers=1, r_layers=1, x_layers=4)))
+    model.save_pretrained(tmp_path)
+    live, stored = locater.scan(model), locater.scan(tmp_path)
+    names = [str(entry["name"]) for entry in live.layers]
+    assert names == [entry["name"] for entry in stored.layers]
+    twice = [number for number, name in enumerate(names) if name == "encoder.x_layers.3.visual_attention.att"]
+    assert len(twice) == 2
+    sizes_of = [[row.frobenius_sq for row in scan.rows] for scan in (live, stored)]
+    assert sizes_of[1] == pytest.approx(sizes_of[0], rel=1e-5)
+    one, two = ([row.frobenius_sq for row in stored.rows if row.layer == number] for number in twice)
+    assert min(abs(a / b - 1) for a, b in zip(one, two, strict=True)) > 1e-3
+
+
+def test_calls_of_a_module_that_layers_of_one_kind_have_not_alike_are_refused(small_and_full: Any) -> None:
+    searched, kinds, small, full = small_and_full
+    result = carry_layouts(replace(searched, layouts=[*searched.layouts, searched.layouts[2]]), kinds, small, full)
+    assert [layout.name for layout in result.layouts] == ["model.layers.0.self_attn"]
+    assert {refusal.reason for refusal in result.refused} == {DIFFERENT}
+
+
 class Counting:
     """A checkpoint that counts the numbers read from it."""
 
@@ -387,6 +413,20 @@ def test_a_small_model_much_larger_than_the_checkpoint_is_not_run(gemma: Path, m
     monkeypatch.setattr(small_models, "CUTS", [cut for cut in CUTS if not cut.mlp])
     with pytest.raises(LocaterError, match=r"has [\d,]+ numbers, and the checkpoint holds [\d,]+: correct config.json"):
         locater.scan(gemma)
+
+
+@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_SECONDS"])
+def test_a_pass_that_computes_without_end_is_ended(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number of a config.json makes VITS speak so slowly that 0.4 MB of weights are gigabytes of sound."""
+    import transformers
+
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, flow_size=16, spectrogram_bins=9,
+                 vocab_size=40, wavenet_dilation_rate=1, upsample_initial_channel=8, upsample_rates=[8], upsample_kernel_sizes=[16],
+                 prior_encoder_num_flows=1, posterior_encoder_num_wavenet_layers=1, prior_encoder_num_wavenet_layers=1)  # fmt: skip
+    transformers.VitsModel(transformers.VitsConfig(**sizes, speaking_rate=0.05)).save_pretrained(tmp_path)
+    monkeypatch.setattr(discovered_disk, limit, {"MOST_BYTES": 20_000_000, "MOST_SECONDS": 0.05}[limit])
+    with pytest.raises(LocaterError, match="a small model of its class takes more than"):
+        discovered_from(tmp_path)
 
 
 def test_a_configuration_of_many_bytes_is_refused(gemma: Path) -> None:

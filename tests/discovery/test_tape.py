@@ -136,6 +136,28 @@ class ByAxis(nn.Module):
         return self.o(mixed.transpose(1, 2).flatten(2))
 
 
+class Casts(nn.Module):
+    """Attention behind steps that return their own argument: a cast to the dtype that a tensor has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        x = x.to(x.dtype) / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        q, k, v = (m(x).unflatten(-1, (2, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        weights = (q @ k.mT / 8**0.5).to(q.dtype).exp().to(q.dtype)
+        return self.o((weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_returns_its_own_argument_is_passed_by() -> None:
+    """As ImageGPT's norm, whose search did not end."""
+    torch.manual_seed(0)
+    found = discover(Casts(), example={"x": torch.randn(2, 7, 16)})
+    assert [(layer.heads, layer.unknown_output) for layer in found.layers] == [(2, None)]
+
+
 def test_axes_by_the_names_of_numpy() -> None:
     torch.manual_seed(0)
     found = discover(ByAxis().eval(), {"x": torch.randn(2, 5, 12)})

@@ -258,6 +258,8 @@ def check_family(drawn: DrawnFamily, folder: Any) -> None:
 # ---- what is drawn
 
 FIRST, LAST = 70, 500  # drawn models of `make test`, and all
+# and in `make test`: keys before queries, softmin with sinks, writes behind a cast, maps by einsum under a moved softmax
+ONCE_REFUSED = (125, 141, 193, 220, 232, 239, 403)
 
 
 def _values(drawn: Drawn) -> set[tuple[str, Any]]:
@@ -275,7 +277,7 @@ def covering(count: int, seeds: range) -> list[int]:
     return sorted([*chosen, *(seed for seed in seeds if seed not in chosen)][:count])
 
 
-QUICK = covering(FIRST, range(LAST))
+QUICK = sorted({*covering(FIRST, range(LAST)), *ONCE_REFUSED})
 MANY = [seed for seed in range(LAST) if seed not in QUICK]
 
 

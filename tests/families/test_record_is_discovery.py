@@ -311,4 +311,6 @@ def test_a_record_is_what_discovery_finds(case: Case, tmp_path: Path, monkeypatc
 def test_every_architecture_is_compared() -> None:
     """A new record needs a case here, which it has by its case of the parity tests."""
     types = {getattr(getattr(case.build(), "config", None), "model_type", None) for case in EVERY}
-    assert set(BUILT_IN) - types == {"torch", "timm"}, "modules that are known by their class have no configuration"
+    assert set(BUILT_IN) - types == {"torch", "timm", "torchtitan"}, (
+        "modules that are known by their class have no configuration"
+    )

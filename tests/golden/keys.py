@@ -78,6 +78,7 @@ NEW: dict[str, tuple[str, ...]] = {
 GONE: dict[str, tuple[str, ...]] = {
     "names": (
         "commands.probe.--corpus",  # what it chose is the default; --corpus is a path, in train
+        "commands.demo.--twin",  # the demo tells another story
         *("flags.few-directions", "flags.repels-itself"),  # columns: most heads that raised them were sound
         "public.papers",  # in a package of their own, locater_lab
         *("public.attention", "public.train"),  # there too: locater_lab.mechanisms, locater_lab.train

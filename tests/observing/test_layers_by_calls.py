@@ -150,6 +150,94 @@ def test_learned_queries_for_all_sequences_are_heard_at_the_interface() -> None:
     assert (seen.rows[0].rows, seen.rows[0].kind) == (5 * 3, "cross")
 
 
+class TwoInputs(nn.Module):
+    """Queries of the first input and keys of the second, in three ways to take their largest numbers off."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.to_q, self.to_k = way, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.to_q(x), self.to_k(y)))
+        self.logits = q @ k.mT * 3.0
+        less = (self.logits - self.logits.max()).clamp(-50_000, 50_000) if "all" in self.way else self.logits
+        if "turned" in self.way:
+            self.logits, less, k = self.logits.mT, less.mT, q
+        if "rows" in self.way:
+            less = (less - less.max(-1, keepdim=True)[0]).clamp(-50_000, 50_000)
+        return less.softmax(-1) @ k
+
+
+def test_queries_and_keys_of_two_inputs_of_one_length_are_cross_attention() -> None:
+    """Not told by a name nor by lengths: distance and self_mass would be of tokens that are not the same."""
+    torch.manual_seed(0)
+    model, x = TwoInputs(""), torch.randn(3, TOKENS, WIDTH)
+    for other, kind in ((torch.randn(3, TOKENS, WIDTH), "cross"), (x, "self"), (x.clone(), "self")):
+        with torch.no_grad(), observe(model) as seen:
+            model(x, other)
+        assert {row.kind for row in seen.rows} == {kind}
+        assert (seen.rows[0].distance is None) == (seen.rows[0].self_mass is None) == (kind == "cross")
+
+
+def test_lxmert_with_as_many_words_as_boxes() -> None:
+    """Its attention takes `context` by place, in self-attention the tokens themselves."""
+    from transformers import LxmertConfig, LxmertModel
+
+    torch.manual_seed(0)
+    config = LxmertConfig(
+        hidden_size=32, num_attention_heads=4, intermediate_size=32, l_layers=1, r_layers=1, x_layers=1
+    )
+    inputs = {"visual_feats": torch.randn(2, TOKENS, 2048), "visual_pos": torch.rand(2, TOKENS, 4)}
+    model = LxmertModel(config).eval()
+    with torch.no_grad(), observe(model) as seen:
+        model(input_ids=torch.randint(3, 120, (2, TOKENS)), **inputs)
+    kinds = {row.name: row.kind for row in seen.rows}
+    assert {name for name, kind in kinds.items() if kind == "cross"} == {"encoder.x_layers.0.visual_attention.att"}
+    assert len(kinds) == 5
+
+
+@pytest.mark.parametrize("way", ["", "all", "all turned", "rows", "all turned rows"])
+def test_logits_are_those_before_largest_numbers_were_taken_off(way: str) -> None:
+    """Off each row, or off all of them; a clamp that reaches no number between changes nothing (Grounding DINO)."""
+    torch.manual_seed(0)
+    model, x = TwoInputs(way), torch.randn(3, TOKENS, WIDTH)
+    with torch.no_grad(), observe(model) as seen:
+        model(x, torch.randn(3, TOKENS - 2, WIDTH))
+    assert of_layer(seen.rows, 0) == pytest.approx(entropies(model.logits.softmax(-1)), abs=1e-5)
+    assert [row.max_logit for row in seen.rows] == pytest.approx(model.logits.amax((0, 2, 3)).tolist(), abs=1e-5)
+
+
+def test_a_clamp_that_changes_rows_less_their_largest_number_is_refused() -> None:
+    class Tight(TwoInputs):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            logits = self.to_q(x) @ self.to_k(y).mT
+            return (logits - logits.amax(-1, keepdim=True)).clamp(-0.1, 0.0).softmax(-1) @ y
+
+    x = torch.randn(3, TOKENS, WIDTH)
+    with pytest.raises(LocaterError, match="what was taken off each row"), observe(model := Tight("")):
+        model(x, x)
+
+
+def test_logits_that_are_written_into_a_tensor_by_parts_are_logits() -> None:
+    """Longformer's, a diagonal at a time. With few tokens its window hides none of them."""
+    from transformers import LongformerConfig, LongformerModel
+
+    torch.manual_seed(0)
+    config = LongformerConfig(vocab_size=120, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, attention_window=16,
+                              intermediate_size=32)  # fmt: skip
+    model = LongformerModel(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8.0)
+    with torch.no_grad(), observe(model) as seen:
+        out = model(torch.randint(3, 120, (2, TOKENS)), output_attentions=True)
+    for number, part in enumerate(out.attentions):
+        assert of_layer(seen.rows, number) == pytest.approx(entropies(part), abs=1e-5)
+    assert {row.distance for row in seen.rows} == {None}  # columns are offsets
+    assert min(row.entropy_ratio or 0 for row in seen.rows) < 0.9
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_of_minus_ten_thousand_hides(dtype: torch.dtype) -> None:
     """As MarkupLM's, which passes the attention interface: rows of padding do not count, nor do its keys."""

@@ -21,7 +21,7 @@ import locater
 from locater import LocaterError, Monitor
 from locater.calls.call_and_masks import Call
 from locater.discovery import attention_layers, replayed_maps
-from locater.findings import OF_FLAGS, parse_conditions
+from locater.findings import OF_FLAGS, Remedy, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
 from locater.observing import accumulate, observe
@@ -912,6 +912,35 @@ def test_one_warning_per_head_and_reason(tmp_path: Path, caplog: pytest.LogCaptu
     assert next(w for w in warnings if w["flag"] == "max_logit>50")["threshold"] == 50
 
 
+class Shared(torch.nn.Module):
+    """One attention behind two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.LayerNorm(32), torch.nn.LayerNorm(32)
+        self.attention = PlainBlock()
+        self.attention.norm = torch.nn.Identity()
+        torch.nn.init.normal_(self.second.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.attention(self.second(x))
+
+
+def test_maps_behind_two_norms_are_those_of_no_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = plain_gpt()
+    model.blocks.append(Shared())
+    monitor = Monitor(tmp_path / "run.jsonl", every=1).attach(model.train())
+    model(LONG).backward()
+    monitor.after_step()
+    monitor.detach()
+    assert [
+        line for line in messages(caplog) if "blocks.2.attention: it attends in several ways with the same maps" in line
+    ]
+    (step,) = read_run(tmp_path / "run.jsonl").steps
+    assert [[x is None for x in layer] for layer in step["heads"]["spread"]] == [[False] * 4] * 2 + [[True] * 4]
+
+
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "locater"]
 
@@ -937,7 +966,7 @@ def test_a_line_for_each_step_and_reason_and_the_advice_once(tmp_path: Path, cap
         f"step 1: logit spread up to {highest:.2g} exceeds 5 at 0.0, 0.1, 0.2, 0.3, 1.0, 1.1, 1.2, 1.3: "
         "attention is close to one-hot"
     )
-    controls = "locater.QKClip(), locater.QKNorm() or locater.LocAteR()"
+    controls = "locater.SigmaReparam()"
     assert said[1] == f"step 1: lower the learning rate, or attach {controls}; the log is {path} (locater watch {path})"
     assert said[2].startswith("step 3: largest logit up to ")  # and not the advice again
     assert said[3].startswith(f"the run has ended; the log is {path}")
@@ -960,15 +989,17 @@ def test_advice_names_only_what_can_be_attached(tmp_path: Path) -> None:
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"]))
     block = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
     plain = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    sigma, others = "SigmaReparam()", ["QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"]
     expected = {
-        llama(): ["QKClip()", "QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
-        normed: ["QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
-        adapted: ["QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
-        plain: ["QKClip()", "LocAteR()"],
-        plain_gpt(): ["QKClip()", "LocAteR()"],
+        llama(): [sigma, "QKClip()", *others],
+        normed: [sigma, *others],
+        adapted: [sigma, *others],
+        plain: [sigma, "QKClip()", "LocAteR()"],
+        plain_gpt(): [sigma, "QKClip()", "LocAteR()"],
     }
     for model, controls in expected.items():
-        assert controls_that_fit(model, OF_FLAGS["locked"]) == controls
+        assert controls_that_fit(model, Remedy("any", (sigma, "QKClip()", *others))) == controls
+        assert controls_that_fit(model, OF_FLAGS["locked"]) == [call for call in controls if call == sigma]
         for call in controls:
             control = eval(f"locater.{call}", {"locater": locater})
             control.attach(model)

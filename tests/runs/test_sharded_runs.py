@@ -225,7 +225,7 @@ def refusals(model: Any, ids: Tensor, interface: bool) -> None:
         stage = llama()
         with locater.observe(stage, layers=[dist.get_rank() % 2]) as seen:  # as the stages of a pipeline
             stage(ids)
-        with pytest.raises(LocaterError, match=r"ranks found different attention layers.*one stage of a pipeline"):
+        with pytest.raises(LocaterError, match=r"ranks found different attention layers.*the stages of a pipeline"):
             seen.reduce()
 
 

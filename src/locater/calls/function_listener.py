@@ -130,6 +130,8 @@ class FunctionListener(TorchFunctionMode):
             self._on_softmax(out, args[0] if args else kwargs["input"], axis_of(args, kwargs))
         elif name == "softmin":
             self._on_softmin(out, args[0] if args else kwargs["input"], axis_of(args, kwargs))
+        elif name == "__setitem__":
+            self._logits.note_assignment(args[0], args[2])
         elif not self._note_product(name, args, kwargs, out):
             self._trace.record(name, func, args, kwargs, out)
             self._follow_logits(name, out, args, kwargs)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.calls.function_table import CHANNELS_SECOND, MAPS, MOVES, PRODUCTS
-from locater.calls.recognise import flat_arguments
+from locater.calls.recognise import contraction, flat_arguments
 from locater.errors import LocaterError
 from locater.torch_private import base_of_view, tree_leaves, tree_map, write_count
 
@@ -181,7 +181,7 @@ class TensorTrace:
         if name in MOVES:
             self._record_move(name, func, args, kwargs, out)
         elif isinstance(out, Tensor) and (out.is_floating_point() or out.is_complex()):
-            if name in MAPS or (name in PRODUCTS and _is_map(args)):
+            if name in MAPS or (name in PRODUCTS and (_is_map(args) or _is_map_by_letters(name, args, kwargs))):
                 self._record_map(name, args, kwargs, out)
             elif name not in PRODUCTS:
                 self._record_elementwise(args, kwargs, out)
@@ -327,6 +327,16 @@ def labels_of(step: TensorStep, thin: bool = True) -> Tensor:
 def _is_map(args: tuple[Any, ...]) -> bool:
     """Whether a product is one with a matrix on the right."""
     return len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 2 and isinstance(args[0], Tensor)
+
+
+def _is_map_by_letters(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """The same of `torch.einsum("btd,ed->bte", x, W)` and `torch.inner(x, W)`."""
+    written = contraction(name, args, kwargs)
+    if written is None or written.two.ndim != 2:
+        return False
+    terms, _, out = written.equation.partition("->")
+    one, _, two = terms.partition(",")
+    return one[-1] in two and out == one[:-1] + two.replace(one[-1], "")
 
 
 def _of_map(shape: torch.Size, channel: int) -> Tensor:

@@ -65,6 +65,7 @@ class Removal:
     window: int = 128
     sinks: int = 4
     bits: int = 4
+    whole: int = 0  # with mode "bits": the first keys that are left as they are, and out of the range of the others
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -166,10 +167,11 @@ def changed_head(
     if how.mode == "uniform":
         return (_even(seen).to(v) @ v)[:, 0]
     if how.mode == "bits":
-        logits = terms.logits(q, rounded_keys(k, seen.any(-2), how.bits), slice(0, T), T)
+        real = seen.any(-2)
+        logits = terms.logits(q, rounded_keys(k, real & (real.cumsum(-1) > how.whole), how.bits), slice(0, T), T)
     if how.mode == "window":
         near = terms.distance(slice(0, T), T, S, q.device).abs() < how.window
-        seen = _windowed(seen, near, how.sinks)
+        seen = within_window(seen, near, how.sinks)
     logits = logits.masked_fill(~seen, -torch.inf)
     if terms.sinks is not None:
         logits = torch.cat([logits, terms.sinks.to(logits).view(1, 1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
@@ -180,13 +182,14 @@ def _even(seen: Tensor) -> Tensor:
     return seen / seen.sum(-1, keepdim=True).clamp_min(1)
 
 
-def _windowed(seen: Tensor, near: Tensor, sinks: int) -> Tensor:
+def within_window(seen: Tensor, near: Tensor, sinks: int) -> Tensor:
     """Keys that are near, or among the first that the query sees."""
     return seen & (near | (seen.cumsum(-1) <= sinks))
 
 
 def rounded_keys(k: Float[Tensor, "b h S D"], real: Tensor, bits: int) -> Float[Tensor, "b h S D"]:
-    """Keys whose channels are rounded to 2^bits even steps from the smallest to the largest of the `real` keys.
+    """Keys whose channels are rounded to 2^bits even steps from the smallest to the largest of the `real` keys; the
+    others stay as they are.
 
     >>> k, real = torch.tensor([0.0, 0.3, 0.8, 1.0]), torch.ones(1, 1, 4, dtype=torch.bool)
     >>> rounded_keys(k.view(1, 1, 4, 1), real, bits=1).flatten()
@@ -360,7 +363,7 @@ class FunctionInterceptor(FunctionListener):
                 own = rows[at * size : (at + 1) * size, head]
                 seen = own > 0
                 if how.mode == "window":
-                    left = own * _windowed(seen, near, how.sinks)
+                    left = own * within_window(seen, near, how.sinks)
                     own.copy_(left * (own.sum(-1, keepdim=True) / left.sum(-1, keepdim=True).clamp_min(1e-30)))
                 else:
                     own.copy_(_even(seen))

@@ -42,8 +42,10 @@ class ListeningSwitch:
     keeps_call: bool = False  # keep what the first pass that counts was called with
     call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the module, its arguments
     outputs: int | None = None  # the last axis of what the observed model returned first: its vocabulary, or classes
+    tokens: Any = None  # the mesh over which the tokens of the pass that is running are split (context parallelism)
     left_out: int = 0  # passes that did not count, as far as they ran outside of a compiled graph
     missed: deque[Exception] = field(default_factory=lambda: deque(maxlen=1))  # why a call was last left out
+    also: Callable[[Any, Call], None] | None = None  # is handed each call that counts, with its site
     number: int = field(default_factory=lambda: next(_numbers))
     thread: int | None = field(default_factory=threading.get_ident)  # whose calls count; None: of the next pass
 
@@ -148,6 +150,10 @@ def describe_call(sites: Sequence[Listener], how: Callable[..., Call], *args: An
 def is_measured(site: Listener, call: Call) -> bool:
     """Whether statistics of a call can be taken. Raises where not, unless the listener leaves such calls out."""
     reason = call.why_unmeasurable
+    if call.parts is not None and not getattr(site, "counts_requests", False):
+        reason = (
+            "a call of several requests is measured by the rows of observe() alone: leave patterns and controls out"
+        )
     if reason is None:
         return True
     if not site.switch.lenient:

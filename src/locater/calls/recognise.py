@@ -22,6 +22,7 @@ from locater.calls.function_table import (
     ENDS,
     HIDING,
     JOINS,
+    KEEPING,
     LARGEST,
     MOVES,
     PARTING,
@@ -279,7 +280,7 @@ class KnownLogits:
     """What is known of logits of a model that runs."""
 
     keys: int | None = None  # logits of keys, where others stand behind them
-    taken: Tensor | None = None  # (..., T, 1): what was taken off each row
+    taken: Tensor | None = None  # (..., T, 1): what was taken off each row; (): off all of them
     unclear: str | None = None  # why they cannot be told
 
     def as_before(self, x: Tensor, *taken: Tensor) -> Tensor:
@@ -290,6 +291,7 @@ class KnownLogits:
 
 
 PLAIN = KnownLogits()
+CLAMPS = frozenset({"clamp", "clamp_min", "clamp_max"})
 # what a softmax is written out of
 PARTS = frozenset({"exp", "sub", "row_sum", "row_logsumexp"})
 
@@ -299,7 +301,7 @@ class LogitsTracker:
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
-        self._largest = WeakTensorKeyDictionary()  # largest numbers of rows of logits
+        self._largest = WeakTensorKeyDictionary()  # largest numbers of rows of logits, or of all of them
         self._made = WeakTensorKeyDictionary()  # parts of a softmax that is written out
 
     def of(self, x: Tensor) -> KnownLogits | None:
@@ -314,7 +316,7 @@ class LogitsTracker:
         """Remember what the function called `name` made: logits in another place or form are logits. Returns them as
         they were before. `part` is its `part_name`.
         """
-        if name in LARGEST and tensors and tensors[0] in self._known and out.shape == (*tensors[0].shape[:-1], 1):
+        if name in LARGEST and tensors and tensors[0] in self._known and out.shape in _of_rows_or_all(tensors[0]):
             self._largest[out] = True
             return None
         if part in PARTS or part in SAME_NUMBERS:
@@ -325,6 +327,12 @@ class LogitsTracker:
         elif out.ndim and out.shape[-1] == 1 and any(x in self._largest for x in tensors):
             self._largest[out] = True
         return before
+
+    def note_assignment(self, target: Tensor, value: Any) -> None:
+        """Logits that are written into a part of a tensor make it one of logits: Longformer's, a diagonal at a time."""
+        known = self._known.get(value) if isinstance(value, Tensor) else None
+        if known is not None and target not in self._known:
+            self._known[target] = self.after_move(known)
 
     def after_move(self, known: KnownLogits) -> KnownLogits:
         """What is known of logits whose axes were moved."""
@@ -352,18 +360,33 @@ class LogitsTracker:
     def _of_step(self, name: str, tensors: list[Tensor], before: Tensor, out: Tensor) -> KnownLogits:
         known: KnownLogits = self._known[before]
         if name == "sub" and before is tensors[0] and tensors[-1] in self._largest:
-            return known if known.taken is not None else replace(known, taken=tensors[-1].detach())
+            taken = tensors[-1].detach()
+            if known.taken is None or known.taken.ndim == 0:
+                return replace(known, taken=taken if known.taken is None else known.taken + taken)
+            return known
         if name in JOINS and out.shape[:-1] == before.shape[:-1] and not all(x in self._known for x in tensors):
             return replace(known, keys=before.shape[-1]) if before is tensors[0] else KnownLogits(unclear=IN_FRONT)
         if known is PLAIN or (name in HIDING and out.shape == before.shape):
             return known
         if known.unclear is not None:
             return known
+        if known.taken is not None and known.taken.ndim == 0 and known.keys is None and name in KEEPING:
+            return known
         if known.taken is not None:
-            return KnownLogits(unclear=CHANGED)
+            return known if name in CLAMPS and _are_equal(before, out) else KnownLogits(unclear=CHANGED)
         if known.keys is None or (name in PARTING and out.shape == (*before.shape[:-1], known.keys)):
             return PLAIN
         return known if out.shape[-1:] == before.shape[-1:] else KnownLogits(unclear=MOVED)
+
+
+def _of_rows_or_all(x: Tensor) -> tuple[torch.Size, torch.Size]:
+    """The shapes of the largest number of each row, and of all numbers."""
+    return torch.Size((*x.shape[:-1], 1)), torch.Size(())
+
+
+def _are_equal(before: Tensor, out: Tensor) -> bool:
+    """Whether a function that did not write to its input left all numbers as they are."""
+    return before.data_ptr() != out.data_ptr() and before.shape == out.shape and bool(torch.equal(before, out))
 
 
 def _shape(x: Tensor) -> torch.Size:

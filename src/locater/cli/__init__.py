@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from locater.cli import ablate, compare, demo, doctor, explain, fleet, probe, scan, watch
+from locater.cli import ablate, compare, doctor, explain, fleet, probe, scan, watch
 from locater.cli.shell import Command, Group, command_name, error_line, examples_text, pipe_safe_output, split_debug
 from locater.redacted_and_escaped_text import escaped_output, without_secrets
 from locater.registry import offered_entries
@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 BUILT_IN = {
     module.__name__.rpartition(".")[2]: module
-    for module in (demo, doctor, scan, fleet, probe, compare, explain, ablate, watch)
+    for module in (doctor, scan, fleet, probe, compare, explain, ablate, watch)
 }
 
 
@@ -55,7 +55,7 @@ for name, module in BUILT_IN.items():
 
 
 def load_offered_commands() -> typer.Typer:
-    """All commands, including those of other packages: `locater_lab` has `train` and `reproduce`."""
+    """All commands, including those of other packages: `locater_lab` has `demo`, `train` and `reproduce`."""
     for name, point in offered_entries("commands").items():
         if name not in Group.late:
             _list(name, point.load())

@@ -31,8 +31,8 @@ def command(
         typer.Option(
             "--remove",
             metavar="L.H,...",
-            help="Heads to remove, one after the other; 17.3+18.6 removes both at once, 17 all of layer 17. "
-            "Default: every head.",
+            help="Heads to remove, one after the other; 17.3+18.6 removes both at once, 17 all of layer 17, "
+            "and all every head at once. Default: every head, one after the other.",
         ),
     ] = None,
     mode: Annotated[
@@ -82,15 +82,21 @@ def command(
     deliver(result.to_json, result.source, result.show, json, report)
 
 
-def _heads(text: str) -> list[int | list[tuple[int, int]]]:
-    """`3.1,4.0+4.2,5`: a head, two at once, a layer."""
-    chosen: list[int | list[tuple[int, int]]] = []
+def _heads(text: str) -> list[str | int | list[tuple[int, int]]]:
+    """`3.1,4.0+4.2,5,all`: a head, two at once, a layer, every head."""
+    chosen: list[str | int | list[tuple[int, int]]] = []
     for item in text.split(","):
+        if item.strip() == "all":
+            chosen.append("all")
+            continue
         parts = [part.strip().partition(".") for part in item.split("+")]
         if len(parts) == 1 and parts[0][0].isdecimal() and not parts[0][1]:
             chosen.append(int(parts[0][0]))
             continue
         if not all(layer.isdecimal() and dot and head.isdecimal() for layer, dot, head in parts):
-            raise LocaterError(f"--remove {text!r}: write layer.head, such as 17.3,18.6; 17.3+18.6 for both at once")
+            raise LocaterError(
+                f"--remove {text!r}: write layer.head, such as 17.3,18.6; 17.3+18.6 for both at once, "
+                "17 for a layer, all for every head"
+            )
         chosen.append([(int(layer), int(head)) for layer, _, head in parts])
     return chosen

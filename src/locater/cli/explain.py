@@ -25,6 +25,9 @@ EXAMPLES = (
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder written by save_pretrained, or a hub id.")],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is the message of a user: write it by the chat template.")
+    ] = False,
     text: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Text that the model reads, instead of --prompt; - for standard input."),
@@ -96,6 +99,7 @@ def command(
         heads=None if patterns is None else _heads(patterns),
         tokenizer=tokenizer,
         deletion=deletion,
+        chat=chat,
         progress=partial(show_progress, label="explaining"),
     )
     if report is not None:

@@ -16,13 +16,16 @@ MEANINGS = {
     "--images": ("PATH", "Pictures "),
     "--json": ("PATH", "Write the data as JSON; - for standard output"),
     "--length": ("N", "Tokens in a sequence"),
+    "--open": ("", "Open the page in a browser"),
     "--out": ("FOLDER", "Folder of "),
     "--raw": ("", "Read parameters as stored"),
     "--report": ("PATH", "Write an HTML page that works offline"),
+    "--sinks": ("N", "First keys that "),
     "--shard": ("I/N", "Only part I of N of "),
     "--text": ("FILE", "Text that the model reads"),
     "--tokenizer": ("PATH", "Folder of the tokenizer"),
     "--tokens": ("N", "About how many tokens"),
+    "--window": ("N", "Keys that a head sees"),
 }
 
 JsonPath = Annotated[
@@ -31,6 +34,7 @@ JsonPath = Annotated[
 ReportPath = Annotated[
     str | None, typer.Option("--report", metavar="PATH", help="Write an HTML page that works offline.")
 ]
+OpenPage = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Read parameters as stored, without folding in norms.")]
 Length = Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence, for entropy and sharpness.")]
 FailOn = Annotated[

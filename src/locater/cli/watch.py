@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from locater.cli.options import JsonPath, ReportPath
+from locater.cli.options import JsonPath, OpenPage, ReportPath
 from locater.cli.output_and_exit_status import deliver
 from locater.cli.shell import check_writable
 from locater.files import write_whole
@@ -34,7 +34,7 @@ def command(
         int,
         typer.Option(metavar="N", min=0, max=65535, help="Port of the live page on this machine; 0 for any free port."),
     ] = 0,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
+    open_browser: OpenPage = False,
 ) -> None:
     from locater.runs.run_log import TwoRuns, read_run
     from locater.runs.watch_page import names_apart, serve, watch_page

@@ -28,7 +28,8 @@ from locater.results.ablation import Ablation, Removed
 
 TOKENS = 2048  # tokens of text, in sequences of `length`
 TOGETHER = 1024  # tokens in a batch, and in all copies of it that a pass has
-Chosen = Sequence[int | tuple[int, int] | Sequence[tuple[int, int]]]
+EVERY = "all"  # heads, at once
+Chosen = Sequence[str | int | tuple[int, int] | Sequence[tuple[int, int]]]
 
 
 def ablate(
@@ -48,11 +49,12 @@ def ablate(
 ) -> Ablation:
     """Remove every head of `model` in turn, or each of `heads`, and measure the whole model without it.
 
-    `heads` has a (layer, head), a layer's number for all its heads at once, or a list of (layer, head) that are removed
-    together. `mode` says what stands in place of a head: zero; its mean over the tokens of the batch; uniform weights;
-    weights on the last `window` keys and the first `sinks`; or keys of `bits` bits (`locater.calls.head_removal`).
-    `batch` is text, a path, token ids, or batches as the model takes them; with `labels` in it, their loss is measured.
-    The loss is next-token cross-entropy of a causal model, in nats per token. Without either, outputs are compared.
+    `heads` has a (layer, head), a layer's number for all its heads at once, a list of (layer, head) that are removed
+    together, or "all" for every head of the model at once. `mode` says what stands in place of a head: zero; its mean
+    over the tokens of the batch; uniform weights; weights on the last `window` keys and the first `sinks`; or keys of
+    `bits` bits (`locater.calls.head_removal`). `batch` is text, a path, token ids, or batches as the model takes them;
+    with `labels` in it, their loss is measured. The loss is next-token cross-entropy of a causal model, in nats per
+    token. Without either, outputs are compared.
 
     >>> from locater_lab.train import Shape, Transformer
     >>> model = Transformer(Shape(vocabulary=32, layers=2, width=16, heads=2, kv_heads=2, hidden=24))
@@ -64,7 +66,7 @@ def ablate(
     source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
     module = load_model(source) if isinstance(model, str | os.PathLike) else model
     layers = attention_layers(module)
-    study = _Measurements(module, layers, chosen_heads(heads, layers), how)
+    study = Measurements(module, layers, chosen_heads(heads, layers), how)
     given = _batches(module, batch, tokenizer, length, tokens)
     steps = study.measure(given)
     for _ in progress(steps, len(given) * len(study.sets)) if progress else steps:
@@ -85,8 +87,11 @@ def chosen_heads(heads: Chosen | None, layers: Sequence[AttentionLayer]) -> list
     """What is removed each time: heads by number of layer."""
     if heads is None:
         return [{number: (head,)} for number, layer in enumerate(layers) for head in range(layer.heads)]
-    sets = []
-    for item in [heads] if isinstance(heads, int) else heads:
+    sets: list[dict[int, tuple[int, ...]]] = []
+    for item in [heads] if isinstance(heads, int | str) else heads:
+        if item == EVERY:
+            sets.append({number: tuple(range(layer.heads)) for number, layer in enumerate(layers)})
+            continue
         if isinstance(item, int):
             _check_layer(item, layers)
             sets.append({item: tuple(range(layers[item].heads))})
@@ -100,7 +105,7 @@ def chosen_heads(heads: Chosen | None, layers: Sequence[AttentionLayer]) -> list
         if not pairs:
             raise LocaterError(
                 f"heads={heads!r:.60}: give pairs of layer and head, such as heads=[(3, 0)], numbers of layers, or "
-                "lists of pairs that are removed together"
+                f"lists of pairs that are removed together; {EVERY!r} for every head at once"
             )
         together: dict[int, tuple[int, ...]] = {}
         for layer, head in pairs:
@@ -119,7 +124,7 @@ def _check_layer(layer: int, layers: Sequence[AttentionLayer], head: int | None 
         raise LocaterError(f"head {layer}.{head}: layer {layer} has {layers[layer].heads} heads, numbered from 0")
 
 
-class _Measurements:
+class Measurements:
     """What was measured so far: a value per removal and sequence."""
 
     def __init__(
@@ -209,7 +214,10 @@ class _Measurements:
         return Ablation(source, assumptions, self.measure_name, loss, self._cost(), layers, rows)
 
     def _name(self, heads: Heads) -> str:
-        """`17.3`, `17.3+18.6`, or `layer 17`."""
+        """`17.3`, `17.3+18.6`, `layer 17`, or `all heads`."""
+        whole = [len(set(heads.get(number, ()))) == layer.heads for number, layer in enumerate(self.layers)]
+        if all(whole) and len(whole) > 1:
+            return "all heads"
         if len(heads) == 1:
             ((layer, chosen),) = heads.items()
             if len(set(chosen)) == self.layers[layer].heads > 1:
@@ -237,7 +245,6 @@ def _mean(values: Iterator[float]) -> float:
 # What is compared.
 
 
-@torch.no_grad()
 def sequence_losses(out: Any, batch: Mapping[str, Any], causal: bool, copies: int = 1) -> Float[Tensor, " N"] | None:
     """The loss of each sequence, of all copies of the batch; None where there is none.
 

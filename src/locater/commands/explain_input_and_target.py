@@ -37,8 +37,11 @@ def read_input(
     decoder_text: str | None,
     image: str | Path | None,
     tokenizer: Any,
+    chat: bool = False,
 ) -> ExplainInput:
-    """The batch of one prompt, one picture, or both for a model with two towers."""
+    """The batch of one prompt, one picture, or both for a model with two towers. `chat`: the prompt is the message of a
+    user, written by the chat template of the tokenizer.
+    """
     config = getattr(model, "config", None)
     two_towers = hasattr(model, "get_image_features") and hasattr(model, "get_text_features")
     main_input = getattr(model, "main_input_name", "input_ids")
@@ -58,7 +61,7 @@ def read_input(
         return _read_picture(model, image, text, tokenizer)
     assert text is not None
     tok = tokenizer_for(model, tokenizer)
-    ids, tokens = tokenize_prompt(model, tok, text)
+    ids, tokens = tokenize_prompt(model, tok, _as_chat(tok, text) if chat else text, special=not chat)
     batch: Batch = {"input_ids": torch.tensor([ids])}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     if not pair:
@@ -72,8 +75,21 @@ def read_input(
     return ExplainInput(batch, streams, tok)
 
 
-def tokenize_prompt(model: nn.Module, tok: Any, text: str) -> tuple[list[int], list[str]]:
-    """Token ids of a prompt with the special tokens that the tokenizer adds, and the part of the text of each."""
+def _as_chat(tok: Any, text: Any) -> str:
+    """What a chat template writes for one message of a user, up to where the answer begins."""
+    if not getattr(tok, "chat_template", None):
+        raise LocaterError("the tokenizer has no chat template: leave out --chat, and write the prompt as it should be")
+    try:
+        message = [{"role": "user", "content": text}]
+        return str(tok.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # of a template, which may raise anything
+        raise LocaterError(f"the chat template of the tokenizer refused this prompt ({first_line(error)})") from None
+
+
+def tokenize_prompt(model: nn.Module, tok: Any, text: str, special: bool = True) -> tuple[list[int], list[str]]:
+    """Token ids of a prompt, with the special tokens that the tokenizer adds if `special`, and the part of the text of
+    each.
+    """
     if not isinstance(text, str):
         raise LocaterError(f"the prompt is a {type(text).__name__}: give one text")
     if not text.strip():
@@ -81,7 +97,8 @@ def tokenize_prompt(model: nn.Module, tok: Any, text: str) -> tuple[list[int], l
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise LocaterError("the prompt is not UTF-8 text")
     try:
-        coded = tok(text, return_offsets_mapping=bool(getattr(tok, "is_fast", False)), verbose=False)
+        offsets = bool(getattr(tok, "is_fast", False))
+        coded = tok(text, add_special_tokens=special, return_offsets_mapping=offsets, verbose=False)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the tokenizers package is not an Exception

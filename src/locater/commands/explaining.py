@@ -28,7 +28,9 @@ from locater.explain.attention_flow import head_estimates
 from locater.explain.explanation import Explanation, Target, vectors
 from locater.explain.replayed_pass import head_effects
 from locater.inputs.text import Batch
+from locater.inputs.token_groups import GROUPS, token_groups
 from locater.layers import AttentionLayer
+from locater.observing.observation import observe
 from locater.observing.run_model import run_model
 from locater.report.verdict_sentences import amount
 from locater.results.explanations import (
@@ -273,6 +275,7 @@ def explanations(
     heads: Sequence[tuple[int, int]] | None = None,
     tokenizer: Any = None,
     deletion: bool = True,
+    chat: bool = False,
     progress: Progress | None = None,
 ) -> Explanations:
     """Explain the output of `model` for a prompt: how much each token contributes, through which heads and paths.
@@ -284,14 +287,15 @@ def explanations(
     output. `methods` are names in `locater.explain.METHODS`; by default `operator`, or where that does not apply
     `relevance` or another that does. `heads` are the
     (layer, head) whose patterns the page shows, where there is no room for all. `deletion` also runs the model without
-    the tokens of largest and smallest score, to see how far the scores can be trusted.
+    the tokens of largest and smallest score, to see how far the scores can be trusted. `chat` writes the prompt as the
+    message of a user, by the chat template.
     """
     names = _check_methods(methods)
     if not isinstance(model, nn.Module | str | os.PathLike):
         raise LocaterError(f"{model!r:.60} is no model: give a module, the folder of a checkpoint, or a hub id")
     source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
     module = load_model(source) if isinstance(model, str | os.PathLike) else model
-    read = read_input(module, text, decoder_text, image, tokenizer)
+    read = read_input(module, text, decoder_text, image, tokenizer, chat)
     output, run = _output(module, read), Run(module, read.batch)
     entries = entries_of(module, read.tokenizer, vectors(output)[0], None if image is None else text)
     if heads is not None:
@@ -324,7 +328,29 @@ def explanations(
         parts.deletion,
         picture,
         assumptions,
+        _groups(module, read),
     )
+
+
+def _groups(module: nn.Module, read: ExplainInput) -> dict[str, Any]:
+    """The group of each token, and what all heads together give to each group; {} where there is one group alone, or
+    the input is no single text.
+    """
+    if len(read.streams) != 1 or read.streams[0].ids is None:
+        return {}
+    groups = token_groups(module, read.tokenizer)
+    labels = [GROUPS[number] for number in groups.labels(read.batch["input_ids"])[0].tolist()]
+    if len(set(labels)) < 2:
+        return {}
+    try:
+        with observe(module, groups=groups, rows=1) as seen:
+            run_model(module, read.batch)
+        heads = seen.groups
+    except LocaterError:
+        return {"labels": labels, "attention": {}, "even": {}}
+    names = list(heads[0].shares)
+    attention = {name: sum(head.shares[name] for head in heads) / len(heads) for name in names}
+    return {"labels": labels, "attention": attention, "even": {name: heads[0].even[name] for name in names}}
 
 
 def _check_methods(methods: Sequence[str] | None) -> list[str]:

@@ -25,7 +25,7 @@ from locater.numerics import is_number, upcast
 from locater.observing.residual_stream import stream_points
 from locater.sources.live_tensors import LiveTensor, is_a, stored_map
 from locater.sources.open_source import config_of
-from locater.torch_private import own_parameters
+from locater.torch_private import is_partitioned, own_parameters
 
 Only = Literal["linear", "query-key"]
 
@@ -67,10 +67,11 @@ class SigmaReparam(Control):
             stored = stored_map(tensor.module)
             if stored is not None:
                 raise LocaterError(f"{tensor.name}: it is quantised ({stored.kind}), so there is nothing to train")
-            if hasattr(getattr(tensor.module, tensor.attribute), "full_tensor"):
+            stored_tensor = getattr(tensor.module, tensor.attribute)
+            if hasattr(stored_tensor, "full_tensor") or is_partitioned(stored_tensor):
                 raise LocaterError(
                     f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it does not support "
-                    "FSDP2 and tensor parallelism"
+                    "FSDP2, tensor parallelism and ZeRO-3"
                 )
         return tensors
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.layers import Projection
+from locater.torch_private import is_copied_to_train
 
 Read = Callable[[], Projection]  # re-reads a projection, since its bias is read together with it
 
@@ -70,6 +71,12 @@ def _parameters_behind(model: nn.Module, name: str, current: Tensor, new: Tensor
             f"{name}: no parameter of the model is behind its query and key maps, so nothing can be written"
         )
     leaves = _leaves(model)
+    if any(is_copied_to_train(leaf) for leaf in leaves):
+        raise LocaterError(
+            f"{name}: DeepSpeed trains a copy of the parameters and writes it back at each step, which would undo a "
+            "change of the query and key maps: make it before deepspeed.initialize(), or take LocAteR, whose penalty "
+            "is added to the loss"
+        )
     placed = torch.autograd.grad(current, leaves, new, allow_unused=True, retain_graph=True)
     marked = torch.autograd.grad(current, leaves, torch.ones_like(current), allow_unused=True)
     return [

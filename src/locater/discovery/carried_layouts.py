@@ -100,13 +100,14 @@ class _Carrier:
         if not matches:
             return []
         result: list[T | Refusal] = []
-        for rest, _ in layers[matches[0]]:
+        turns = [_by_path(layers[at]) for at in matches]
+        for rest, items in turns[0].items():
             name = f"{stack.path}.{number}.{rest}" if rest else f"{stack.path}.{number}"
-            alike_items = [next((x for path, x in layers[at] if path == rest), None) for at in matches]
-            if any(x is None for x in alike_items):
+            if any(len(others.get(rest, [])) != len(items) for others in turns):
                 result.append(Refusal(name, DIFFERENT))
             else:
-                result.append(self._moved([x for x in alike_items if x], stack, matches, number, name))
+                columns = zip(*(others[rest] for others in turns), strict=True)
+                result += [self._moved(list(column), stack, matches, number, name) for column in columns]
         return result
 
     def _match(self, stack: Stack, number: int) -> list[int]:
@@ -190,6 +191,14 @@ class _Carrier:
         place = other.place(names[0])
         assert place is not None
         return f"{other.path}.{other.full - 1}.{place[1]}" if place[0] == other.small - 1 else None
+
+
+def _by_path(items: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Items by their path in a layer, in order: a module that attends in two ways has two."""
+    paths: dict[str, list[T]] = {}
+    for path, item in items:
+        paths.setdefault(path, []).append(item)
+    return paths
 
 
 def _name(item: Refusal) -> str:

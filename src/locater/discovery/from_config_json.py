@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
 import itertools
 import math
 import os
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from locater.calls.attention_like import attention_like
 from locater.discovery.cache_on_disk import CachedLayouts, cache_file, read_cached, write_cached
@@ -44,6 +48,8 @@ SMALL_PICTURE = "its positions are those of pictures of one size, and a model of
 UNSTORED = 30_000_000  # numbers of a small model beyond those of the checkpoint: 240 MB
 DEEPEST_EVER = 1_000  # layers of a model, beside one for each tensor of its checkpoint
 DEEPEST = 24  # layers of a stack of a small model
+MOST_BYTES = 8_000_000_000  # that a search holds of what a small model computes; a VITS of 60 MB needs 7 GB
+MOST_SECONDS = 40  # of processor time; the same decoder needs 17
 
 
 def class_and_settings(weights: Weights, config: Config) -> tuple[type, Any]:
@@ -210,12 +216,52 @@ def _search_candidate(
         return []
     try:
         small = ModuleWeights(build_model(kind, candidate.settings, "cpu", weights.where))
-        searched = SearchResult(*search(small.module, small, example))
+        with BoundedWork():
+            searched = SearchResult(*search(small.module, small, example))
     except LocaterError as error:
         reasons.append(str(error).removeprefix(f"{weights.where}: "))
         return []
     result = carry_layouts(searched, candidate.kinds, small, whole)
     return [_without_position_tables(result) if candidate.kinds.changed & PICTURE_SETTINGS else result]
+
+
+class BoundedWork(TorchFunctionMode):
+    """Ends a search that holds more memory or takes longer than a small model should: a few numbers of a config.json
+    decide how long a wave or how large a picture it computes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[torch.Tensor]] = []
+        self._held: dict[int, int] = {}  # bytes by address
+        self._bytes, self._started = 0, time.process_time()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_meta:
+                self._add(x)
+        if self._bytes > MOST_BYTES:
+            gc.collect()  # tapes of passes before
+            alive = [x for made in self._made if (x := made()) is not None]
+            self._made, self._held, self._bytes = [], {}, 0
+            for x in alive:
+                self._add(x)
+        reached = f"{MOST_BYTES / 1e9:.0f} GB" if self._bytes > MOST_BYTES else ""
+        if not reached and time.process_time() - self._started > MOST_SECONDS:
+            reached = f"{MOST_SECONDS} s"
+        if reached:
+            raise LocaterError(f"a small model of its class takes more than {reached} to run: load it and scan that")
+        return out
+
+    def _add(self, x: torch.Tensor) -> None:
+        memory = x.untyped_storage()
+        self._made.append(weakref.ref(x))
+        if memory.data_ptr() not in self._held:
+            self._held[memory.data_ptr()] = memory.nbytes()
+            self._bytes += memory.nbytes()
 
 
 def _without_position_tables(searched: SearchResult) -> SearchResult:

@@ -15,7 +15,7 @@ from locater.discovery.example_inputs import check_example
 from locater.discovery.from_config_json import discovered_on_disk
 from locater.discovery.verified_search import Discovered, discovered_in
 from locater.errors import LocaterError, first_line
-from locater.families import timm, torch_mha
+from locater.families import timm, torch_mha, torchtitan
 from locater.families.record import Found, Reader
 from locater.families.registry import BUILT_IN, BY_TYPE
 from locater.layers.build import check_layer, integer, named_map, shape_of
@@ -444,6 +444,9 @@ def reader_for(weights: Weights, config: Config) -> Reader:
         read += stems
     if model_type is None and (stems := timm.stems(weights)):
         readers.append(timm.layers)
+        read += stems
+    if model_type is None and (stems := torchtitan.stems(weights)):
+        readers.append(torchtitan.layers)
         read += stems
     read = [stem.removesuffix(".") for stem in read]
     left = unread(weights, read)

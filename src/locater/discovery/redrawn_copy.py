@@ -32,6 +32,7 @@ from locater.torch_private import (
     convert_tensors,
     drop_compiled_call,
     forget_output_hooks,
+    gathered_partitions,
     hook_tables,
     is_compiled_wrapper,
     is_dynamo_error,
@@ -39,6 +40,7 @@ from locater.torch_private import (
     own_buffers,
     tree_map,
     unwrap_compiled,
+    whole_shape,
     without_function_modes,
     write_count,
 )
@@ -198,12 +200,14 @@ def _parameters(model: nn.Module, dtype: torch.dtype) -> Memo:
     memo: Memo = {}
     fixed = sine_tables(model)
     for p in model.parameters():
+        shape = whole_shape(p)
         if not p.is_floating_point() or id(p) in fixed:
-            numbers = p.detach().cpu().clone()
-        elif thin_strides(p.shape) is None:
-            numbers = torch.zeros(p.shape, dtype=dtype)
+            with gathered_partitions(p):
+                numbers = p.detach().cpu().clone()
+        elif thin_strides(shape) is None:
+            numbers = torch.zeros(shape, dtype=dtype)
         else:
-            numbers = torch.zeros(1, dtype=dtype).expand(p.shape)
+            numbers = torch.zeros(1, dtype=dtype).expand(shape)
         memo[id(p)] = nn.Parameter(numbers, requires_grad=False)
     return memo
 

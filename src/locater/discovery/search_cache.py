@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from locater.errors import LocaterError
 from locater.sources.open_source import config_of
-from locater.torch_private import is_batch_norm, tree_flatten, without_dispatch_modes
+from locater.torch_private import is_batch_norm, tree_flatten, whole_shape, without_dispatch_modes
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -102,7 +102,7 @@ def facts_of(model: nn.Module) -> Facts:
     """Everything that a layout may rest on, by name."""
     facts: Facts = {"configuration": repr(sorted(config_of(model).items(), key=lambda item: item[0]))}
     for name, parameter in model.named_parameters():
-        facts[f"parameter {name}"] = None if is_lazy(parameter) else tuple(parameter.shape)
+        facts[f"parameter {name}"] = None if is_lazy(parameter) else tuple(whole_shape(parameter))
     seen: set[int] = set()
     for path, module in model.named_modules():
         if not is_batch_norm(module):  # statistics of batches are no part of attention

@@ -70,19 +70,33 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[TapedCall
 
 def _of_softmax(tape: Tape, path: str, node: Node, product: Node, turned: bool) -> TapedCall | None:
     """The call of a softmax; None where its weights sum to 1 over something else than keys."""
-    logits, sink = _without_sink(_before_shift(_before_casts(_before_moves(node.inputs[0]))), product)
+    logits, sink = _without_sink(_before_shift(_before_casts(_before_moves(_before_signs(node.inputs[0])))), product)
     left, right = product.inputs[-2:]
     if not turned or 1 in product.value.shape[-2:] or _varies(logits, product, -1):
         return TapedCall(path, left, right, True, node, product, logits, sink)
-    if not _varies(logits, product, -2) or any(_is_transpose(after, node) for after in tape.consumers(node)):
-        return None  # over heads; or over queries, and put back
-    return TapedCall(path, right, left, False, node, product, logits, sink, True)  # (k @ q.mT).mT
+    if not _varies(logits, product, -2):
+        return None  # over heads
+    call = TapedCall(path, right, left, False, node, product, logits, sink, True)  # (k @ q.mT).mT
+    return call if _is_over_keys(tape, call) else None
 
 
 def _over_last_axis(softmax: Node) -> bool:
     """Whether weights sum to 1 over the last axis, that of keys. Over queries or heads they are of another kind."""
     ndim = softmax.value.ndim
     return softmax_axis(softmax.args, softmax.kwargs, ndim) == ndim - 1
+
+
+def _is_over_keys(tape: Tape, call: TapedCall) -> bool:
+    """Whether the axis over which weights sum to 1 is that over which values are added. With weights for one of its
+    places alone, every token has that value; where they sum to 1 over queries, one token alone has any.
+    """
+    try:
+        result = mixed_values(tape, call).result
+    except UnreadableError:
+        return not any(_is_transpose(after, call.event) for after in tape.consumers(call.event))
+    weights = torch.zeros_like(call.event.value)
+    weights[..., 0] = 1.0
+    return bool((replay(result, {call.event: weights}) != 0).double().mean() > 0.75)
 
 
 def _varies(logits: Node, product: Node, axis: int) -> bool:
@@ -95,6 +109,13 @@ def _varies(logits: Node, product: Node, axis: int) -> bool:
     shown = change.abs() > 1e-12
     apart = change.masked_fill(~shown, -torch.inf).amax(-1) - change.masked_fill(~shown, torch.inf).amin(-1)
     return bool((apart[shown.any(-1)] > 1e-3 * change.abs().max()).any())
+
+
+def _before_signs(logits: Node) -> Node:
+    """Logits as they were before their sign was turned twice: those of softmin(-L)."""
+    while logits.name == "neg" and logits.inputs and logits.inputs[0].name == "neg":
+        logits = logits.inputs[0].inputs[0]
+    return logits
 
 
 def _before_moves(logits: Node) -> Node:

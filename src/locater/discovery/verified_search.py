@@ -280,7 +280,8 @@ def _search_copy(copied: RedrawnCopy, weights: ModuleWeights) -> Search:
     readings = [_layout_or_reason(partial(read_layout, first.tape, call)) for call in first.calls]
     names = [unwrapped_path(call.path) for call in first.calls]
     ran = {unwrapped_path(path) for path in first.tape.called}
-    length = first.length
+    length, draws = first.length, first.draws
+    del first  # a tape holds all that a pass computes: one at a time
     second = copied.run(1)
     again = [unwrapped_path(call.path) for call in second.calls]
     if names != again:
@@ -298,7 +299,7 @@ def _search_copy(copied: RedrawnCopy, weights: ModuleWeights) -> Search:
     layouts = with_windows(copied, layouts, window_settings(copied.model, length), length)
     if copied.guessed:
         layouts = _with_other_inputs(copied, layouts)
-    if first.draws:
+    if draws:
         refused = [replace(refusal, reason=f"{refusal.reason}{DRAWS}") for refusal in refused]
         layouts = {number: _noting_random_draws(layout) for number, layout in layouts.items()}
     silent = [*unread(weights, names), *_unread_inside(weights, names, layouts.values(), ran)]

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from locater.families.record import Block, Family
-from locater.layers.build import expect_layers, integer, map_layout, norm_layout
-from locater.layers.layout import AttentionLayout, LogitsLayout
+from locater.families.shared_shapes import layer_of_maps
+from locater.layers.build import expect_layers, integer, norm_layout
+from locater.layers.layout import AttentionLayout
 from locater.sources.open_source import Config
 from locater.sources.weights import Weights, numbered
 
@@ -52,26 +53,20 @@ def sub_config(config: Config, name: str, defaults: Config) -> Config:
 def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) -> Iterator[AttentionLayout]:
     """Layers of one tower; `prefix` is a pattern."""
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
-    head_dim = width // heads
     matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, f"(?P<prefix>{prefix}){PATTERN}")]
     expect_layers(weights, len(matches), config, "num_hidden_layers")
     for where, index in matches:
         block = f"{where}encoder.layers.{index}"
         stem = f"{block}.self_attn"
-        shape, why = (heads * head_dim, width), "num_attention_heads, hidden_size"
-        query, key = (map_layout(weights, f"{stem}.{part}_proj", shape=shape, why=why) for part in "qk")
-        yield AttentionLayout(
-            name=stem,
-            index=index,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            query=query,
-            key=key,
-            logits=LogitsLayout(scale=head_dim**-0.5, causal=causal),
-            value=map_layout(weights, f"{stem}.v_proj"),
-            out=map_layout(weights, f"{stem}.out_proj"),
-            norm=norm_layout(weights, f"{block}.layer_norm1", "layer", config["layer_norm_eps"]),
+        yield layer_of_maps(
+            weights,
+            stem,
+            index,
+            [f"{stem}.{part}_proj" for part in ("q", "k", "v", "out")],
+            (heads, heads, width),
+            ["num_attention_heads, hidden_size"] * 2,
+            norm_layout(weights, f"{block}.layer_norm1", "layer", config["layer_norm_eps"]),
+            causal=causal,
         )
 
 

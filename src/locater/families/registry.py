@@ -45,6 +45,7 @@ FILES = (
     "t5",
     "timm",
     "torch_mha",
+    "torchtitan",
     "vit",
     "whisper",
     "xlnet",

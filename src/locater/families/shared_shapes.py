@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from locater.errors import LocaterError
 from locater.families.record import Block
@@ -38,6 +38,43 @@ LLAMA_BLOCK = Block(
 )
 
 
+def layer_of_maps(
+    weights: Weights,
+    name: str,
+    index: int,
+    paths: Sequence[str],
+    shape: tuple[int, int, int],
+    why: Sequence[str],
+    norm: NormLayout,
+    *,
+    head_dim: int | None = None,
+    causal: bool = False,
+) -> AttentionLayout:
+    """A layer with a map each for queries, keys, values and outputs, at these `paths`; scale 1/sqrt(head_dim).
+
+    `shape` is heads, key heads and width; `why` names the settings that say the shape of the maps of queries and keys.
+    """
+    heads, kv_heads, width = shape
+    head_dim = head_dim or width // heads
+    query, key = (
+        map_layout(weights, path, shape=(count * head_dim, width), why=settings)
+        for path, count, settings in zip(paths, (heads, kv_heads), why, strict=False)
+    )
+    return AttentionLayout(
+        name=name,
+        index=index,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        query=query,
+        key=key,
+        logits=LogitsLayout(scale=head_dim**-0.5, causal=causal),
+        value=map_layout(weights, paths[2]),
+        out=map_layout(weights, paths[3]),
+        norm=norm,
+    )
+
+
 def decoder_layers(
     weights: Weights,
     config: Config,
@@ -58,31 +95,20 @@ def decoder_layers(
     for prefix, index in matches:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
-        query, key = (
-            map_layout(
-                weights,
-                f"{stem}.{part}_proj",
-                shape=(count * head_dim, width),
-                why=f"{setting} x head_dim, hidden_size",
-            )
-            for part, count, setting in (("q", heads, "num_attention_heads"), ("k", kv_heads, "num_key_value_heads"))
-        )
-        yield AttentionLayout(
-            name=stem,
-            index=index,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            query=query,
-            key=key,
-            logits=LogitsLayout(scale=head_dim**-0.5, causal=True),
-            value=map_layout(weights, f"{stem}.v_proj"),
-            out=map_layout(weights, f"{stem}.{out}"),
-            norm=norm_layout(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset)
+        layer = layer_of_maps(
+            weights,
+            stem,
+            index,
+            [f"{stem}.{part}" for part in ("q_proj", "k_proj", "v_proj", out)],
+            (heads, kv_heads, width),
+            [f"num_{part}_heads x head_dim, hidden_size" for part in ("attention", "key_value")],
+            norm_layout(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset)
             if normed
             else NormLayout(),
-            rotary=rotary,
+            head_dim=head_dim,
+            causal=True,
         )
+        yield replace(layer, rotary=rotary)
 
 
 def window_of(config: Config, index: int) -> int | None:
@@ -133,32 +159,21 @@ def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -
         integer(config, weights, "num_attention_heads", "n_heads"),
         integer(config, weights, "hidden_size", "dim"),
     )
-    head_dim = width // heads
     pattern = rf"(?P<prefix>(.*\.)?){re.escape(names.stack)}\.(?P<layer>\d+)\.{re.escape(names.query)}\.weight"
     matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
     expect_layers(weights, len(matches), config, "num_hidden_layers", "n_layers")
     for prefix, index in matches:
         stack = f"{prefix}{names.stack}"
         block = f"{stack}.{index}"
-        shape, why = (heads * head_dim, width), "num_attention_heads x head_dim, hidden_size"
-        query, key = (map_layout(weights, f"{block}.{x}", shape=shape, why=why) for x in (names.query, names.key))
-        yield AttentionLayout(
-            name=f"{block}.{names.query.rpartition('.')[0]}",
-            index=index,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            query=query,
-            key=key,
-            logits=LogitsLayout(scale=head_dim**-0.5),
-            value=map_layout(weights, f"{block}.{names.value}"),
-            out=map_layout(weights, f"{block}.{names.out}"),
-            norm=norm_layout(
-                weights,
-                f"{stack}.{index - 1}.{names.last_norm}" if index else f"{prefix}embeddings.LayerNorm",
-                "layer",
-                eps,
-            ),
+        before = f"{stack}.{index - 1}.{names.last_norm}" if index else f"{prefix}embeddings.LayerNorm"
+        yield layer_of_maps(
+            weights,
+            f"{block}.{names.query.rpartition('.')[0]}",
+            index,
+            [f"{block}.{part}" for part in (names.query, names.key, names.value, names.out)],
+            (heads, heads, width),
+            ["num_attention_heads x head_dim, hidden_size"] * 2,
+            norm_layout(weights, before, "layer", eps),
         )
 
 
@@ -183,30 +198,24 @@ def _layer(
     heads, width = integer(config, weights, f"{side}_attention_heads"), integer(config, weights, "d_model")
     block = f"{stack}layers.{index}"
     stem = f"{block}.{'encoder_attn' if kind == 'cross' else 'self_attn'}"
-    head_dim = width // heads
-    shape, why = (heads * head_dim, width), f"{side}_attention_heads, d_model"
-    query, key = (map_layout(weights, f"{stem}.{part}_proj", shape=shape, why=why) for part in "qk")
     if norm_first:
         before = f"{stem}_layer_norm"
     elif kind == "cross":
         before = f"{block}.self_attn_layer_norm"
     else:
         before = f"{stack}layers.{index - 1}.final_layer_norm" if index else f"{stack}layernorm_embedding"
-    return AttentionLayout(
-        name=stem,
-        index=index,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        query=query,
-        key=key,
-        value=map_layout(weights, f"{stem}.v_proj"),
-        out=map_layout(weights, f"{stem}.out_proj"),
-        logits=LogitsLayout(head_dim**-0.5, causal=side == "decoder" and kind == "self"),
-        norm=norm_layout(weights, before, "layer", ENCODER_DECODER_EPS),
-        memory_norm=_closing(weights, config, stack, norm_first) if kind == "cross" else None,
-        kind=kind,
+    layer = layer_of_maps(
+        weights,
+        stem,
+        index,
+        [f"{stem}.{part}_proj" for part in ("q", "k", "v", "out")],
+        (heads, heads, width),
+        [f"{side}_attention_heads, d_model"] * 2,
+        norm_layout(weights, before, "layer", ENCODER_DECODER_EPS),
+        causal=side == "decoder" and kind == "self",
     )
+    memory_norm = _closing(weights, config, stack, norm_first) if kind == "cross" else None
+    return replace(layer, kind=kind, memory_norm=memory_norm)
 
 
 def _closing(weights: Weights, config: Config, stack: str, norm_first: bool) -> NormLayout | None:

@@ -40,13 +40,16 @@ def batches(
     tokens: int = 4096,
     batch: int = 8,
     skip: int = 0,
+    beyond_positions: bool = False,
 ) -> list[Batch]:
     """Batches of sequences of `length` tokens, about `tokens` in all, after the first `skip` tokens of the text.
 
     `text` is a string, the path of a text file, several of either, token ids (N,) or (B, T), or batches as the model
     takes them, which are returned unchanged. A string that names a file stands for that file (`as_text`). The default
-    tokenizer is the one saved with the model.
+    tokenizer is the one saved with the model. With `beyond_positions` sequences may have more tokens than the model
+    states positions for.
     """
+    most = None if beyond_positions else positions_of(model)
     if isinstance(text, Tensor):
         if text.ndim not in (1, 2) or text.is_floating_point():
             raise LocaterError(
@@ -54,13 +57,13 @@ def batches(
                 "token ids are whole numbers, (tokens,) or (sequences, tokens)"
             )
         if text.ndim == 2:
-            return _check_batches(model, [{"input_ids": part} for part in text.split(batch)])
-        return _check_batches(model, _cut_sequences(([], text.tolist(), []), length, tokens, batch, skip))
+            return _check_batches(model, most, [{"input_ids": part} for part in text.split(batch)])
+        return _check_batches(model, most, _cut_sequences(([], text.tolist(), []), length, tokens, batch, skip))
     parts = [text] if isinstance(text, str | Path | Mapping) else list(text)
     if parts and all(isinstance(part, Mapping) for part in parts):
-        return _check_batches(model, [dict(part) for part in parts])  # type: ignore[arg-type]
+        return _check_batches(model, most, [dict(part) for part in parts])  # type: ignore[arg-type]
     return _check_batches(
-        model, _cut_sequences(_tokenize(model, as_text(parts), tokenizer), length, tokens, batch, skip)
+        model, most, _cut_sequences(_tokenize(model, as_text(parts), tokenizer), length, tokens, batch, skip)
     )
 
 
@@ -188,12 +191,11 @@ def check_ids(model: Any, ids: Tensor) -> None:
         )
 
 
-def _check_batches(model: Any, batches: list[Batch]) -> list[Batch]:
+def _check_batches(model: Any, most: int | None, batches: list[Batch]) -> list[Batch]:
     """Refuse batches on which the model would fail later, and less clearly. Give encoder-decoders their decoder ids."""
     config = getattr(model, "config", None)
     if config is None:
         return batches
-    most = positions_of(model)
     for batch in batches:
         ids = batch.get("input_ids")
         if ids is None:

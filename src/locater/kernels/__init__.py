@@ -10,6 +10,7 @@ from locater.kernels.dispatch import (
     row_statistics,
 )
 from locater.kernels.fused import attend_with_statistics, attention_with_statistics, statistics_of
+from locater.kernels.reference import weights_by_rows
 from locater.kernels.terms import AttentionStatistics, Terms
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "mask_spans",
     "row_statistics",
     "statistics_of",
+    "weights_by_rows",
 ]

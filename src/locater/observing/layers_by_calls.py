@@ -30,6 +30,7 @@ from locater.calls.recognise import NO_SOFTMAX
 from locater.calls.self_or_cross_attention import (
     CodePlace,
     RunningModule,
+    arguments_by_name,
     attention_kind,
     declared_heads,
     has_local_keys,
@@ -61,7 +62,7 @@ def run_module(
         return run_pass(layers.switch, module, partial(run_module, layers, name, module, forward), *args, **kwargs)
     if not is_listening(layers.switch):
         return forward(*args, **kwargs)
-    running = RunningModule(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
+    running = RunningModule(name, module, arguments_by_name(module, args, kwargs))
     with ExitStack() as stack:
         if not layers.running:
             layers.switch.missed.clear()  # of other runs
@@ -118,6 +119,7 @@ class _Listener:
     """Listens to the calls of one module. Its site is made at the first."""
 
     counts_split_heads: ClassVar[bool] = True
+    counts_requests: ClassVar[bool] = True
     name: str
     module: nn.Module
     layers: CalledLayers
@@ -176,7 +178,12 @@ class CalledLayers:
         )  # a graph is not interrupted: only the interface is listened to
         self.follows = True  # what modules compute themselves
         switch.lenient = True  # one call that cannot be described does not end the run; `notes` names it
+        tapped: list[str] = []  # a tap hands on what the parts of its module attend to
         for name, module in model.named_modules():
+            if any(is_within(name, other) for other in tapped):
+                continue
+            if is_tapped(module, None):
+                tapped.append(name)
             try:
                 refuse_unobservable(module, None, name)
                 self.listeners.append(_Listener(name, module, self))
@@ -233,7 +240,7 @@ class CalledLayers:
         try:
             if running is None and not is_tapped(listener.module, None):
                 self._note_repetition(listener.name, call)
-            self._count(listener, *self._kind_and_order(listener, call, running))
+            self._count(listener, *self._kind_and_order(listener, DirectCall(lambda _: call), call, running))
         except ChoiceError:
             raise
         except Exception as error:  # one call that cannot be counted is noted, and the model runs on
@@ -250,9 +257,11 @@ class CalledLayers:
         """Remember why a call of a module is not measured: the first reason of each module."""
         self.refused.setdefault(name, first_line(error))
 
-    def _kind_and_order(self, listener: _Listener, call: Call, running: RunningModule | None) -> tuple[Call, str, bool]:
+    def _kind_and_order(
+        self, listener: _Listener, direct: DirectCall, call: Call, running: RunningModule | None
+    ) -> tuple[Call, str, bool]:
         """A call, whether it is self- or cross-attention, and whether its keys are tokens in order."""
-        kind = attention_kind(listener.name, listener.module, call, {} if running is None else running.arguments)
+        kind = attention_kind(listener.name, listener.module, direct, call, running)
         if kind == "cross" and running is not None and has_local_keys(call, running):
             return hide_padding_rows(call, running), "self", False
         return call, kind, True
@@ -340,7 +349,7 @@ class CalledLayers:
         alike: dict[tuple[Any, ...], list[tuple[DirectCall, Call]]] = {}
         for direct, place in [*((direct, None) for direct in running.at_interface), *running.calls]:
             try:
-                call, kind, placed = self._kind_and_order(listener, direct.describe(caller), running)
+                call, kind, placed = self._kind_and_order(listener, direct, direct.describe(caller), running)
                 alike.setdefault((kind, placed, place, call.query.shape[1]), []).append((direct, call))
             except Exception as reason:  # likewise
                 errors.append(reason)

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from threading import get_ident
 from types import TracebackType
@@ -21,18 +21,28 @@ from locater.calls.listeners import ListeningSwitch, counts_this_thread, run_pas
 from locater.calls.patching import replace_method
 from locater.errors import LocaterError
 from locater.families.taps import refuse_unobservable
+from locater.inputs.token_groups import TokenGroups, token_groups
 from locater.layers.tensor_parallel import SplitHeads
 from locater.observing.accumulate import StatisticsOptions, owners
 from locater.observing.attention_maps import pattern_sites
+from locater.observing.attention_shares import AttentionShares, GroupShares, shown_groups
 from locater.observing.layer_choice import Choice, choose, choose_heads
 from locater.observing.layers_by_calls import CalledLayers
 from locater.observing.layers_by_record import KnownLayers, known_layers
 from locater.observing.listening_site import Site, clear, listening_to
-from locater.observing.reduce_ranks import combine_ranks, refuse_split_tokens
+from locater.observing.pipeline_stages import PipelineStages
+from locater.observing.reduce_ranks import combine_ranks
 from locater.observing.residual_stream import Padding, SeenLayer, listen_to_stream, stream_points
 from locater.observing.row_masks import forget_masks
 from locater.observing.seen_heads import SeenHead, accumulators, fetch_numbers, rows_of, totals
-from locater.torch_private import COMPILED_CALL, attention_implementation, is_compiled_in_place, unwrap_compiled
+from locater.observing.split_tokens import mesh_of_split_tokens, refuse_gathered_keys
+from locater.torch_private import (
+    COMPILED_CALL,
+    attention_implementation,
+    in_trial_pass,
+    is_compiled_in_place,
+    unwrap_compiled,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -87,7 +97,12 @@ def observe(
     hidden: bool = False,
     offsets: Sequence[int | tuple[int, int]] = (),
     patterns: Sequence[tuple[int, int]] = (),
+    groups: TokenGroups | bool = False,
+    beyond: tuple[int, int] | None = None,
     fused: bool = False,
+    by_request: bool = False,
+    any_thread: bool = False,
+    pipeline: Any = None,
 ) -> Observation:
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built but `patterns`.
 
@@ -97,6 +112,14 @@ def observe(
     key that many tokens before (a pair adds the first row to count). `patterns` are the (layer, head) whose maps
     `seen.pattern(layer, head)` returns: those of the last pass. `fused` lets attention run in a kernel that returns its
     statistics too, where that takes a call; outputs then differ from those of the model's own kernel by rounding.
+    `by_request` keeps rows of every sequence of a batch, or request of generate_batch(), for `seen.by_request`.
+    `any_thread` counts passes of whichever thread runs the model, one at a time: generate_batch() has a thread of its
+    own.
+    `groups` (`locater.token_groups(model)`, or True for that) adds `seen.groups`, the shares of attention by group of
+    tokens, and `beyond=(window, sinks)` the weight of each head on keys that are neither among the last `window` nor
+    the first `sinks` that a query sees; each takes about as long as attention itself.
+    `pipeline` is the process group of the stages of a pipeline, of which `model` is this rank's: `reduce()` then gives
+    the rows of all stages.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -111,8 +134,24 @@ def observe(
     if every < 1:
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
-    options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs)
-    return Observation(model, options, layers, heads, every, hidden, patterns=patterns, fused=fused)
+    options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs, by_request)
+    if beyond is not None and (beyond[0] < 1 or beyond[1] < 0):
+        raise LocaterError(f"beyond={beyond}: (window, sinks), a window of 1 key or more, and 0 sinks or more")
+    told_apart = token_groups(model) if groups is True else groups or None
+    shares = AttentionShares(told_apart, beyond) if told_apart is not None or beyond is not None else None
+    return Observation(
+        model,
+        options,
+        layers,
+        heads,
+        every,
+        hidden,
+        patterns=patterns,
+        fused=fused,
+        shares=shares,
+        pipeline=pipeline,
+        any_thread=any_thread,
+    )
 
 
 class Observation:
@@ -130,20 +169,31 @@ class Observation:
         patterns: Sequence[tuple[int, int]] = (),
         fused: bool = False,
         loss_only: bool = False,
+        any_thread: bool = False,
+        shares: AttentionShares | None = None,
+        pipeline: Any = None,
     ) -> None:
+        if pipeline is not None and (layers is not None or hidden or patterns or shares):
+            raise LocaterError(
+                "layers=, hidden=True, patterns=, groups= and beyond= are of a whole model, and a stage of a pipeline "
+                "has a part of it: leave them out"
+            )
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise LocaterError(
                 "nn.DataParallel runs copies of the model, which are not observed: observe model.module on one device"
             )
         self.model = model
-        self.every = every
+        self.every, self.any_thread = every, any_thread
+        self._options = options
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = ListeningSwitch(
             trained=None if every else unwrap_compiled(model),
             lenient=lenient,
             fused=fused,
             loss_only=loss_only,
+            also=None if shares is None else shares.add,
         )
+        self.shares = shares
         self.by_calls: CalledLayers | None = None  # where no record tells the layers
         try:
             known, parts = known_layers(model)
@@ -161,9 +211,18 @@ class Observation:
                 f"{type(model).__name__}: it is split over ranks, and so may be the tokens between its blocks: "
                 "observe it without hidden=True"
             )
+        if shares is not None:
+            shares.refuse_split(model)
         self.pattern_sites = pattern_sites(model, patterns, self.switch)
         self.streams = stream_points(model, self._attention_paths()) if hidden else []
-        self._counter = _PassCounter(self.switch, every, self.by_calls)
+        self._counter = _PassCounter(self.switch, every, self.by_calls, shares)
+        if self.by_calls is not None:
+            self._counter.needs_whole_sequences = "its attention is found by its calls, which are those of the parts"
+        elif hidden or patterns:
+            self._counter.needs_whole_sequences = "hidden=True and patterns= are of whole sequences"
+        elif shares is not None:
+            self._counter.needs_whole_sequences = "groups= and beyond= are of whole sequences"
+        self.stages = None if pipeline is None else PipelineStages(pipeline)
         self.reduced = False  # whether the numbers are those of all ranks
         self._agreed = False  # whether all ranks are known to have the same layers
         self._end: weakref.finalize[..., Any] | None = None  # removes the listeners
@@ -191,7 +250,8 @@ class Observation:
         from locater.report.notebook import observation_in_notebook
 
         rows = [vars(row) for row in self.rows] if any(self.called) else []
-        return observation_in_notebook(type(self.model).__name__, rows, self.passes, self.notes)
+        groups = [] if self.shares is None else self.shares.of_groups()
+        return observation_in_notebook(type(self.model).__name__, rows, self.passes, self.notes, groups)
 
     def plot(self, column: str | None = None) -> Any:
         """One column of all heads, heads by layers; without a name the entropy.
@@ -205,8 +265,9 @@ class Observation:
     def __enter__(self) -> Self:
         if self._end is not None and self._end.alive:
             raise LocaterError("this observation is already under way: make another with observe(model)")
+        refuse_gathered_keys(self.model)
         # a trainer may run in another thread than the one in which a monitor was attached
-        self.switch.thread = get_ident() if self.every else None
+        self.switch.thread = get_ident() if self.every and not self.any_thread else None
         with ExitStack() as stack:
             self._claim_sums(stack)
             listeners = self.sites if self.by_calls is None else self.by_calls.listeners
@@ -261,10 +322,38 @@ class Observation:
                 f"{split.name}: its heads are split over {split.split.parts} ranks, and this one has a part of them: "
                 "call seen.reduce() on every rank before seen.rows"
             )
+        if self._counter.split_tokens and not self.reduced:
+            raise LocaterError(
+                f"{type(self.model).__name__}: tokens were split over ranks (context parallelism), and this one has a "
+                "part of the rows: call seen.reduce() on every rank before seen.rows"
+            )
+        if self.stages is not None and not self.reduced:
+            raise LocaterError(
+                f"{type(self.model).__name__}: it is a stage of a pipeline, and this rank has its layers alone: call "
+                "seen.reduce() on every rank before seen.rows"
+            )
         rows = rows_of(self.sites)
         if not rows:
             raise LocaterError(self.why_nothing())
+        if self.shares is not None and self.shares.cache is not None:
+            beyond = self.shares.beyond()
+            rows = [replace(row, beyond=beyond.get((row.name, row.layer, row.head))) for row in rows]
         return rows
+
+    @property
+    def by_request(self) -> dict[str | int, list[SeenHead]]:
+        """The rows of every sequence of the batch, by its number, or of every request of generate_batch(), by its id;
+        of this rank's tokens alone.
+        """
+        if not any(site.options.by_request for site in self.sites):
+            raise LocaterError("rows of single requests were not kept: observe(model, by_request=True)")
+        names = dict.fromkeys(name for site in self.sites for name in site.requests)
+        return {name: rows_of(self.sites, name) for name in names}
+
+    @property
+    def groups(self) -> list[GroupShares]:
+        """What each head gives to each group of tokens, where `groups` was asked for."""
+        return shown_groups(self.shares, type(self.model).__name__, self.passes)
 
     @property
     def called(self) -> list[bool]:
@@ -335,16 +424,23 @@ class Observation:
     def clear(self) -> None:
         """Discard the numbers so far."""
         clear(self.sites)
-        self.reduced = False
+        self.reduced = self._counter.split_tokens = False
         for point in self.streams:
             point.sums.zero_()
+        if self.shares is not None:
+            self.shares.clear()
 
     def reduce(self, group: Any = None) -> None:
         """Combine the ranks of a distributed run: sums are added, largest logits compared. Every rank calls it once,
         and all have the same numbers afterwards, of all heads also where these are split over ranks. Two collectives
-        for all heads together; the first time one more.
+        for all heads together; the first time two more.
         """
-        combine_ranks(self.model, self.sites, self.streams, self.by_calls is not None or not self._agreed, group)
+        if self.shares is not None:
+            raise LocaterError("groups= and beyond= are not combined over ranks: read them on each rank")
+        if self.stages is not None and not self.stages.joined:
+            self.stages.join(self.model, self.sites, self.switch, self._options)
+        ask = self.by_calls is not None or not self._agreed
+        combine_ranks(self.model, self.sites, self.streams, ask, not self._agreed, group)
         self.reduced = self._agreed = True
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -359,7 +455,7 @@ class Observation:
         if not self.passes and self.elsewhere:
             return (
                 f"{name}: nothing was observed, because the model ran in another thread, whose calls are not counted: "
-                "enter observe() in the thread that runs it"
+                "enter observe() in the thread that runs it, or count any: observe(model, any_thread=True)"
             )
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
@@ -393,9 +489,12 @@ class _PassCounter:
     switch: ListeningSwitch
     every: int
     by_calls: CalledLayers | None
+    shares: AttentionShares | None = None
     passes: int = 0
     elsewhere: int = 0
     ended: bool = True
+    needs_whole_sequences: str | None = None  # why a pass whose tokens are split over ranks is refused
+    split_tokens: bool = False  # whether the tokens of a pass were split over ranks
 
 
 def _end_observation(listeners: ExitStack, counter: _PassCounter) -> None:
@@ -425,11 +524,20 @@ def _run_observed_pass(
             return _run_observed_pass(watch, padding, model, forward, *args, **kw)
         finally:
             watch.switch.thread = None
+    if not torch.compiler.is_dynamo_compiling() and watch.switch.on and in_trial_pass():
+        watch.switch.on = False
+        try:
+            return forward(*args, **kw)
+        finally:
+            watch.switch.on = True
     if not torch.compiler.is_dynamo_compiling():
-        refuse_split_tokens(model)
+        watch.switch.tokens = mesh_of_split_tokens(model, watch.needs_whole_sequences)
+        watch.split_tokens |= watch.switch.tokens is not None
         forget_masks()
         if watch.by_calls is not None:
             watch.by_calls.begin_pass()
+        if watch.shares is not None:
+            watch.shares.begin_pass(model, args, kw)
     if padding is not None:
         padding.before(model, args, kw)
     # a counter inside a graph would be recompiled at each value

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from locater.report.pages import assemble, round_significant, short_name
 from locater.report.terminal import empty_table, fitting_columns
+from locater.report.token_groups import groups_markup, print_groups
 from locater.report.verdict_sentences import amount
 from locater.version import __version__
 
@@ -235,7 +236,8 @@ def explanations_page(result: Document) -> str:
     markup = tables.markup()
     if result.get("picture"):
         markup += "\n" + _data_element("pixels", result["picture"]["pixels"])
-    return assemble("explain", words, data, {"TABLES": markup}, ("tables.js",))
+    groups = groups_markup(_scores_by_group(result), result.get("groups") or {})
+    return assemble("explain", words, data, {"TABLES": markup, "GROUPS": groups}, ("tables.js",))
 
 
 def page_data(result: Document, tables: Tables) -> dict[str, Any]:
@@ -370,6 +372,7 @@ def print_explanations(result: Document, console: Console) -> None:
     console.print(f"[bold]{escape(verdict(result))}[/bold]", highlight=False)
     console.print(escape(target_sentence(result)), highlight=False)
     _print_scores(result, console)
+    print_groups(_scores_by_group(result), result.get("groups") or {}, console)
     if result["heads"]:
         best = sorted(result["heads"], key=lambda row: -abs(_order(row)))[:HEADS_NAMED]
         grid = empty_table("heads that count most for the target", ["head", "lost without it", "estimated", "share"])
@@ -391,6 +394,20 @@ def print_explanations(result: Document, console: Console) -> None:
         )
     for note in result["assumptions"]["notes"]:
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
+
+
+def _scores_by_group(result: Document) -> dict[str, dict[str, str]]:
+    """The sum of the scores of each group's tokens, by method; of methods that score these tokens."""
+    labels = (result.get("groups") or {}).get("labels", [])
+    sums: dict[str, dict[str, str]] = {}
+    for method in result["methods"]:
+        scores = method["scores"].get(main_stream(method), ())
+        if len(scores) == len(labels):
+            pairs = list(zip(scores, labels, strict=True))
+            sums[method_label(method["method"])] = {
+                name: _score(sum(x or 0.0 for x, label in pairs if label == name)) for name in dict.fromkeys(labels)
+            }
+    return sums
 
 
 def _print_scores(result: Document, console: Console) -> None:
@@ -454,6 +471,7 @@ def explanations_in_notebook(result: Document) -> str:
     for method in result["methods"]:
         name = html.escape(f"{method_label(method['method'])} ({score_unit(method)})")
         parts += [f"<p>{name}<br>{_line(method, stream)}</p>" for stream in texts if stream["name"] in method["scores"]]
+    parts.append(groups_markup(_scores_by_group(result), result.get("groups") or {}))
     return "".join(parts) + "<p><code>.report(path)</code> writes the page, with heads, matrices and deletion.</p>"
 
 

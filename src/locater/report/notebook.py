@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from locater.findings import Verdict, judge
 from locater.markup import display, heat_map, table
 from locater.report.columns import PROBE_HEADINGS, Read, Row
 from locater.report.plots import HeadMap, map_of_measured
+from locater.report.token_groups import observed_groups
 from locater.report.verdict_sentences import amount, heads_to_show, notes_sentence, number, summary
 
 LISTED = 10  # heads in the table
 OBSERVED = ("H", "first", "max logit", "distance", "top")  # headings of a probe that an observation has too
 
 
-def observation_in_notebook(name: str, rows: Sequence[Row], passes: int, notes: Sequence[str]) -> str:
+def observation_in_notebook(
+    name: str, rows: Sequence[Row], passes: int, notes: Sequence[str], groups: Sequence[Any] = ()
+) -> str:
     """What was observed so far of the model with this name; a sentence if there is nothing yet."""
     if not rows:
         return display(f"Observation of {name}", ["Nothing observed yet: run the model inside the block."])
@@ -27,7 +31,8 @@ def observation_in_notebook(name: str, rows: Sequence[Row], passes: int, notes: 
         *said,
     )
     columns = {heading: PROBE_HEADINGS[heading] for heading in OBSERVED}
-    return heads_display(f"Observation of {name}", sentences, map_of_measured(name, rows), columns, rows, verdicts)
+    shown = heads_display(f"Observation of {name}", sentences, map_of_measured(name, rows), columns, rows, verdicts)
+    return shown + observed_groups(groups)
 
 
 def heads_display(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Removed:
     """One removal: a head, or several at once."""
 
-    name: str  # 17.3; of several 17.3+18.6; of all heads of a layer "layer 17"
+    name: str  # 17.3; of several 17.3+18.6; of all heads of a layer "layer 17", of every head "all heads"
     heads: list[tuple[int, int]]  # (layer, head)
     change: float | None  # of the loss in nats, or the cosine distance of outputs; the mean over sequences
     low: float | None  # 95 % interval over sequences; None for a single one

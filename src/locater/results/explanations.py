@@ -133,6 +133,7 @@ class Explanations(Document):
     deletion: Mapping[str, DeletionCurve] = field(default_factory=dict)
     picture: Picture | None = None
     assumptions: dict[str, Any] = field(default_factory=dict)  # notes, and why a part is missing
+    groups: dict[str, Any] = field(default_factory=dict)  # of tokens: labels, attention, even; {} for one group alone
 
     def __repr__(self) -> str:
         tokens = " + ".join(str(len(stream.tokens)) for stream in self.streams)
@@ -180,6 +181,7 @@ class Explanations(Document):
             "layers": self.layers,
             "heads": [asdict(head) for head in self.heads],
             "lengths": [asdict(length) for length in self.lengths],
+            "groups": self.groups,
             **({} if table is None else {"patterns": [_pattern(pattern, table) for pattern in self.patterns]}),
             **({} if table is None or self.picture is None else {"picture": _picture(self.picture)}),
         }

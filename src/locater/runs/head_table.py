@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -223,6 +224,9 @@ def _cut(value: Any, rows: int, tokens: int) -> Any:
     return cut.cpu().clone()
 
 
+SEVERAL = "it attends in several ways with the same maps, behind other norms, and what is observed is of all together"
+
+
 def _match_sites(sites: Sequence[Site], weights: ModuleWeights, found: Discovered) -> dict[int, Site]:
     """The site of each layer, by its place among those found. A module that attends in several ways must have as many
     sites as layers, in the order of its calls; otherwise none is matched.
@@ -245,6 +249,8 @@ def _gaps(
     reasons = {refusal.name: f"not read, because {refusal.reason}" for refusal in found.refused}
     reasons |= {layer.name: layer.unknown_scale for layer in found.layers if layer.unknown_scale is not None}
     by_module = {id(weights.submodule(name)): reason for name, reason in reasons.items()}
+    ways = Counter(id(weights.submodule(layer.name)) for layer in found.layers)
+    by_module |= {module: SEVERAL for module, count in ways.items() if count > 1 and module not in by_module}
     known = {id(site) for site in matched.values()}
     for site in sites:
         if id(site) not in known:

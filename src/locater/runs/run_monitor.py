@@ -17,6 +17,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,7 @@ from locater.observing.accumulate import StatisticsOptions
 from locater.observing.layer_choice import Choice
 from locater.observing.listening_site import Site
 from locater.observing.observation import Observation
+from locater.observing.pipeline_stages import PipelineStages
 from locater.observing.reduce_ranks import ranks_agree
 from locater.observing.seen_heads import accumulators, fetch_numbers
 from locater.options import parse_call
@@ -145,13 +147,14 @@ class RunMonitor:
         warn_on: str = WARN_ON,
         spectrum: bool = True,
         passes: Literal["loss", "all"] = "loss",
+        pipeline: Any = None,
     ) -> None:
         if every < 1:
             raise LocaterError(f"every={every}: count from 1, which observes each step")
         if passes not in ("loss", "all"):
             raise LocaterError(f"passes={passes!r}: choose loss or all")
         flags = [flag.name for flag in FLAGS]
-        self.every, self.spectrum, self.passes = every, spectrum, passes
+        self.every, self.spectrum, self.passes, self.pipeline = every, spectrum, passes, pipeline
         self.conditions = parse_conditions(warn_on, {*COLUMNS, *SPECTRUM}, flags, "warn_on") if warn_on else []
         self.step = 0
         self.warned: set[tuple[int, int, str]] = set()
@@ -192,11 +195,15 @@ class RunMonitor:
         self._course, self._warnings, self._told = LossCourse(), [], ""
         self._observed, self._outputs = 0, None
         wanted, layers, heads = self._sample
-        observation = Observation(model, wanted, layers, heads, every=0, lenient=True, loss_only=self.passes == "loss")
+        loss_only = self.passes == "loss"
+        observation = Observation(
+            model, wanted, layers, heads, every=0, lenient=True, loss_only=loss_only, pipeline=self.pipeline
+        )
         self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
-        self._log_sites, self._folder = list(observation.sites), Path(folder)
         known = observation.by_calls is None  # else layers appear while the model runs, and the log begins then
-        begin = self._open_log(observation) if known else None
+        begins = known and observation.stages is None  # the layers of other stages come with the first observed step
+        self._log_sites, self._folder = list(observation.sites) if begins else [], Path(folder)
+        begin = self._open_log(observation) if begins else None
         try:
             observation.__enter__()
         except BaseException:
@@ -315,13 +322,16 @@ class RunMonitor:
         return begin
 
     def _layers_of_log(self, observation: Observation) -> list[Site]:
-        """The layers of the log. Layers found by their calls are fixed at the first observed step that has any."""
-        if observation.by_calls is None:
-            return self._log_sites
+        """The layers of the log. Those found by their calls, and those of other stages of a pipeline, are fixed at the
+        first observed step that has any.
+        """
         if not self._log_sites and observation.sites:
             self._log_sites = list(observation.sites)
             self._sinks.write(self._open_log(observation))
-            self._discover_maps(observation)
+            if observation.by_calls is not None:
+                self._discover_maps(observation)
+        if observation.by_calls is None:
+            return self._log_sites
         for note in observation.notes if self._log_sites else ():
             if self._weights is None or note != observation.by_calls.unknown_maps:
                 self._report_once(note)
@@ -335,14 +345,15 @@ class RunMonitor:
         call, observation.switch.keeps_call = observation.switch.call, False
         if call is None or not self._reduced:
             return
-        found, reason = None, "other ranks found other layers"
+        found, reason, stages = None, "other ranks found other layers", observation.stages
+        own = [site for site in self._log_sites if stages is None or stages.is_own(site)]
         try:
-            found = discover_layers(self._log_sites, *call)
+            found = discover_layers(own, *call)
         except Exception as error:  # a copy of a foreign model runs, and its errors must not end a training run
             reason = first_line(error)
-        # maps that are split over ranks are read by all ranks or by none
+        # maps that are split over ranks are read by all ranks or by none; stages of a pipeline read their own
         numbers = [] if found is None else [site.number for site in found.sites.values()]
-        if not ranks_agree(observation.model, repr(numbers)) or found is None:
+        if (stages is None and not ranks_agree(observation.model, repr(numbers))) or found is None:
             self._report_once(f"the run continues without M and spread: {reason}")
             return
         self._weights = DiscoveredSpectra(found)
@@ -366,6 +377,8 @@ class RunMonitor:
         self.observation.clear()
         table = head_table(sites, list(islice(fetched_numbers, len(of_sites))))
         add_spectra(table, spectra, list(islice(fetched_numbers, len(of_weights))))
+        if self.observation.stages is not None:
+            self._share_between_stages(self.observation.stages, table)
         values |= {name: number for name, (number,) in zip(plain, fetched_numbers, strict=True)}
         numbers = {name: float(x.detach() if isinstance(x, Tensor) else x) for name, x in values.items()}
         self._flush(wait=True)  # this no longer waits for the device
@@ -382,12 +395,19 @@ class RunMonitor:
         self._follow_loss(self.step, numbers.get("loss"))
         return warnings
 
+    def _share_between_stages(self, stages: PipelineStages, table: Table) -> None:
+        """Put together what each stage of a pipeline reads of its own weights, and the outputs of the last."""
+        switch = self.observation.switch  # type: ignore[union-attr]
+        switch.outputs = stages.share_columns(table, SPECTRUM, switch.outputs)
+
     def _read_spectra(self) -> tuple[list[Spectra], Exception | None]:
         """The spectra of the current weights, or the error that stopped them from being read."""
         if not self.spectrum or self._weights is None:
             return [], None
+        stages, weights = self.observation.stages if self.observation else None, self._weights
+        first = 0 if stages is None or type(weights) is not WeightSpectra else stages.first
         try:
-            return self._weights.read(), None
+            return [replace(part, layers=[first + number for number in part.layers]) for part in weights.read()], None
         except Exception as error:  # reported with the step: it must not end a training run
             return [], error
 

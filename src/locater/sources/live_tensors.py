@@ -20,7 +20,16 @@ from torch.nn.utils import parametrize
 
 from locater.errors import LocaterError
 from locater.numerics import upcast
-from locater.torch_private import own_buffers, own_children, own_parameters, updates_in_training
+from locater.torch_private import (
+    gathered_partitions,
+    is_empty_now,
+    is_partitioned,
+    own_buffers,
+    own_children,
+    own_parameters,
+    updates_in_training,
+    whole_shape,
+)
 
 if TYPE_CHECKING:
     from locater.sources.quantised.stored_map import Stored
@@ -66,7 +75,7 @@ class LiveTensor:
         tensor = getattr(self.module, self.attribute)
         if is_lazy(tensor):
             raise LocaterError(f"{self.name} has no shape yet (a lazy module): run the model once first")
-        return tuple(tensor.shape)
+        return tuple(whole_shape(tensor))
 
     def read(self) -> Tensor:
         """The tensor that the model computes with, gathered in full. Gradients flow to all parameters behind it."""
@@ -177,8 +186,37 @@ def _changes_in_training(steps: Any) -> bool:
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor, by one gather that gradients pass; other tensors as they are."""
+    """The full tensor of one that is sharded, by one gather that gradients pass; other tensors as they are."""
+    if is_partitioned(tensor):
+        return _gathered(tensor)
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _gathered(parameter: Any) -> Tensor:
+    """A copy of a parameter that DeepSpeed partitions (ZeRO-3), which gradients pass.
+
+    A gradient that arrives while the parameter is empty again, because the penalty's pass comes before or after the
+    model's own, could not be added to it: the parameter is gathered for that moment.
+    """
+    with gathered_partitions(parameter):
+        copy = parameter.clone()
+    if copy.grad_fn is not None:
+        empty = []  # set while the parameter is gathered for its gradient
+
+        def gather(grads: Any) -> None:
+            if is_empty_now(parameter):
+                parameter.all_gather()
+                empty.append(True)
+
+        def release(*grads: Any) -> None:
+            if empty:
+                empty.clear()
+                parameter.partition()
+
+        accumulate = copy.grad_fn.next_functions[0][0]
+        accumulate.register_prehook(gather)
+        accumulate.register_hook(release)
+    return copy
 
 
 def _with_adapter(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -100,7 +100,11 @@ def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | No
 
 def _write_files(folder: Path, model: Transformer, tokenizer: Path, state: dict[str, Any] | None) -> None:
     """Model, tokenizer where there is one, and with `state` the files to resume from."""
-    files: dict[str, Iterable[bytes]] = {"config.json": [_json(model.config)], "model.safetensors": safetensors(model)}
+    tensors = {name: _tensor_of(model, name) for name in names_of(model)}
+    files: dict[str, Iterable[bytes]] = {
+        "config.json": [_json(model.config)],
+        "model.safetensors": safetensors(tensors),
+    }
     if tokenizer.is_file():
         files |= {FILE: [tokenizer.read_bytes()], "tokenizer_config.json": [_json(CONFIG)]}
     sums = {name: write_synced(folder / name, *parts) for name, parts in files.items()}
@@ -187,12 +191,9 @@ def _how_to_recover(path: Path) -> str:
     return f"remove {path}, and the run goes on from {start}"
 
 
-def safetensors(model: Transformer) -> Iterator[bytes]:
-    """The weights as a safetensors file, part by part: the length of the header, the header, the data.
-
-    Tensors are read as attributes of their modules, so a weight that a control computes is saved as it acts.
-    """
-    tensors = {name: _tensor_of(model, name).detach().cpu().contiguous() for name in names_of(model)}
+def safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+    """A safetensors file, part by part: the length of the header, the header, the data."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -206,6 +207,7 @@ def safetensors(model: Transformer) -> Iterator[bytes]:
 
 
 def _tensor_of(model: nn.Module, name: str) -> Tensor:
+    """Read as an attribute of its module, so that a weight that a control computes is saved as it acts."""
     path, _, attribute = name.rpartition(".")
     tensor: Tensor = getattr(model.get_submodule(path), attribute)
     return tensor

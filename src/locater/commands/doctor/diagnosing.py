@@ -13,10 +13,12 @@ from locater.commands.doctor.alone import findings_alone
 from locater.commands.doctor.beside_base import findings_beside
 from locater.commands.doctor.merge import open_adapter_on
 from locater.commands.doctor.on_text import check_text, examine_on_text
-from locater.commands.doctor.pairs import Paired, examine_pair
+from locater.commands.doctor.pairs import Paired
 from locater.commands.doctor.places import tensors_words
 from locater.commands.doctor.reading import Examined, Model, examine, find_attention, open_model, source_name
+from locater.commands.doctor.reading_pairs import examine_pair
 from locater.commands.doctor.tensors import Facts
+from locater.commands.doctor.undoing import undo
 from locater.commands.probing import HeadKey
 from locater.errors import DamagedError, LocaterError
 from locater.files import is_there, read_json
@@ -77,7 +79,10 @@ def doctor(
             find_attention(original, **names)
             adapted = None if adapter is None else open_adapter_on(adapter, original)
             pairs = examine_pair(model, original, adapted, progress)
-            seen, needs, found = pairs.own, [], findings_beside(pairs, adapted is not None)
+            seen, needs, undone = pairs.own, [], undo(pairs)
+            if undone is not None:  # what computes the same is no difference: the rest of it is
+                pairs = examine_pair(undone.model, original, adapted, progress)
+            found = findings_beside(pairs, adapted is not None, undone, seen)
     found += [*of_files, *unread_notes(seen)]
     ran = None if read is None else examine_on_text(source, base, read, tokenizer, _places(pairs))
     found += [] if ran is None else ran.findings

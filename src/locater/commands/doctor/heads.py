@@ -40,9 +40,11 @@ class LayerHeads:
     # (offsets + 1, H, d + 1, P + 1): Q^T R_offset K Z; last are what the bias of queries, and that of keys, adds
     logits: Tensor
     outputs: Tensor | None  # (H, d, P + 1): O V Z, and what the bias of values adds
+    constant: Tensor | None  # (d,): what biases of values and outputs add together
     scale: float
     rotary: bool
     channels: int = 0  # that are rotated
+    keyed: bool = True  # whether the bias of keys shows: without positions it adds the same to all keys
     normed: tuple[str, ...] = ()  # maps with a norm of their own, which takes their scale away
 
     @cached_property
@@ -78,13 +80,14 @@ def layer_heads(layer: AttentionLayer, number: int) -> LayerHeads:
     met = _normed(met, layer.key_norm)
     turned = torch.cat([_turned(layer, met, offset) for offset in (0, *OFFSETS)], 2)
     logits = _back(layer, turned, _size(layer)).unflatten(2, (-1, met.shape[2])).movedim(2, 0).contiguous()
-    value = out = outputs = None
+    value = out = outputs = constant = None
     if layer.value is not None and layer.out is not None:
         value = _row_sketch(layer.value, probes(layer.value.shape[1]))[0].unflatten(0, (layer.kv_heads, -1))
         given = _row_sketch(layer.value, _tokens(layer.value_stream_norm or side, probes(layer.value.shape[1])), True)[
             0
         ]
         out, outputs = _written(layer, given.unflatten(0, (layer.kv_heads, -1)))
+        constant = outputs[..., -1].sum(0) + (0 if layer.out.bias is None else _finite(layer.out.bias))
     return LayerHeads(
         number,
         layer.name,
@@ -98,9 +101,11 @@ def layer_heads(layer: AttentionLayer, number: int) -> LayerHeads:
         k_norms.view(layer.kv_heads, -1),
         logits,
         outputs,
+        constant,
         layer.scale,
         layer.rotary is not None,
         0 if layer.rotary is None else layer.rotary.channels,
+        layer.rotary is not None or layer.relative is not None or layer.key_norm is not None,
         tuple(x for x, norm in (("query", layer.query_norm), ("key", layer.key_norm)) if norm is not None),
     )
 

@@ -22,6 +22,7 @@ from locater.layers.layout import AttentionLayout
 
 ALIKE = 0.99  # cosine of two rows that are the same but for scale, rounding and little training
 ROW_TRAINED = 0.8  # of a row with itself after training, where no other row is alike
+RELATED = 0.1  # of a head that is another one times a factor: what else is in it
 SCALED = 0.02  # a factor nearer to 1 than this is none
 Order = Literal["interleaved", "halves"]
 
@@ -136,12 +137,16 @@ def _factors(x: Tensor, b: Tensor, moved: MovedRows) -> list[float]:
             factors.append(1.0)
             continue
         ours, theirs = x[head], b[source]
-        if moved.rotary or moved.inside:  # rows moved: sizes tell
+        if moved.inside:  # rows in an order that is not known
+            factors.append(1.0)
+            continue
+        if moved.rotary:  # rows moved: sizes tell
             factors.append(float(ours.norm() / theirs.norm().clamp_min(1e-30)))
             continue
         factor = float((ours * theirs).sum() / theirs.square().sum().clamp_min(1e-30))
         beside = float((ours - factor * theirs).norm() / ours.norm().clamp_min(1e-30))
-        factors.append(factor if beside < abs(factor - 1) / 3 or not float(ours.norm()) else 1.0)
+        related = beside < min(abs(factor - 1) / 3, RELATED) or not float(ours.norm())
+        factors.append(factor if related else 1.0)
     return factors
 
 

@@ -13,7 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from locater.commands.doctor.pairs import ROUNDING_NOISE, Pair, Paired
+from torch import Tensor
+
+from locater.commands.doctor.differences import ROUNDING_NOISE
+from locater.commands.doctor.pairs import Pair, Paired
 from locater.commands.doctor.places import tensors_words
 from locater.commands.doctor.reading import Model
 from locater.errors import LocaterError
@@ -24,6 +27,7 @@ from locater.sources.open_source import open_source
 ABSENT = 0.1  # a dose that is none
 EXACT = 0.1  # what a dose may be off 1
 OTHER_BASE = 0.2  # share of the squares of D that neither the adapter nor rounding explains
+ALIKE = 0.7  # cosine of two sketches of 64 numbers: by chance it is 0.1
 SURE = 4.0  # standard errors
 
 
@@ -85,7 +89,19 @@ def findings_of_merge(paired: Paired, explain: Callable[[Sequence[str], str], No
         explain([*paired.pairs], "wrong-base")
         words = f"has the adapter with dose {dose:.2f}, and differs from BASE beside it: {moved}"
         return [finding("wrong-base", "the model", words, dose=round(dose, 4), maps=len(doses), beside=moved)]
+    elsewhere = _elsewhere(paired, absent)
+    if elsewhere is not None:
+        explain([x.pair.name for x in doses], "adapter")
+        cause, where, words = elsewhere
+        return [finding(cause, where, words, severity="fault", **evidence)]
     if not present:
+        others = [x for x in absent if x.pair.rank is not None]
+        if len(others) > len(absent) / 2:
+            explain([x.pair.name for x in others], "adapter")
+            words = f"was added to {len(others)} maps of the adapter, and nothing of the adapter: another one?"
+            ranks = sorted({x.pair.rank for x in others if x.pair.rank is not None})
+            words = f"a delta of rank {' or '.join(map(str, ranks[:3]))} {words}"
+            return [finding("unknown", tensors_words(names), words, severity="fault", **evidence)]
         unchanged = all(not x.pair.changed for x in doses)
         words = f"has nothing of the adapter in any of {len(doses)} maps"
         words += " (they are as in BASE)" if unchanged else f" (dose {dose:.2f}; they differ from BASE otherwise)"
@@ -107,6 +123,53 @@ def findings_of_merge(paired: Paired, explain: Callable[[Sequence[str], str], No
     times = "merged twice, or with twice the alpha" if abs(usual - 2) < 0.1 else "another alpha, rank or scale"
     words = f"have the adapter with dose {usual:.3g} in {len(wrong)} of {len(doses)} maps: {times}"
     return [finding("wrong-dose", where, words, **evidence)]
+
+
+def _elsewhere(paired: Paired, absent: Sequence[Dose]) -> tuple[str, str, str] | None:
+    """(cause, where, words) where maps that lack what the adapter adds to them have it the other way round, or have
+    what it adds to another map; both are known by the sketch R^T D R.
+    """
+    turned: list[str] = []
+    moved: dict[str, str] = {}
+    expected = {
+        x.name: x.expected_signature
+        for x in paired.pairs.values()
+        if x.of_adapter and x.expected_signature is not None and x.expected > 0
+    }
+    for pair in (x.pair for x in absent):
+        d = _signature_of(pair)
+        own = expected.get(pair.name)
+        if d is None or own is None or not pair.changed:
+            continue
+        side = math.isqrt(len(own))
+        if pair.facts is not None and len({*pair.facts.shape}) == 1 and _alike(d, own.view(side, side).mT.flatten()):
+            turned.append(pair.name)
+            continue
+        others = {name: x for name, x in expected.items() if name != pair.name and _same_shape(paired, name, pair)}
+        found = next((name for name, x in others.items() if _alike(d, x)), None)
+        if found is not None:
+            moved[pair.name] = found
+    if len(turned) > len(absent) / 3:
+        return "transposed", tensors_words(turned), "have what the adapter adds to them the other way round"
+    if len(moved) > len(absent) / 3:
+        name, source = next(iter(moved.items()))
+        words = f"have what the adapter adds to other maps ({name}: that of {source})"
+        return "unknown", tensors_words([*moved]), words
+    return None
+
+
+def _signature_of(pair: Pair) -> Tensor | None:
+    a, b = (None if x is None else x.signature for x in (pair.facts, pair.base_facts))
+    return None if a is None or b is None else a - b
+
+
+def _same_shape(paired: Paired, name: str, pair: Pair) -> bool:
+    other = paired.pairs[name].facts
+    return other is not None and pair.facts is not None and other.shape == pair.facts.shape
+
+
+def _alike(d: Tensor, e: Tensor) -> bool:
+    return float((d.double() * e.double()).sum()) > ALIKE * float(d.double().norm() * e.double().norm())
 
 
 def _moved_base(paired: Paired, doses: Sequence[Dose]) -> str:

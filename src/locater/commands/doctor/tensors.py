@@ -27,6 +27,7 @@ LEVELS = 512  # groups of numbers whose distinct values are counted, in each pie
 GROUP = 32  # numbers that share a scale in common formats of quantised weights
 KEPT = 65_536  # numbers of a vector that is kept as it is
 WILD = 1e4  # a number that no weight of a trained model comes near
+EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "embed_in.weight")
 HOLD_AT_ONCE = 2**25  # numbers of a map that is kept until its layer is done
 HELD = 2**27  # bytes of maps that stay in memory until their layer is done
 
@@ -79,6 +80,9 @@ class Facts:
     mean: float = 0.0
     rms: float = 0.0
     spread: float = 0.0  # between the quartiles of log2 |x|: 1.9 for normal numbers
+    inner_spread: float = 0.0  # the same among 32 neighbours, the median: no scales of rows are in it
+    zeros: float = 0.0  # share of the numbers
+    mantissa: float = 23.0  # bits that all but a hundredth of the numbers fit in
     wild: float = 0.0  # the same in rows with numbers that no weight comes near
     levels: float = 0.0  # median number of distinct values in groups of 32
     zero_rows: int = 0
@@ -167,6 +171,7 @@ class Collector:
         self._samples: list[Tensor] = []
         self._wild: list[float] = []
         self._levels: list[Tensor] = []
+        self._inner: list[Tensor] = []
 
     def add(self, start: int, stored: Tensor) -> Tensor:
         """Look at the rows from `start` on; returns them as a float matrix, without what is not finite."""
@@ -210,6 +215,9 @@ class Collector:
             groups = x[:: max(1, len(x) * 8 // most), : self.width // GROUP * GROUP].reshape(-1, GROUP)[:most]
             groups = groups[groups.any(1)]
             self._levels.append((groups.sort(-1).values.diff(dim=-1) != 0).sum(-1) + 1)
+            sizes = groups.abs().sort(-1).values
+            sizes = sizes[sizes[:, 0] > 0]
+            self._inner.append(sizes[:, 3 * GROUP // 4].log2() - sizes[:, GROUP // 4].log2())
 
     def done(self) -> tuple[Facts, Tensor]:
         """The facts, and the sketch (rows, PROBES)."""
@@ -217,12 +225,16 @@ class Collector:
         count = max(facts.numbers, 1)
         facts.mean, facts.rms = self._sum / count, math.sqrt(self._squares / count)
         if self._samples:
-            values = torch.cat(self._samples)
-            values = values[values != 0]
+            sampled = torch.cat(self._samples)
+            values = sampled[sampled != 0]
+            facts.zeros = 1 - len(values) / max(1, len(sampled))
             facts.spread = _quartile_range(values) if len(values) > 8 else 0.0
+            facts.mantissa = _mantissa_bits(values) if len(values) > 8 else 23.0
         facts.wild = sorted(self._wild)[len(self._wild) // 2] if self._wild else 0.0
         if sum(map(len, self._levels)):
             facts.levels = float(torch.cat(self._levels).median())
+        if sum(map(len, self._inner)):
+            facts.inner_spread = float(torch.cat(self._inner).median())
         if self._row_norms and self.width > 1:
             self._of_rows(torch.cat(self._row_norms))
         if self.width > 1:
@@ -246,6 +258,18 @@ def _quartile_range(values: Tensor) -> float:
     sizes = values[:: 1 + len(values) // QUARTILES].abs()
     low, high = (float(sizes.kthvalue(1 + round(share * (len(sizes) - 1))).values) for share in (0.25, 0.75))
     return math.log2(high) - math.log2(low)
+
+
+def _mantissa_bits(values: Tensor) -> float:
+    """Bits of mantissa, the leading one aside, that 99 of 100 numbers fit in.
+
+    >>> _mantissa_bits(torch.tensor([1.0, 1.5, 0.75, 3.0]))
+    1.0
+    """
+    bits = values[:: 1 + len(values) // QUARTILES].float().contiguous().view(torch.int32) & 0x7FFFFF
+    lowest = (bits & -bits).double().clamp_min(1).log2()  # of the bits that are set
+    used = torch.where(bits == 0, torch.zeros_like(lowest), 23 - lowest)
+    return float(used.kthvalue(max(1, math.ceil(0.99 * len(used)))).values)
 
 
 def _longest_run(marks: Tensor) -> tuple[int, int]:

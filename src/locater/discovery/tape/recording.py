@@ -121,9 +121,9 @@ class Tape(TorchFunctionMode):
         )
         in_place = writes_in_place(func)
         target = known_args[0] if in_place and known_args and isinstance(known_args[0], Node) else None
-        bases = [] if target is None else _bases(target)
+        bases, same = ([], []) if target is None else _bases(target)
         written = [base.value for base in bases]
-        for base in bases:  # nodes keep the values from before the write
+        for base in [*bases, *same]:  # nodes keep the values from before the write
             base.value = base.value.detach().clone()
         try:
             out = func(*args, **kwargs)
@@ -150,8 +150,10 @@ class Tape(TorchFunctionMode):
         return known
 
     def _origin(self, x: Tensor) -> Origin:
-        """How a tensor was made."""
+        """How a tensor was made. What returned its own argument (a cast to the dtype that it has) made nothing."""
         node = self.node(x)
+        while (before := _same_tensor(node)) is not None:
+            node = before
         inputs = [y.value for y in node.inputs]
         part = part_name(node.name, node.args, node.kwargs, inputs[0].ndim) if inputs else node.name
         return Origin(node.name, part, inputs, node.moving)
@@ -266,13 +268,25 @@ class _Again(TorchFunctionMode):
         return self._tape.__torch_function__(func, types, args, kwargs)
 
 
-def _bases(view: Node) -> list[Node]:
-    """A node, what it is a view of, what that is a view of, and so on."""
-    bases = [view]
-    while view.part is None and view.args and _shares_memory(view, view.args[0]):
-        view = view.args[0]
+def _bases(view: Node) -> tuple[list[Node], list[Node]]:
+    """A node, what it is a view of, what that is a view of, and so on; and the nodes whose functions returned the same
+    tensors again.
+    """
+    bases: list[Node] = []
+    same: list[Node] = []
+    while True:
+        while (before := _same_tensor(view)) is not None:
+            same.append(view)
+            view = before
         bases.append(view)
-    return bases
+        if view.part is not None or not view.args or not _shares_memory(view, view.args[0]):
+            return bases, same
+        view = view.args[0]
+
+
+def _same_tensor(node: Node) -> Node | None:
+    """The input that the function of a node returned as it is: a cast to the dtype that it has. None for others."""
+    return next((x for x in node.inputs if x.value is node.value), None)
 
 
 def _shares_memory(view: Node, base: Any) -> bool:

@@ -25,7 +25,6 @@ PAPER = Paper(
         "a1 a2": "one full-rank head gives the farthest and the nearest point",
         "b3 b4 b5 b6": "random heads of rank one err by what the code of the paper prints",
         "d3 d5 d6 d8": "after fewer steps trained heads of rank one stay bad, where one full-rank head learns a multiple of -I",
-        "d1 d2 d7": "one head of full rank is ten times better than half of it and ends as near as published",
         "e1 e2 e3 f1 f2": "more layers or fewer points help heads of rank one",
     },
     cover="ranks",

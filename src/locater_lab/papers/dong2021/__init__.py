@@ -46,7 +46,6 @@ PAPER = Paper(
         "a1 a3": "attention without a mask takes what differs between tokens to its third power in every layer",
         "a4": "skips keep tokens of stacks of attention apart",
         "c17 c18": "the tokens of trained encoders become equal without skips, in three to seven layers",
-        "a6 a9": "MLPs slow the fall of what differs between tokens",
         "f4 f9 f14": "sums of short paths through a trained model are more accurate than sums of long ones",
     },
     cover="depth",

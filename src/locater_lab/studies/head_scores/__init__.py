@@ -29,10 +29,16 @@ from locater.numerics import spearman
 from locater.observing.attention_maps import attention_maps
 from locater_lab.engine.claims import Claim, by_seed
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
+from locater_lab.engine.runs import SOURCES, check_commit, commit_of
 from locater_lab.train.sweep import append_line, read_lines
 
 PROSE, TOKENS, PROMPTS = "test.txt.xz", 24, 20
-FOLDERS = {"SmolLM2-135M-Instruct": "smollm2-135m-instruct", "all-MiniLM-L6-v2": "all-minilm-l6-v2"}
+FOLDERS = {
+    "SmolLM2-135M-Instruct": "smollm2-135m-instruct",
+    "all-MiniLM-L6-v2": "all-minilm-l6-v2",
+    "Gemma-3-270M": "gemma3-270m",
+}
+FEWER = {"Gemma-3-270M": 8}  # prompts, where the output layer makes them dear
 LEAST = 0.5  # mean correlation from which a score may be called an estimate
 SCORES = {  # name: what it is, and whether its sign says for or against
     "share": ("paths through the head, outputs of MLPs held: what `explain` prints", True),
@@ -57,7 +63,7 @@ def _claims() -> tuple[Claim, ...]:
             LEAST,
             by="ours",
         )
-        for letter, model in zip("ab", FOLDERS, strict=True)
+        for letter, model in zip("abc", FOLDERS, strict=True)
         for number, name in enumerate(SCORES, 1)
     )
 
@@ -72,17 +78,24 @@ def measure(setting: Setting) -> Results:
     found = [line for path in (*setting.more_runs, setting.runs) for line in read_lines(path)]
     lines = {(line["model"], line["prompt"]): line for line in found}
     if setting.jobs and setting.models is not None and setting.data is not None:
+        commit = commit_of(SOURCES)
+        check_commit(setting.runs, commit)
         for name, folder in FOLDERS.items():
             if not (setting.models / folder).is_dir():
                 continue
             module = load_model(str(setting.models / folder))
-            for number, ids in enumerate(prompts(module, setting.data / PROSE)):
+            for number, ids in enumerate(prompts(module, setting.data / PROSE)[: prompts_of(name)]):
                 if (name, number) not in lines:
-                    line = {"model": name, "prompt": number, **measure_prompt(module, ids)}
+                    line = {"model": name, "prompt": number, **measure_prompt(module, ids), "commit": commit}
                     append_line(setting.runs, line)
                     lines[name, number] = line
                     setting.log(f"{name}, prompt {number}: target {line['target']:.3f}")
     return results_of(list(lines.values())) if lines else Results({})
+
+
+def prompts_of(model: str) -> int:
+    """How many prompts of a model there are."""
+    return FEWER.get(model, PROMPTS)
 
 
 def prompts(module: Any, path: Path) -> list[Tensor]:
@@ -151,14 +164,14 @@ def _rounded(values: Tensor | Sequence[float]) -> list[float]:
 def results_of(lines: Sequence[Line]) -> Results:
     """Correlations by model and score, and a measurement for each claim."""
     measured, models = {}, {}
-    for letter, model in zip("ab", FOLDERS, strict=True):
+    for letter, model in zip("abc", FOLDERS, strict=True):
         own = sorted((line for line in lines if line["model"] == model), key=lambda line: line["prompt"])
         if len(own) < 2:
             continue
         rows = {}
         for number, name in enumerate(SCORES, 1):
             sizes = [_correlation(line, name, sizes=True) for line in own]
-            if len(own) >= PROMPTS:  # as planned
+            if len(own) >= prompts_of(model):  # as planned
                 measured[f"{letter}{number}"] = by_seed(sizes, of="prompts")
             signed = [_correlation(line, name, sizes=False) for line in own] if SCORES[name][1] else []
             rows[name] = {
