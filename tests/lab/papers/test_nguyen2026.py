@@ -107,7 +107,7 @@ def test_the_page_stands_with_all_some_and_no_claims_measured(tmp_path: Path, do
     text = written[0].read_text()
     assert {path.name for path in written[1:]} == {"nguyen2026-places.svg", "nguyen2026-samples.svg"}
     assert "| 5 after W_O |" in text
-    assert "## What came out" in text
+    assert "What came out in numbers" in text
     assert "gated students gain on their experts" in text or "gated students may gain on their experts" in text
     assert "figure:" not in text
     alone = json.loads(reproduce(PAPER, Setting(), claim="a").to_json())
@@ -118,4 +118,4 @@ def test_the_page_stands_with_all_some_and_no_claims_measured(tmp_path: Path, do
     nothing = [{**entry, "measured": None, "verdict": "undecided"} for entry in document["claims"]]
     text, figures = page({**document, "claims": nothing, "studies": {}}, PAPER)
     assert figures == {}
-    assert "## What came out" not in text
+    assert "What came out in numbers" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,4 +167,9 @@ def test_the_plan_is_that_of_the_arms() -> None:
         "zhai2023",
     )
     text = (ROOT / "docs/results/mechanisms-plan.md").read_text()
-    assert "\n".join(plan_table([PAPERS[name] for name in names])) in text
+    later = {"zhai2023": "f"}  # with a plan of its own
+    papers = [
+        replace(PAPERS[name], studies=tuple(s for s in PAPERS[name].studies if s.claims[0].id[0] != later.get(name)))
+        for name in names
+    ]
+    assert "\n".join(plan_table(papers)) in text

@@ -28,8 +28,8 @@ from locater.layers.output_maps_and_written_norms import written_norms
 from locater.numerics import spearman
 from locater.observing.attention_maps import attention_maps
 from locater_lab.engine.claims import Claim, by_seed
+from locater_lab.engine.provenance import SOURCES, check_commit, commit_of
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study
-from locater_lab.engine.runs import SOURCES, check_commit, commit_of
 from locater_lab.train.sweep import append_line, read_lines
 
 PROSE, TOKENS, PROMPTS = "test.txt.xz", 24, 20

@@ -31,7 +31,7 @@ import torch
 
 from locater.errors import first_line
 from locater.files import write_whole
-from locater_lab.engine.runs import SOURCES, code_of_tree
+from locater_lab.engine.provenance import SOURCES, code_of_tree
 from locater_lab.studies.early_warning import training
 from locater_lab.studies.pretraining.queue import commit_of_tree
 from locater_lab.studies.rescue.base_runs import TOY, Size, planned_runs, state_file, train_base

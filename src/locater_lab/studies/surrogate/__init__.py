@@ -27,7 +27,7 @@ from locater_lab.engine.trained_models import model_folders
 from locater_lab.studies.surrogate.errors_and_claims import (
     BETWEEN,
     CLAIMS,
-    QUANTITIES,
+    DECIDED_BY,
     ClaimFigure,
     Entry,
     claim_figures,
@@ -58,7 +58,7 @@ def _claims() -> tuple[Claim, ...]:
         Claim(
             claim_id(claim, model),
             f"{words}: {model}",
-            QUANTITIES[claim],
+            DECIDED_BY[claim],
             "at most" if most else "at least",
             bound,
             by="ours",
@@ -67,7 +67,7 @@ def _claims() -> tuple[Claim, ...]:
         for model in MODELS
     ]
     between = [
-        Claim(claim_id(claim, ""), words, QUANTITIES[claim], "at least", 0.0, by="ours")
+        Claim(claim_id(claim, ""), words, DECIDED_BY[claim], "at least", 0.0, by="ours")
         for claim, words in BETWEEN.items()
     ]
     return (*each, *between)

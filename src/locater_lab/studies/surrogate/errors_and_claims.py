@@ -268,7 +268,7 @@ CLAIMS: dict[str, tuple[str, Callable[[Entry], Estimate], float, bool]] = {
         False,
     ),
 }
-QUANTITIES = {
+DECIDED_BY = {
     "order": "rank correlation over heads of predicted with measured entropy",
     "error": "mean absolute error of predicted entropy over heads, nats",
     "covariance": "that error with the diagonal alone, less with the covariance",

@@ -15,8 +15,8 @@ from typing import Any
 
 from locater.commands.load_model import load_model
 from locater.discovery import attention_layers
+from locater_lab.engine.provenance import SOURCES, check_commit, commit_of
 from locater_lab.engine.reproduction import Paper, Results, Setting, Study, round_numbers
-from locater_lab.engine.runs import SOURCES, check_commit, commit_of
 from locater_lab.studies.tolerance import measuring
 from locater_lab.studies.tolerance.judging import (
     BUDGETS,
