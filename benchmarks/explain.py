@@ -186,7 +186,9 @@ def table() -> str:
 
 def main() -> None:
     parser = command_line(__doc__, "explain", ("cpu", "gpu"))
-    parser.add_argument("--table", action="store_true", help="print the table of docs/explain.md from the results")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of docs/results/kernels.md from the results"
+    )
     parser.add_argument("--missing", action="store_true", help="measure only the parts that the results do not have")
     args = parser.parse_args()
     if args.table:

@@ -78,6 +78,7 @@ BENCHMARKS = (
     Benchmark("penalty", BOTH),
     Benchmark("controls", BOTH),
     Benchmark("observe", BOTH),
+    Benchmark("generation", BOTH),
     Benchmark("mechanisms", BOTH, ()),
     Benchmark("attention", ("gpu",), ("--lengths", "8192"), flag=""),
     Benchmark("binary_products", ("gpu",), (), flag="", file="binary"),

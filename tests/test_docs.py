@@ -10,9 +10,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from locater.cli.shell import Group
 from locater.findings import FLAGS
 from tests import ROOT, benchmark
 from tests.processes import finished, forked
@@ -57,6 +60,20 @@ def test_every_flag_is_explained() -> None:
     assert all(f"`{flag.name}`" in text for flag in FLAGS)
 
 
+# Pages that commands make, and history: nobody has to read them from start to end.
+MADE = ("families.md", "log.md", "performance.md", "tolerance.md", "verdicts.md")
+MOST_WORDS = 66_000
+
+
+def test_the_pages_are_few_enough_words_for_one_reader() -> None:
+    """Without result pages. The aim is 60,000: the bound goes down with the pages, and never up."""
+    docs = ROOT / "docs"
+    pages = [x for x in docs.rglob("*.md") if docs / "results" not in x.parents and x not in [docs / y for y in MADE]]
+    words = sum(len(page.read_text().split()) for page in pages)
+    assert len(pages) > 40
+    assert words <= MOST_WORDS, f"{words} words: say it once, link to it, or take as many out elsewhere"
+
+
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -94,21 +111,62 @@ def test_the_architecture_names_every_folder_and_no_other() -> None:
     assert all(any((package / step).exists() for package in packages.values()) for step in steps)
 
 
-def test_the_readme_is_short_and_its_commands_exist() -> None:
+def _parsed_verbs(text: str) -> set[str]:
     """Each `locater VERB ...` is parsed, with its options; nothing is run."""
     import typer.main
 
     from locater.cli import load_offered_commands
 
-    text, group = (ROOT / "README.md").read_text(), typer.main.get_command(load_offered_commands())
-    assert len(text.splitlines()) <= 150
-    lines = re.findall(r"(?m)^locater .+$", text) + re.findall(r"`(locater \w+ [^`\n]+)`", text)
+    group = typer.main.get_command(load_offered_commands())
+    lines = re.findall(r"(?m)^(?:\$ )?(locater .+)$", text) + re.findall(r"`(locater [a-z]+ [^`\n]+)`", text)
     calls = [shlex.split(line, comments=True)[1:] for line in lines]
     for words in calls:
         context = group.make_context("locater", words[:1], resilient_parsing=True)
         name, command, rest = group.resolve_command(context, words)
         command.make_context(name, rest, parent=context)
-    assert {words[0] for words in calls} == set(group.list_commands(context)), "each verb is shown"
+    assert {words[0] for words in calls} <= {*group.list_commands(context)}
+    return {words[0] for words in calls}
+
+
+def test_the_readme_is_short_and_its_commands_exist() -> None:
+    from locater.cli import load_offered_commands
+
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 110
+    assert max(map(len, text.splitlines())) <= 120
+    load_offered_commands()
+    assert _parsed_verbs(text) == {*Group.late}, "each verb is shown"
+
+
+def test_what_programs_are_told_is_so(tmp_path: Path) -> None:
+    """The commands of AGENTS.md are parsed, and the keys that it names are in the documents of the packaged model."""
+    import locater
+    from locater_lab.demonstration import DEMO, REPEATS
+    from locater_lab.models.transformer import load
+
+    text = (ROOT / "AGENTS.md").read_text()
+    assert {"doctor", "scan", "probe", "ablate", "explain", "compare"} == _parsed_verbs(text)
+    documents = {
+        "doctor MODEL --json": locater.doctor(DEMO).to_dict(),
+        "doctor MODEL --base BASE --json": locater.doctor(DEMO, DEMO / "twin").to_dict(),
+        "scan": locater.scan(DEMO).to_dict(),
+        "compare": locater.compare(DEMO, DEMO / "twin").to_dict(),
+        "ablate": locater.ablate(load(REPEATS), torch.arange(64), [(0, 0)], length=32).to_dict(),
+    }
+    for start, document in documents.items():
+        (row,) = [line for line in text.splitlines() if f"`locater {start} " in line]
+        for key, inner in re.findall(r"`(\w+)(?:\[\])?\.?(\w*)`", row.split("|")[3]):
+            assert key in document, (start, key)
+            assert not inner or not document[key] or inner in _first(document[key]), (start, key, inner)
+
+
+def _first(found: Any) -> Any:
+    return found[0] if isinstance(found, list) else found
+
+
+def test_every_link_for_programs_leads_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)", (ROOT / "llms.txt").read_text()):
+        assert (ROOT / target).is_file(), target
 
 
 def test_the_table_of_kernels_is_that_of_the_results() -> None:
@@ -128,8 +186,12 @@ def test_the_table_of_attention_with_statistics_is_that_of_the_results(monkeypat
     )
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-TRAINERS = [block for block in BLOCKS if "rainer(" in block]  # one of transformers, one of lightning
+def _examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+LIGHTNING = [block for block in _examples("docs/guides/watch-a-run.md") if "import lightning" in block]
+TRAINERS = BLOCKS = [*_examples("README.md"), *LIGHTNING]  # one of transformers, one of Lightning
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
@@ -189,6 +251,7 @@ def test_the_docs_quote_the_benchmark() -> None:
     for figure in (
         f"{ours['seconds']:.2f} s | {ours['peak_over_import'] / 1e6:.0f} MB",
         f"{default['seconds']:.2f} s ({default['seconds'] / ours['seconds']:.1f} x) | {default['peak_over_import'] / 1e6:,.0f} MB",
+        f"TransformerLens {default['version']}, defaults (float32)",
         f"{half['seconds']:.2f} s ({half['seconds'] / ours['seconds']:.1f} x) | {half['peak_over_import'] / 1e6:.0f} MB",
         f"{held['moments']['moments_over_floor']:.2f} times one product",
     ):

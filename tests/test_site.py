@@ -154,19 +154,6 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(shown) == set(locater.__all__) - modules - {"__version__"}
 
 
-def test_other_tools_are_compared_by_the_benchmark() -> None:
-    text = (ROOT / "docs" / "compare-with.md").read_text()
-    held = json.loads((ROOT / "benchmarks/results/checkpoint.json").read_text())
-    ours, default, half = held["locater"], held["transformer_lens"], held["transformer_lens_bfloat16"]
-    rows = [f"`locater scan` | {ours['seconds']:.2f} s | {ours['peak_over_import'] / 1e6:.0f} MB |"]
-    for name, other in (("defaults (float32)", default), ("bfloat16", half)):
-        times, memory = other["seconds"] / ours["seconds"], other["peak_over_import"] / 1e6
-        rows.append(
-            f"TransformerLens {other['version']}, {name} | {other['seconds']:.2f} s ({times:.1f} x) | {memory:,.0f} MB |"
-        )
-    assert all(row in text for row in rows), rows
-
-
 def test_the_same_work_by_other_tools_is_that_of_the_results() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "rivals.json").read_text())
     made = benchmark("rivals")["table"](results)

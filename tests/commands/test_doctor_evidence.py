@@ -328,6 +328,38 @@ def another_activation(t: Tensors, c: Config) -> None:
     c["hidden_act"] = "gelu"
 
 
+def second_half_twice(t: Tensors, c: Config) -> None:
+    """The first half of the layers is overwritten by the second, which stays where it is."""
+    for key in [key for key in t if ".layers." in key]:
+        layer = int(key.split(".")[2])
+        if layer < LAYERS // 2:
+            t[key] = t[key.replace(f".{layer}.", f".{layer + LAYERS // 2}.", 1)].clone()
+
+
+def names_of_a_compiled_model(t: Tensors, c: Config) -> None:
+    renamed = {f"_orig_mod.{key}": value for key, value in t.items()}
+    t.clear()
+    t.update(renamed)
+
+
+def everything_scaled(t: Tensors, c: Config) -> None:
+    for key in t:
+        t[key] = t[key] * 0.5
+
+
+def four_bits_read_in_another_order(t: Tensors, c: Config) -> None:
+    for key in [key for key in t if "_proj" in key]:
+        whole = quantised(t[key].float(), 4)
+        put(t, key, whole.view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(whole.shape))
+
+
+def trained_too_fast(t: Tensors, c: Config) -> None:
+    """Five first steps of Adam, which move each number by about as much, up or down: as even as errors of rounding."""
+    for key in [key for key in t if "_proj" in key]:
+        steps = torch.randint(-5, 6, t[key].shape).float() * 0.01
+        put(t, key, t[key].float() + steps)
+
+
 WRONG: dict[str, tuple[Plant, str]] = {
     f.__name__: (f, cause)
     for cause, fs in {
@@ -338,6 +370,8 @@ WRONG: dict[str, tuple[Plant, str]] = {
         "random-bits": (bits_read_as_another_type,),
         "transposed": (reshaped_in_place_of_turned,),
         "another-model": (mlp_drawn, average_with_another, token_inserted, embedding_of_other_channels),
+        "duplicated-layer": (second_half_twice,),
+        "missing-layer": (names_of_a_compiled_model,),
         "low-bits": (mantissas_cut, small_numbers_lost, two_bits_everywhere),
         "zero": (half_of_the_tokens_zero,),
         "permuted-heads": (keys_repeated_in_turn,),
@@ -345,7 +379,7 @@ WRONG: dict[str, tuple[Plant, str]] = {
         "unknown": (
             *(norms_of_blocks_exchanged, gains_halved, one_gain_of_a_channel, one_number_far_too_large, rows_moved),
             *(numbers_of_a_place_replaced, read_a_place_too_early, average_of_two_layers, noise, clipped),
-            half_of_the_numbers_zero,
+            *(half_of_the_numbers_zero, trained_too_fast, everything_scaled, four_bits_read_in_another_order),
         ),
     }.items()
     for f in fs
@@ -369,6 +403,16 @@ def test_a_cause_is_named_where_its_evidence_tells_it(label: str, tmp_path: Path
     assert {x.cause for x in beside.findings if x.severity == "fault"} == {cause}, found(beside)
     if label in ALONE:
         assert ALONE[label] in doctor(folder).causes
+
+
+def test_another_formula_of_one_activation_is_no_fault(tmp_path: Path) -> None:
+    tensors, config = demo()
+    base = save(tensors, {**config, "hidden_act": "gelu"}, tmp_path / "base")
+    other = save(tensors, {**config, "hidden_act": "gelu_pytorch_tanh"}, tmp_path / "other")
+    beside = doctor(other, base)
+    assert [(x.cause, x.severity) for x in beside.findings if x.severity != "note"] == [("config", "change")], found(
+        beside
+    )
 
 
 # ---- merging ----

@@ -487,7 +487,7 @@ def test_a_comparison_says_what_it_means(browser: Any, tmp_path: Path) -> None:
     visit = Visit(browser, tmp_path / "page.html")
     assert (
         "max_logit>50: the softmax saturates and passes on hardly any gradient. Lower the learning rate, or attach "
-        "locater.QKClip(), locater.QKNorm() or locater.LocAteR()." in visit.text("#warnings")
+        "locater.SigmaReparam()." in visit.text("#warnings")
     )
     assert "novel>1: layer 1 head 2 explodes" in visit.text("#warnings")
     visit.page.click('button[data-flag="max_logit>50"]')

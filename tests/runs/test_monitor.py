@@ -21,7 +21,7 @@ import locater
 from locater import LocaterError, Monitor
 from locater.calls.call_and_masks import Call
 from locater.discovery import attention_layers, replayed_maps
-from locater.findings import OF_FLAGS, parse_conditions
+from locater.findings import OF_FLAGS, Remedy, parse_conditions
 from locater.kernels import Terms
 from locater.layers import effective
 from locater.observing import accumulate, observe
@@ -966,7 +966,7 @@ def test_a_line_for_each_step_and_reason_and_the_advice_once(tmp_path: Path, cap
         f"step 1: logit spread up to {highest:.2g} exceeds 5 at 0.0, 0.1, 0.2, 0.3, 1.0, 1.1, 1.2, 1.3: "
         "attention is close to one-hot"
     )
-    controls = "locater.QKClip(), locater.QKNorm() or locater.LocAteR()"
+    controls = "locater.SigmaReparam()"
     assert said[1] == f"step 1: lower the learning rate, or attach {controls}; the log is {path} (locater watch {path})"
     assert said[2].startswith("step 3: largest logit up to ")  # and not the advice again
     assert said[3].startswith(f"the run has ended; the log is {path}")
@@ -989,15 +989,17 @@ def test_advice_names_only_what_can_be_attached(tmp_path: Path) -> None:
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"]))
     block = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
     plain = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    sigma, others = "SigmaReparam()", ["QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"]
     expected = {
-        llama(): ["QKClip()", "QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
-        normed: ["QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
-        adapted: ["QKNorm()", "LocAteR()", "EntropyPenalty(floor=0.2)"],
-        plain: ["QKClip()", "LocAteR()"],
-        plain_gpt(): ["QKClip()", "LocAteR()"],
+        llama(): [sigma, "QKClip()", *others],
+        normed: [sigma, *others],
+        adapted: [sigma, *others],
+        plain: [sigma, "QKClip()", "LocAteR()"],
+        plain_gpt(): [sigma, "QKClip()", "LocAteR()"],
     }
     for model, controls in expected.items():
-        assert controls_that_fit(model, OF_FLAGS["locked"]) == controls
+        assert controls_that_fit(model, Remedy("any", (sigma, "QKClip()", *others))) == controls
+        assert controls_that_fit(model, OF_FLAGS["locked"]) == [call for call in controls if call == sigma]
         for call in controls:
             control = eval(f"locater.{call}", {"locater": locater})
             control.attach(model)

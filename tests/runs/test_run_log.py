@@ -490,7 +490,5 @@ def test_a_warning_says_what_it_means_and_what_to_do(tmp_path: Path, caplog: pyt
     first = read_run(tmp_path / "run.jsonl").warnings[0]
     assert first["flag"] == "spread>5"
     said = f"logit spread {first['value']:.2g} exceeds 5: attention is close to one-hot"
-    assert (
-        f"head 0: {said}; lower the learning rate, or attach locater.QKClip() or locater.LocAteR()" in first["message"]
-    )
+    assert f"head 0: {said}; lower the learning rate, or attach locater.SigmaReparam()" in first["message"]
     assert "step 1: logit spread up to" in caplog.text

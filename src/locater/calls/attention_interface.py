@@ -19,9 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from locater.calls.call_and_masks import Call, call_of_interface
+from locater.calls.call_and_masks import PAGED, Call, call_of_interface
 from locater.calls.interceptors import INTERCEPTORS, AttentionRequest, intercept_request
-from locater.calls.listeners import KEY, Listener, active_listeners, describe_call
+from locater.calls.listeners import KEY, Listener, active_listeners, describe_call, is_measured
+from locater.calls.paged_cache import paged_cache_of, reading
 from locater.kernels.fused import attend_with_numbers, is_fused
 from locater.torch_private import attention_tables
 
@@ -97,6 +98,8 @@ def _install_replacements() -> None:
 def remove(changes: Iterable[Any] = ()) -> None:
     """End one `install`; `changes` of a copy need it no longer."""
     global _users
+    if cast(Any, _lock) is None:  # the interpreter ends, and has taken this module apart
+        return
     with _lock:
         _users = max(0, _users - 1)
         for change in changes:
@@ -135,17 +138,25 @@ def listening_function(name: str, original: Callable[..., Any] | None) -> Callab
             request = intercept_request(AttentionRequest(module, name, base, query, key, attention_mask, kw))
             base, query, key, kw = request.attend, request.query, request.key, request.kw
         sites = active_listeners(module) if KEY in module.__dict__ else ()
-        if len(sites) == 1 and getattr(sites[0], "takes_statistics", False) and INTERCEPTORS not in module.__dict__:
+        cache = paged_cache_of(kw) if sites else None
+        own_kernel = INTERCEPTORS in module.__dict__ or cache is not None
+        if len(sites) == 1 and getattr(sites[0], "takes_statistics", False) and not own_kernel:
             both = attend_in_one_kernel(sites[0], module, name, (query, key, value), attention_mask, kw)
             if both is not None:
                 sites[0].receive(both[1])
                 return both[0], None
-        out = base(module, query, key, value, attention_mask, *args, **kw)
+        if cache is None:
+            out = base(module, query, key, value, attention_mask, *args, **kw)
+        else:  # the function reads the keys of all requests itself
+            with reading(cache) as read:
+                out = base(module, query, key, value, attention_mask, *args, **kw)
+            kw = {**kw, PAGED: read}
         if sites:
             call = describe_call(sites, call_of_interface, module, name, query, key, attention_mask, kw, out[0])
             if call is not None:
                 for site in sites:
-                    site.receive(call)
+                    if call.parts is None or is_measured(site, call):
+                        site.receive(call)
         return out
 
     return attend

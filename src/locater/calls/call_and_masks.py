@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from locater.calls.paged_cache import PagedKeys, Part, paged_cache_of
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms
 
@@ -18,6 +19,7 @@ from locater.kernels.terms import Terms
 MASKED = -1e9
 OLD_MASK = -1e4  # what models of older design add to a key of padding (MarkupLM)
 ADD = ("eager", "flex_attention")  # attention functions that add a mask to their logits, whatever its type is
+PAGED = "locater_paged_keys"  # of the arguments of a call: what it read from a paged cache
 DENSE = 1 << 31  # elements of a block mask that may be written out
 
 
@@ -40,7 +42,8 @@ class Call:
 
     `output` (B, T, H, V) is the result of attention before the output map, head by head; or (B, T, E) after that map,
     where heads cannot be told apart. `cut` marks sequences whose first key is no longer in a sliding-window cache.
-    `weights` computes the map of `other` attention, for some query heads or for all (None).
+    `weights` computes the map of `other` attention, for some query heads or for all (None). With `parts`, queries and
+    keys are those of several requests one after the other, and the terms are those of each.
     """
 
     query: Float[Tensor, "B H T D"]
@@ -51,11 +54,32 @@ class Call:
     other: OtherAttention | None = None
     weights: Callable[[Tensor | None], Tensor] | None = None
     statistics: Float[Tensor, "8 B H T"] | None = None  # of all its rows, where the kernel that attended returned them
+    parts: tuple[Part, ...] | None = None
 
     @property
     def why_unmeasurable(self) -> str | None:
         """Why statistics of its rows cannot be taken, in a line; None where they can."""
         return None if self.other is None else self.other.unmeasurable
+
+    def by_request(self) -> list[tuple[str | int, Call]]:
+        """A call for each request: its part of a packed call, or a sequence of the batch, by its number."""
+        if self.parts is not None:
+            return [(part.request, self._part(part)) for part in self.parts]
+        (B, H, T, _), S = self.query.shape, self.key.shape[2]
+        terms = self.terms.checked(B, H, T, S)
+        return [(b, self._sequence(b, terms)) for b in range(B)]
+
+    def _part(self, part: Part) -> Call:
+        output = None if self.output is None else self.output[:, part.queries]
+        cut = self.query.new_ones(1, dtype=torch.bool) if part.cut else None
+        query, key = self.query[:, :, part.queries], self.key[:, :, part.keys]
+        return Call(query, key, self.terms, output, cut, self.other)
+
+    def _sequence(self, b: int, terms: Terms) -> Call:
+        one = slice(b, b + 1)
+        output, cut = (None if x is None else x[one] for x in (self.output, self.cut))
+        numbers = None if self.statistics is None else self.statistics[:, one]
+        return Call(self.query[one], self.key[one], terms.for_sequence(b), output, cut, self.other, statistics=numbers)
 
     def with_terms(self, **changes: Any) -> Call:
         """The same with some fields of the terms replaced."""
@@ -121,6 +145,8 @@ def call_of_interface(
     """
     queries, keys = query.shape[2], key.shape[2]
     other: OtherAttention | None = kw.get("mechanism")
+    if paged_cache_of(kw) is not None:
+        return _call_on_paged_cache(module, query, kw, output, other)
     mask = _with_read_axes(name, mask, kw)
     written_out = mask is not None and (not isinstance(mask, Tensor) or mask.ndim == 4)  # has causality and window
     # these know no causality of their own: without a mask every key is seen
@@ -159,6 +185,24 @@ def call_of_interface(
     return Call(query.detach(), key.detach(), terms, output.detach(), cut)
 
 
+def _call_on_paged_cache(
+    module: nn.Module, query: Tensor, kw: dict[str, Any], output: Tensor, other: OtherAttention | None
+) -> Call:
+    """Each request sees its own keys, those before its query and in the window of the layer: the mask of the call says
+    the same of all of them together.
+    """
+    read = kw.get(PAGED)
+    if not isinstance(read, PagedKeys) or other is not None or kw.get("position_bias") is not None:
+        raise LocaterError("attention on a paged cache is measured where it is a plain softmax, by observe() alone")
+    parts, window = read.parts(module, kw)
+    assert read.key is not None
+    sinks = kw.get("s_aux")
+    terms = Terms(
+        scale_of(module, query, kw), True, window, kw.get("softcap"), sinks=None if sinks is None else sinks.detach()
+    )
+    return Call(query.detach(), read.key, terms, output.detach(), parts=parts)
+
+
 def _nan_where_refused(query: Tensor, terms: Terms, mask: Tensor) -> Tensor:
     """Queries, or NaN where a mask adds numbers to capped logits, which `with_mask` refuses outside of a graph."""
     others = (mask != 0) & terms.mask if terms.mask is not None else mask != 0
@@ -167,11 +211,6 @@ def _nan_where_refused(query: Tensor, terms: Terms, mask: Tensor) -> Tensor:
 
 def _with_read_axes(name: str, mask: Any, kw: dict[str, Any]) -> Any:
     """A mask with the axes by which the attention function called `name` reads it. Raises where that is not known."""
-    if type(kw.get("cache")).__name__ == "PagedAttentionCache":
-        raise LocaterError(
-            "attention on a paged cache is not measured: its keys are not those of the call. Observe generate() or a "
-            "forward pass instead of generate_batch()"
-        )
     if not isinstance(mask, Tensor):
         return mask
     if name not in (*ADD, "sdpa"):

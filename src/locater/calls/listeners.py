@@ -150,6 +150,10 @@ def describe_call(sites: Sequence[Listener], how: Callable[..., Call], *args: An
 def is_measured(site: Listener, call: Call) -> bool:
     """Whether statistics of a call can be taken. Raises where not, unless the listener leaves such calls out."""
     reason = call.why_unmeasurable
+    if call.parts is not None and not getattr(site, "counts_requests", False):
+        reason = (
+            "a call of several requests is measured by the rows of observe() alone: leave patterns and controls out"
+        )
     if reason is None:
         return True
     if not site.switch.lenient:

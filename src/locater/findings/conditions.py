@@ -37,19 +37,17 @@ class Remedy:
         return f"{self.action}, or attach {several}"
 
 
-_SOFTENING = ("QKClip()", "QKNorm()", "LocAteR()")
-LOWER_LOGITS = Remedy("lower the learning rate", _SOFTENING)
+# of a run that goes on: what was shown to help at hot rates (docs/which-control.md, k4 and a1), and nothing else
+SHOWN_TO_HELP = ("SigmaReparam()",)
+LOWER_LOGITS = Remedy("lower the learning rate", SHOWN_TO_HELP)
 RAISE_LOGITS = Remedy("raise the query-key scale", ("LocAteR(target=2.0)",))
-# of a whole run (runs/verdict.py): docs/which-control.md, k4 and a1
-AT_HOT_RATES = Remedy("train at a lower learning rate", ("SigmaReparam()",))
+AT_HOT_RATES = Remedy("train at a lower learning rate", SHOWN_TO_HELP)  # of a whole run (runs/verdict.py)
 NO_STRESS = Remedy("look at the batches and the learning rate before step {step}: no warning of logits came before it")
 STUCK = Remedy("check that the labels belong to their inputs, that gradients reach the weights, that the rate is not 0")
 OF_FLAGS = {  # for flags that a monitor can raise while a run goes on
     "nonfinite": Remedy("restore an earlier checkpoint and lower the learning rate"),
-    "exploding": Remedy("lower the learning rate before the loss diverges", _SOFTENING),
-    "locked": Remedy(
-        "if the loss stalls or spikes, lower the learning rate", (*_SOFTENING, "EntropyPenalty(floor=0.2)")
-    ),
+    "exploding": Remedy("lower the learning rate before the loss diverges", SHOWN_TO_HELP),
+    "locked": Remedy("if the loss stalls or spikes, lower the learning rate", SHOWN_TO_HELP),
 }
 
 

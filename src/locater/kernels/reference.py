@@ -25,7 +25,7 @@ def _logits_by_rows(q: Tensor, k: Tensor, terms: Terms) -> Iterator[tuple[slice,
     """Some rows at a time: which, the terms of the keys that they may see, logits and visible keys (B, H, t, end)."""
     B, H, T, _ = q.shape
     S = k.shape[-2]
-    keys = upcast(k).repeat_interleave(H // k.shape[1], 1)
+    keys = upcast(k)
     whole = terms.positions is not None or not terms.causal or T > S  # else no row of a chunk sees beyond its last
     placed = terms.placed(T, S, q.device)
     for rows in row_chunks(B, H, T, S, q.device):
@@ -54,8 +54,9 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
     parts: list[AttentionStatistics] = []
     received = upcast(k).new_zeros(B, H, S) if per_key else None
     lookers = torch.zeros(1, 1, S, device=q.device) if per_key else None
+    everything = T == 1 and not per_key and sees_everything(terms)  # a token that is generated
     for rows, here, logits, seen in _logits_by_rows(q, k, terms):
-        part, p = _of_rows(logits, seen, here, rows, T, extended)
+        part, p = _of_rows(logits, None if everything else seen, here, rows, T, extended)
         parts.append(part)
         if received is not None and lookers is not None:
             end = p.shape[-1]
@@ -71,27 +72,37 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
     return AttentionStatistics(**columns, received=received)  # type: ignore[arg-type]
 
 
+def sees_everything(terms: Terms) -> bool:
+    """Whether the last query sees all keys."""
+    return not terms.has_masks and terms.window is None and terms.positions is None
+
+
 def _of_rows(
-    logits: Tensor, seen: Tensor, terms: Terms, rows: slice, T: int, extended: bool
+    logits: Tensor, seen: Tensor | None, terms: Terms, rows: slice, T: int, extended: bool
 ) -> tuple[AttentionStatistics, Tensor]:
     """With y the logits relative to their largest and Z = sum exp y: H = mass log Z - sum exp(y) y / Z, which loses no
-    digits at logits of 1e4. `logits` is used up."""
-    if terms.bias is not None:  # of -inf is a mask, also where a soft-cap follows
+    digits at logits of 1e4. `logits` is used up. Without `seen` all keys are.
+    """
+    if seen is not None and terms.bias is not None:  # of -inf is a mask, also where a soft-cap follows
         seen = seen & ((terms.bias if terms.bias.shape[-2] == 1 else terms.bias[..., rows, :]) > -torch.inf)
-    hidden = ~seen
-    top = logits.masked_fill_(hidden, -torch.inf).amax(-1)
-    visible = seen.sum(-1).expand(top.shape)
-    base = torch.where(visible > 0, top, torch.zeros_like(top))
+    hidden = None if seen is None else ~seen
+    top = (logits if hidden is None else logits.masked_fill_(hidden, -torch.inf)).amax(-1)
+    if seen is None:
+        visible, base = torch.full_like(top, logits.shape[-1], dtype=torch.long), top
+    else:
+        visible = seen.sum(-1).expand(top.shape)
+        base = torch.where(visible > 0, top, torch.zeros_like(top))
     if terms.sinks is not None:
         base = torch.maximum(base, terms.sinks.to(base).view(1, -1, 1))
-    y = logits.sub_(base[..., None]).masked_fill_(hidden, LOWEST)
-    e = y.exp()
+    y = logits.sub_(base[..., None])
+    e = (y if hidden is None else y.masked_fill_(hidden, LOWEST)).exp()
     on_keys = e.sum(-1)
     total = on_keys if terms.sinks is None else on_keys + torch.exp(terms.sinks.to(base).view(1, -1, 1) - base)
-    total = torch.where(visible > 0, total, torch.ones_like(total))
+    total = total if seen is None else torch.where(visible > 0, total, torch.ones_like(total))
     mass, log_total = on_keys / total, total.log()
     entropy = mass * log_total - y.mul_(e).sum(-1) / total
-    lse = torch.where(visible > 0, base + log_total, torch.full_like(base, -torch.inf))
+    lse = base + log_total
+    lse = lse if seen is None else torch.where(visible > 0, lse, torch.full_like(base, -torch.inf))
     p = e.div_(total[..., None])
     more: dict[str, Tensor] = {}
     if extended:
@@ -193,4 +204,6 @@ def weights_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, weight: Te
 
 def _concatenated(parts: list[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
-    return torch.cat(present, 2) if present else None
+    if len(present) < 2:  # all rows at once, as those of a token that is generated
+        return present[0] if present else None
+    return torch.cat(present, 2)

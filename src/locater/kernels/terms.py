@@ -136,6 +136,16 @@ class Terms:
         alibi, sinks = (None if x is None else x[heads] for x in (self.alibi, self.sinks))
         return replace(self, mask=some(self.mask), bias=some(self.bias), alibi=alibi, sinks=sinks)
 
+    def for_sequence(self, b: int) -> Terms:
+        """The same for one sequence of the batch; masks have four axes."""
+
+        def one(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[0] == 1 else x[b : b + 1]
+
+        return replace(
+            self, padding=one(self.padding), documents=one(self.documents), mask=one(self.mask), bias=one(self.bias)
+        )
+
     def visible(self, rows: slice, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "b h t S"]:
         """True where a query of `rows` may look."""
         distance = self.distance(rows, queries, keys, device)
@@ -155,10 +165,14 @@ class Terms:
         return out
 
     def logits(
-        self, q: Float[Tensor, "B H t D"], k: Float[Tensor, "B H S D"], rows: slice, queries: int
+        self, q: Float[Tensor, "B H t D"], k: Float[Tensor, "B K S D"], rows: slice, queries: int
     ) -> Float[Tensor, "B H t S"]:
-        """Logits of some rows, float32 at least, after scale, bias and soft-cap and before the mask."""
-        out = (q @ k.mT) * self.scale_for(q.shape[-1])
+        """Logits of some rows, float32 at least, after scale, bias and soft-cap and before the mask. Query heads that
+        share keys are multiplied together: repeated keys are most of the time of one query over a long cache.
+        """
+        (B, H, t, _), K = q.shape, k.shape[1]
+        product = q @ k.mT if H == K else (q.reshape(B, K, H // K * t, -1) @ k.mT).reshape(B, H, t, -1)
+        out = product * self.scale_for(q.shape[-1])
         if self.alibi is not None:
             distance = self.distance(rows, queries, k.shape[-2], q.device).abs()
             out = out - self.alibi.to(out)[:, None, None] * distance

@@ -59,9 +59,10 @@ class StatisticsOptions:
     rest: bool = False  # entropy without the first key too
     offsets: Sequence[tuple[int, int]] = ()  # (offset, first row): weight on the key `offset` before
     outputs: bool = False  # Gram matrices of head outputs
+    by_request: bool = False  # sums of every sequence too; not an argument of the operator, which adds up one call
 
     def flat(self) -> tuple[int, bool, list[int], list[int]]:
-        """The arguments of the operator: all but `outputs`, which shows in the accumulators."""
+        """The arguments of the operator: all but `outputs`, which shows in the accumulators, and `by_request`."""
         return self.rows, self.rest, [offset for offset, _ in self.offsets], [start for _, start in self.offsets]
 
 
@@ -76,6 +77,19 @@ class Accumulators(NamedTuple):
     def added(self) -> list[Tensor]:
         """The tensors that hold sums: all but the maxima."""
         return [self.sums, self.pairs] if self.gram is None else [self.sums, self.pairs, self.gram]
+
+    def like(self) -> Accumulators:
+        """Others of the same shape, to which no call was added."""
+        with torch.inference_mode(False):
+            gram = None if self.gram is None else torch.zeros_like(self.gram)
+            maxima = torch.full_like(self.maxima, -torch.inf)
+            return Accumulators(torch.zeros_like(self.sums), maxima, torch.zeros_like(self.pairs), gram)
+
+    def add(self, other: Accumulators) -> None:
+        """Add the calls of another."""
+        for mine, more in zip(self.added(), other.added(), strict=True):
+            mine.add_(more)
+        torch.maximum(self.maxima, other.maxima, out=self.maxima)
 
 
 def wide(device: torch.device) -> torch.dtype:

@@ -119,6 +119,7 @@ class _Listener:
     """Listens to the calls of one module. Its site is made at the first."""
 
     counts_split_heads: ClassVar[bool] = True
+    counts_requests: ClassVar[bool] = True
     name: str
     module: nn.Module
     layers: CalledLayers

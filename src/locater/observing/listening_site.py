@@ -34,6 +34,7 @@ from locater.observing.accumulate import (
 from locater.observing.layers_by_record import KnownLayer, parts_of
 from locater.observing.split_tokens import calls_of_whole_rows, refuse_part_of_heads
 from locater.torch_private import (
+    disable_dynamo,
     is_compiled_in_place,
     own_children,
     own_parameters,
@@ -51,6 +52,7 @@ class Site:
     """
 
     counts_split_heads: ClassVar[bool] = True
+    counts_requests: ClassVar[bool] = True
     name: str
     number: int
     kind: str
@@ -68,6 +70,7 @@ class Site:
     totals: Accumulators = field(init=False)
     here: Accumulators = field(init=False)  # the rows of `totals` that are of this rank
     picked: Tensor | None = field(init=False, default=None)  # those of `heads` that a call has here, None for all of it
+    requests: dict[str | int, Accumulators] = field(init=False, default_factory=dict)  # with `by_request`
 
     def __post_init__(self) -> None:
         if torch.is_inference_mode_enabled():  # tensors made there could be written to nowhere else
@@ -130,7 +133,7 @@ class Site:
     def takes_statistics(self) -> bool:
         """Whether statistics that come with a call are all that is counted of it."""
         options = self.options
-        plain = not (options.rows or options.rest or options.offsets or options.outputs)
+        plain = not (options.rows or options.rest or options.offsets or options.outputs or options.by_request)
         return self.switch.fused and plain and self.picked is None
 
     def receive(self, call: Call, first: int | None = None) -> None:
@@ -144,9 +147,34 @@ class Site:
             if is_measured(self, call):
                 self._receive_some(call, first, own)
         elif is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
-            accumulate_call(call, self.here, self.options, own, self.picked, self.switch.mailbox)
+            if call.parts is None and not self.options.by_request:
+                accumulate_call(call, self.here, self.options, own, self.picked, self.switch.mailbox)
+            else:
+                self._receive_requests(call, own)
             if self.switch.also is not None:
                 self.switch.also(self, call)
+
+    @disable_dynamo
+    def _receive_requests(self, call: Call, own: bool) -> None:
+        """Add a call request by request: to the sums of each where these are asked for, and to those of all."""
+        if call.parts is not None and self.switch.also is not None:
+            raise LocaterError(
+                f"{self.name}: groups= and beyond= are not kept of calls on a paged cache: leave them out"
+            )
+        for request, part in call.by_request():
+            if not self.options.by_request:
+                accumulate_call(part, self.here, self.options, own, self.picked, self.switch.mailbox)
+                continue
+            sums = self.requests.get(request)
+            if sums is None:
+                sums = self.requests[request] = self.here.like()
+            new = self.here.like()
+            accumulate_call(part, new, self.options, own, self.picked, self.switch.mailbox)
+            for into in (sums, self.here):
+                into.add(new)
+            if new.sums.data_ptr() in accumulated:
+                accumulated.discard(new.sums.data_ptr())
+                accumulated.add(self.here.sums.data_ptr())
 
     def _receive_part(self, call: Call, own: bool) -> None:
         """Add a call of the tokens that this rank has of each sequence, all heads at once. A rank that cannot add it
@@ -167,6 +195,8 @@ class Site:
 
     def _receive_some(self, call: Call, first: int, own: bool) -> None:
         """Add a call of the heads from `first` on."""
+        if self.options.by_request or call.parts is not None:
+            raise LocaterError(f"{self.name}: its heads attend one at a time: rows by request are not kept there")
         end = first + call.query.shape[1]
         chosen = [(at, head - first) for at, head in enumerate(self.heads) if first <= head < end]
         if chosen:
@@ -207,6 +237,8 @@ def clear(sites: Sequence[Site]) -> None:
         return
     maxima = [site.totals.maxima for site in sites]
     added = [x for site in sites for x in site.totals.added() if x.numel()]
+    for site in sites:
+        site.requests.clear()
     zero_each([*added, *maxima])
     subtract_from_each(maxima, torch.inf)
 

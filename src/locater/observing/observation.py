@@ -100,6 +100,8 @@ def observe(
     groups: TokenGroups | bool = False,
     beyond: tuple[int, int] | None = None,
     fused: bool = False,
+    by_request: bool = False,
+    any_thread: bool = False,
     pipeline: Any = None,
 ) -> Observation:
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built but `patterns`.
@@ -110,6 +112,9 @@ def observe(
     key that many tokens before (a pair adds the first row to count). `patterns` are the (layer, head) whose maps
     `seen.pattern(layer, head)` returns: those of the last pass. `fused` lets attention run in a kernel that returns its
     statistics too, where that takes a call; outputs then differ from those of the model's own kernel by rounding.
+    `by_request` keeps rows of every sequence of a batch, or request of generate_batch(), for `seen.by_request`.
+    `any_thread` counts passes of whichever thread runs the model, one at a time: generate_batch() has a thread of its
+    own.
     `groups` (`locater.token_groups(model)`, or True for that) adds `seen.groups`, the shares of attention by group of
     tokens, and `beyond=(window, sinks)` the weight of each head on keys that are neither among the last `window` nor
     the first `sinks` that a query sees; each takes about as long as attention itself.
@@ -129,7 +134,7 @@ def observe(
     if every < 1:
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
-    options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs)
+    options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs, by_request)
     if beyond is not None and (beyond[0] < 1 or beyond[1] < 0):
         raise LocaterError(f"beyond={beyond}: (window, sinks), a window of 1 key or more, and 0 sinks or more")
     told_apart = token_groups(model) if groups is True else groups or None
@@ -145,6 +150,7 @@ def observe(
         fused=fused,
         shares=shares,
         pipeline=pipeline,
+        any_thread=any_thread,
     )
 
 
@@ -163,6 +169,7 @@ class Observation:
         patterns: Sequence[tuple[int, int]] = (),
         fused: bool = False,
         loss_only: bool = False,
+        any_thread: bool = False,
         shares: AttentionShares | None = None,
         pipeline: Any = None,
     ) -> None:
@@ -176,7 +183,7 @@ class Observation:
                 "nn.DataParallel runs copies of the model, which are not observed: observe model.module on one device"
             )
         self.model = model
-        self.every = every
+        self.every, self.any_thread = every, any_thread
         self._options = options
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = ListeningSwitch(
@@ -260,7 +267,7 @@ class Observation:
             raise LocaterError("this observation is already under way: make another with observe(model)")
         refuse_gathered_keys(self.model)
         # a trainer may run in another thread than the one in which a monitor was attached
-        self.switch.thread = get_ident() if self.every else None
+        self.switch.thread = get_ident() if self.every and not self.any_thread else None
         with ExitStack() as stack:
             self._claim_sums(stack)
             listeners = self.sites if self.by_calls is None else self.by_calls.listeners
@@ -332,6 +339,16 @@ class Observation:
             beyond = self.shares.beyond()
             rows = [replace(row, beyond=beyond.get((row.name, row.layer, row.head))) for row in rows]
         return rows
+
+    @property
+    def by_request(self) -> dict[str | int, list[SeenHead]]:
+        """The rows of every sequence of the batch, by its number, or of every request of generate_batch(), by its id;
+        of this rank's tokens alone.
+        """
+        if not any(site.options.by_request for site in self.sites):
+            raise LocaterError("rows of single requests were not kept: observe(model, by_request=True)")
+        names = dict.fromkeys(name for site in self.sites for name in site.requests)
+        return {name: rows_of(self.sites, name) for name in names}
 
     @property
     def groups(self) -> list[GroupShares]:
@@ -438,7 +455,7 @@ class Observation:
         if not self.passes and self.elsewhere:
             return (
                 f"{name}: nothing was observed, because the model ran in another thread, whose calls are not counted: "
-                "enter observe() in the thread that runs it"
+                "enter observe() in the thread that runs it, or count any: observe(model, any_thread=True)"
             )
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"

@@ -125,9 +125,9 @@ class Totals:
         return any(row[COLUMN["calls"]] > 0 for row in self.sums)
 
 
-def accumulators(sites: Iterable[Site]) -> list[Tensor]:
-    """Sums, maxima and pairs of every site: the tensors that `totals` takes as numbers."""
-    return [x for site in sites for x in site.totals[:3]]
+def accumulators(sites: Iterable[Site], request: str | int | None = None) -> list[Tensor]:
+    """Sums, maxima and pairs of every site, or of one request there: the tensors that `totals` takes as numbers."""
+    return [x for site in sites for x in (site.totals if request is None else site.requests[request])[:3]]
 
 
 def totals(sites: Sequence[Site], numbers: Iterable[list[float]]) -> list[Totals]:
@@ -161,12 +161,14 @@ def fetch_numbers(tensors: Sequence[Tensor]) -> list[list[float]]:
     return [values[i] for i in range(len(tensors))]
 
 
-def rows_of(sites: Sequence[Site]) -> list[SeenHead]:
-    """One row per observed head, of the sites that were called."""
+def rows_of(sites: Sequence[Site], request: str | int | None = None) -> list[SeenHead]:
+    """One row per observed head, of the sites that were called; of one request, where it is named."""
     rows: list[SeenHead] = []
-    for site, total in zip(sites, totals(sites, fetch_numbers(accumulators(sites))), strict=True):
+    sites = sites if request is None else [site for site in sites if request in site.requests]
+    for site, total in zip(sites, totals(sites, fetch_numbers(accumulators(sites, request))), strict=True):
         if total.called:
-            ranks = None if site.gram is None else ranks_of_gram(site.gram.cpu())
+            gram = site.gram if request is None else site.requests[request].gram
+            ranks = None if gram is None else ranks_of_gram(gram.cpu())
             rows += [_row(site, at, total, ranks) for at in range(len(site.heads))]
     return rows
 

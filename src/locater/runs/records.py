@@ -64,7 +64,12 @@ def line_of(record: Record) -> bytes:
         del fields["loss"]
     if isinstance(fields.get("scalars"), dict):
         fields["scalars"] = {name: value for name, value in fields["scalars"].items() if value is not None}
-    return json.dumps(json_values(fields), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    compact: dict[str, Any] = {"separators": (",", ":"), "allow_nan": False}
+    try:
+        text = json.dumps(fields, **compact)
+    except (TypeError, ValueError):  # arrays, or numbers that are not finite; looking at each takes longer than writing
+        text = json.dumps(json_values(fields), **compact)
+    return text.encode() + b"\n"
 
 
 def _spell_nonfinite(x: Any) -> Any:

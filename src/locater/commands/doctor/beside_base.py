@@ -14,7 +14,14 @@ from locater.commands.doctor.places import heads_words
 from locater.commands.doctor.reading import Examined
 from locater.commands.doctor.settings_beside import other_settings
 from locater.commands.doctor.tensors import place_of
-from locater.commands.doctor.tensors_beside import another_model, missing_tensors, other_shapes, tied_head, untied
+from locater.commands.doctor.tensors_beside import (
+    another_model,
+    missing_tensors,
+    other_shapes,
+    scaled_model,
+    tied_head,
+    untied,
+)
 from locater.commands.doctor.undoing import Undone
 from locater.commands.doctor.vectors_beside import changed_vectors, lost_biases, shifted_gains
 from locater.findings.causes import Finding, finding
@@ -41,7 +48,7 @@ def findings_beside(
     missing_tensors(beside)
     untied(beside)
     other_shapes(beside)
-    if not another_model(beside):
+    if not scaled_model(beside) and not another_model(beside):
         moved_tensors(beside)
         shifted_gains(beside)
         findings_of_heads(beside)

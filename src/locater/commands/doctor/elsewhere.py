@@ -86,7 +86,9 @@ def _name_moves(beside: Beside, stack: str, layers: Moves, maps: bool) -> None:
     rest = dict(layers)
     offsets = [source - at for at, (source, _) in layers.items()]
     usual = max(sorted(set(offsets)), key=offsets.count)
-    if len(layers) > 2 and offsets.count(usual) >= SHIFTED * len(layers) and abs(usual) <= 4:
+    kept = sum(source not in layers for source, _ in layers.values())  # layers that are where they were, and copied
+    shifted = kept <= 0.5 * len(layers) and offsets.count(usual) >= SHIFTED * len(layers) and abs(usual) <= 4
+    if len(layers) > 2 and shifted:
         ats = sorted(at for at, offset in zip(layers, offsets, strict=True) if offset == usual)
         words = f"holds the weights of the layer {abs(usual)} {'after' if usual > 0 else 'before'} it in BASE{of}"
         beside.found.append(finding("shifted-layers", layers_words(stack, ats), words, layers=ats, offset=usual))

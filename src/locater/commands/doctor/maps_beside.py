@@ -34,6 +34,7 @@ PRUNED = 0.3  # share of zeros
 LOSSY = 0.12  # difference of a rounding that loses much of a map
 CUT = 4.0  # times the square of its difference that a map becomes smaller where numbers are cut off, not rounded
 NEAR = 0.6  # cosine of a map with what rounding leaves of it: 0.8 for signs alone
+FEW_LEVELS = 20  # distinct values among 32 neighbours, of a map that was quantised
 FEW_BITS, MANY_BITS = 3, 6  # of mantissa
 
 
@@ -276,8 +277,8 @@ def _without_relation(beside: Beside) -> None:
 
 
 def _other_numbers(pair: Pair) -> bool:
-    """Whether a map has numbers of its own, of a size that weights have."""
-    if pair.facts is None or pair.base_facts is None or same_numbers(pair):
+    """Whether a map has numbers of its own, of a size that weights have, and not a few values in other places."""
+    if pair.facts is None or pair.base_facts is None or same_numbers(pair) or 0 < pair.facts.levels <= FEW_LEVELS:
         return False
     alike = 0.1 < pair.facts.rms / max(pair.base_facts.rms, 1e-30) < 10
     return alike and abs(pair.cosine) < 0.1 and abs(pair.facts.rms / pair.base_facts.rms - 1) > 1e-3
@@ -314,7 +315,8 @@ def _coarse(pair: Pair, beside: Beside) -> bool:
     near = pair.cosine > NEAR and pair.rank is None
     own, base = pair.facts.levels, pair.base_facts.levels
     in_steps = pair.changed_groups > 0 and STEPS[0] < pair.kurtosis / pair.changed_groups < STEPS[1]
-    few = 0 < own <= 20 and own < 0.8 * base
+    in_steps = in_steps and pair.difference <= LOSSY  # larger steps leave few values; first steps of AdamW are as even
+    few = 0 < own <= FEW_LEVELS and own < 0.8 * base
     few = few or (pair.facts.mantissa <= FEW_BITS and pair.base_facts.mantissa >= MANY_BITS)
     return near and (_in_few_bits(pair, beside) or few or (in_steps and pair.changed_groups > 0.9 * pair.groups))
 

@@ -24,6 +24,9 @@ ACTS = re.compile(
     r"|do_layer_norm_before|embed_scale|clip_qkv|causal|bidirectional|residual_"
 )
 ABSENT_IS_OFF = re.compile(r"softcap|multiplier|clip_qkv")  # null says something, where elsewhere it is a default
+GELU = re.compile(
+    r"gelu(_new|_fast|_accurate|_python|_python_tanh|_pytorch_tanh|_pytorch)?"
+)  # equal to 1e-3 of a number
 REPEATED = re.compile(r"eps|rope|theta|query_pre_attn|rotary_emb_base")
 
 
@@ -49,7 +52,8 @@ def other_settings(beside: Beside) -> None:
     trained = share_changed(beside) > MOST
     for name, (a, b) in differ.items():
         words = f"says {name} {a}, BASE {b}"
-        severity: Severity | None = "change" if trained and name == "rotary base" else None
+        alike = isinstance(a, str) and isinstance(b, str) and GELU.fullmatch(a) and GELU.fullmatch(b)
+        severity: Severity | None = "change" if alike or (trained and name == "rotary base") else None
         evidence: dict[str, Any] = {"setting": name, "said": a, "base": b}
         beside.found.append(finding("config", "config.json", words, severity=severity, **evidence))
 

@@ -13,13 +13,16 @@ from locater.commands.doctor.pairs import STRUCTURE, Beside, Pair, Paired
 from locater.commands.doctor.places import layers_words, tensors_words
 from locater.commands.doctor.tensors import EMBEDDINGS, place_of
 from locater.findings.causes import Severity, finding
+from locater.sources.weights import WRAPPERS, without_wrappers
 
 NO_RELATION = 0.3  # cosine below which two maps have none
+MOST_VECTORS = 0.8  # share of gains and biases that are the base's, from which on it is not another model
 FEW_NAMES = 0.3  # share of names that both have, below which the architecture is another
 
 
 def missing_tensors(beside: Beside) -> None:
     paired = beside.paired
+    _wrapped_names(beside)
     missing = [name for name in paired.missing if not tied_head(name, paired)]
     if paired.base.model.live or paired.own.model.live or _quantised_sources(paired):
         missing = [name for name in missing if not name.endswith(("lm_head.weight", "decoder.weight"))]
@@ -49,6 +52,44 @@ def missing_tensors(beside: Beside) -> None:
         if extra:
             words = "is not in BASE" if len(extra) == 1 else f"are not in BASE ({len(extra)} tensors)"
             beside.found.append(finding("unknown", tensors_words(extra), words, severity="note", tensors=extra))
+
+
+def _has_vectors_of_base(beside: Beside) -> bool:
+    """Whether gains and biases are the base's, which those of another model are not: then its maps were read wrongly.
+    A vector that is constant in BASE says nothing.
+    """
+    vectors = [x for x in beside.pairs.values() if not x.is_map and not x.other_shape and x.numbers > 2]
+    telling = [x for x in vectors if x.base_facts is not None and not x.base_facts.constant]
+    return len(telling) > 2 and sum(not x.changed for x in telling) > MOST_VECTORS * len(telling)
+
+
+def scaled_model(beside: Beside) -> bool:
+    """Whether all maps are those of the base times one factor: a sum that was not divided, or a scale for all."""
+    maps = [x for x in beside.pairs.values() if x.is_map and not x.other_shape]
+    scaled = [x for x in maps if x.changed and x.beside_factor < STRUCTURE and abs(x.factor - 1) > STRUCTURE]
+    if len(maps) < 4 or len(scaled) < 0.9 * len(maps):
+        return False
+    usual = median(x.factor for x in scaled)
+    if any(abs(x.factor - usual) > STRUCTURE * abs(usual) for x in scaled):
+        return False
+    words = (
+        f"has {len(scaled)} of {len(maps)} maps times {usual:.3g}: all numbers were scaled, and the cause is not known"
+    )
+    beside.found.append(finding("unknown", "the model", words, severity="fault", factor=round(usual, 4)))
+    beside.explain([x.name for x in beside.left()], "unknown")
+    return True
+
+
+def _wrapped_names(beside: Beside) -> None:
+    """Names with that of a wrapper in them, which a training loop added and no loader takes off: none is found."""
+    own, base = (x.model for x in (beside.paired.own, beside.paired.base))
+    wrapped = [name for name in own.names if without_wrappers(name) != name]
+    if own.live or len(wrapped) < len(own.names) / 2 or any(without_wrappers(name) != name for name in base.names):
+        return
+    found = WRAPPERS.search(wrapped[0])
+    wrapper = found[0] if found else ""
+    words = f"has {wrapper} in the names of {len(wrapped)} tensors, which no loader takes off: it finds none of them"
+    beside.found.append(finding("missing-layer", "the model", words, names=len(wrapped), wrapper=wrapper))
 
 
 def _renamed(paired: Paired, missing: list[str]) -> bool:
@@ -115,7 +156,7 @@ def another_model(beside: Beside) -> bool:
         beside.explain([*beside.pairs], "another-model")
         return True
     cosine = median(pair.cosine for pair in maps) if maps else 0.0
-    if len(apart) / count <= 0.7 or _moved_share(maps) > 0.3:
+    if len(apart) / count <= 0.7 or _moved_share(maps) > 0.3 or _has_vectors_of_base(beside):
         return False
     other = sum(pair.other_shape for pair in maps)
     words = f"has no relation to BASE: {len(apart)} of {len(maps)} maps are others"

@@ -21,8 +21,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, help="the folder of the real models; without it the demo alone")
     parser.add_argument("--only", default="", help="models whose name has this in it")
-    parser.add_argument("--fault", default="", help="faults whose group or name has this in it")
-    parser.add_argument("--calls", default=",".join(bench.CALLS), help="commands that are asked, with commas between")
+    parser.add_argument("--fault", default="", help="faults whose set, group or name has this in it: unseen 2")
+    parser.add_argument(
+        "--calls",
+        default=",".join(bench.CALLS),
+        help="commands that are asked, with commas between; none: losses alone",
+    )
     parser.add_argument("--no-tiny", action="store_true", help="leave the tiny models out")
     parser.add_argument("--jobs", type=int, default=2, help="how many models at a time")
     parser.add_argument("--page", action="store_true", help="only make the page from the lines")
@@ -34,7 +38,9 @@ def main() -> None:
         args.lines.parent.mkdir(parents=True, exist_ok=True)
         # the largest first, each in a process of its own; threads inside would only fight over the cores
         with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-            work = partial(bench.run_all, path=args.lines, only=args.fault, calls=tuple(args.calls.split(",")))
+            work = partial(
+                bench.run_all, path=args.lines, only=args.fault, calls=tuple(filter(None, args.calls.split(",")))
+            )
             for line in pool.map(work, _jobs(args)):
                 print(line, flush=True)
     lines = bench.compact(args.lines)

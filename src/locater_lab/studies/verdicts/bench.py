@@ -25,11 +25,10 @@ from torch import nn
 
 import locater
 from locater.errors import LocaterError, first_line
-from locater_lab.studies.verdicts import commands, models, writing
+from locater_lab.studies.verdicts import commands, models, unseen, unseen2, writing
 from locater_lab.studies.verdicts.checkpoint import SIZES, Checkpoint, LoraAdapter, NotHereError, Place, adapter_for
 from locater_lab.studies.verdicts.faults import Fault, faults
 from locater_lab.studies.verdicts.models import Model
-from locater_lab.studies.verdicts.unseen import unseen_faults
 from locater_lab.train.sweep import append_line, read_lines
 
 ROOMS = ("commands", "results", "findings", "families", "layers", "sources", "cli")  # whose code answers
@@ -37,6 +36,17 @@ DOCTOR = ("doctor", "diagnosis", "causes")  # in the names of files that doctor 
 CALLS = ("scan", "compare", "doctor", "doctor --base", "doctor --adapter", "probe")
 PLACES = {"early": 1 / 6, "middle": 1 / 2, "late": 5 / 6}
 LARGE = 10**8  # numbers of a model in which each fault and strength is planted once
+
+
+def every_fault(adapter: LoraAdapter | None) -> list[Fault]:
+    """Those of every set."""
+    return [*faults(adapter), *unseen.unseen_faults(adapter), *unseen2.unseen_faults(adapter)]
+
+
+@cache
+def table_of_names() -> dict[str, Fault]:
+    """Every fault by its name, for its words alone: no adapter is in it."""
+    return {fault.name: fault for fault in every_fault(LoraAdapter({}, False))}
 
 
 @cache
@@ -109,20 +119,21 @@ class Bench:
         try:
             fault.plant(planted, place)
             digest = planted.digest(self.base) + (f"-{fault.name}" if fault.damage else "") + f"-{fault.container}"
-            same = old["digest"] == digest
+            reference = self.reference(fault)
+            same = old["digest"] == digest and (not self.of_adapter(fault) or old["reference"] == _plain(reference))
             said = {name: x for name, x in old["said"].items() if same and x.get("code") == code_of(name)}
             calls = [name for name in self.calls if name not in said and self.can_answer(name, fault)]
             if same and not calls:
                 return None
-            path = self._write(planted, fault, place, spot)
+            idle = not calls and fault.damage is None and fault.container in ("one file", "adapter")
+            path = None if idle else self._write(planted, fault, place, spot)
         except NotHereError:
             shutil.rmtree(spot, ignore_errors=True)
             return None
         start = time.perf_counter()
-        said |= {name: self._ask(name, fault, path) for name in calls}
+        said |= {name: self._ask(name, fault, path) for name in calls if path is not None}
         spent = {name: round(said[name].pop("seconds"), 2) for name in calls}
-        reference = self.reference(fault)
-        loss = reference if fault.container == "adapter" else self._loss(digest, planted, path)
+        loss = self._loss(digest, planted, path, in_place=fault.damage is None or fault.container == "adapter")
         shutil.rmtree(spot, ignore_errors=True)
         return {
             "model": self.model.name,
@@ -133,7 +144,6 @@ class Bench:
             "strength": place.strength,
             "group": fault.group,
             "causes": list(fault.causes),
-            **({"unseen": True} if fault.unseen else {}),
             "role": self.model.role,
             "container": fault.container,
             "digest": digest,
@@ -144,6 +154,10 @@ class Bench:
             "seconds": {**(old["seconds"] if same else {}), **spent, "all": round(time.perf_counter() - start, 2)},
             "commit": _commit(),
         }
+
+    def of_adapter(self, fault: Fault) -> bool:
+        """Whether a fault is about the adapter: held against the base with it, and measured again with another one."""
+        return fault.with_adapter or fault.merges or fault.container == "adapter"
 
     def is_good(self, adapter: LoraAdapter) -> bool:
         """Whether the model is better with it: a step down the gradient may be too long. Without a loss all are good."""
@@ -162,17 +176,16 @@ class Bench:
         """The loss that a planted one is held against: of the base, or of the base with the adapter merged well."""
         if not self.model.kind:
             return None
-        merging = fault.with_adapter or fault.name in ("merged-once", "adapter-folder")
         planted = self.base.copied()
-        if merging and self.adapter is not None:
+        if self.of_adapter(fault) and self.adapter is not None:
             self.adapter.merge(planted)
         return self._loss(planted.digest(self.base) + "-one file", planted, None)
 
-    def _loss(self, digest: str, planted: Checkpoint, path: Path | None) -> float | None:
+    def _loss(self, digest: str, planted: Checkpoint, path: Path | None, in_place: bool = True) -> float | None:
         """In place, or from the folder that is there, or from one written for it: a GGUF file and an adapter are not run."""
         if not self.model.kind:
             return None
-        if digest not in self.losses and digest.endswith(("-one file", "-gguf")):
+        if in_place and digest not in self.losses and digest.endswith(("-one file", "-gguf", "-adapter")):
             found = models.loss_in_place(self.module, self.model, self.base, planted)
             if found is not None:
                 self.losses[digest] = found
@@ -187,8 +200,9 @@ class Bench:
     def _write(self, planted: Checkpoint, fault: Fault, place: Place, spot: Path) -> Path:
         if fault.container == "adapter":
             assert self.adapter is not None
-            return self.adapter.save(spot, self.model.folder)
-        path = writing.write(planted, spot, fault.container)
+            path = self.adapter.save(spot, self.model.folder)
+        else:
+            path = writing.write(planted, spot, fault.container)
         if fault.damage is not None:
             fault.damage(path, planted, place)
         return path
@@ -198,7 +212,7 @@ class Bench:
         if call.startswith("doctor") and not hasattr(locater, "doctor"):
             return False
         if call == "doctor --adapter":
-            return self.adapter is not None and (fault.with_adapter or fault.name == "merged-once")
+            return self.adapter is not None and (fault.with_adapter or (fault.merges and fault.container != "adapter"))
         if call == "text":
             return bool(self.model.kind) and fault.container not in ("gguf", "adapter")
         if fault.with_adapter:
@@ -247,8 +261,8 @@ def open_bench(
 
 def run(bench: Bench, path: Path, only: str = "") -> Iterator[dict[str, Any]]:
     """Measure of a model what has no line yet, and append each line as it comes."""
-    for fault in [*faults(bench.adapter), *unseen_faults(bench.adapter)]:
-        if only not in f"{'unseen ' * fault.unseen}{fault.group}: {fault.name}" or (
+    for fault in every_fault(bench.adapter):
+        if only not in f"{fault.belongs}: {fault.group}: {fault.name}" or (
             bench.model.role == "tiny" and not fault.on_tiny
         ):
             continue
@@ -281,8 +295,7 @@ def compact(path: Path) -> list[dict[str, Any]]:
     """Keep the newest line of each model, fault and place, in order; returns them. What counts as the right cause is that
     of the table of today.
     """
-    known = LoraAdapter({}, False)
-    table = {fault.name: fault for fault in [*faults(known), *unseen_faults(known)]}
+    table = table_of_names()
     lines = sorted(newest(path).values(), key=lambda line: (line["model"], line["group"], line["fault"], line["at"]))
     lines = [line for line in lines if line["fault"] in table]
     for line in lines:
@@ -308,4 +321,4 @@ def _commit() -> str:
     return told.stdout.strip() or "unknown"
 
 
-__all__ = ["CALLS", "Bench", "compact", "newest", "open_bench", "run", "run_all"]
+__all__ = ["CALLS", "Bench", "compact", "every_fault", "newest", "open_bench", "run", "run_all", "table_of_names"]

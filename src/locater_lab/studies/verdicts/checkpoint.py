@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +30,12 @@ from locater.sources.weights import DictWeights
 SHARDS = 3
 Part = Literal["query", "key", "value", "out"]
 RANK, ALPHA = 8, 16
-SIZES = (0.06, 0.03, 0.015, 0.0075)  # norms of the merged delta over those of its maps: steps that are tried
+SIZES = (0.06, 0.03, 0.015, 0.0075, 0.004, 0.002, 0.001)  # norms of the delta over those of its maps, as tried
 Gradient = Callable[[], Mapping[str, Tensor]]
+GATE, UP, DOWN = "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"
+INNER = (GATE, UP, "intermediate.dense.weight", "intermediate.dense.bias")  # by neurons, as the maps out of them
+OUTER = (DOWN, ".output.dense.weight")
+WRITES = ("o_proj.weight", "down_proj.weight", "output.dense.weight")  # maps into the residual stream
 
 
 class NotHereError(LocaterError):
@@ -193,6 +197,25 @@ class Checkpoint:
         if not rest:
             raise NotHereError(f"{self.name}: block {layer} has no map beside attention")
         return max(rest, key=lambda name: (self.tensors[name].numel(), name))
+
+    def ending(self, ends: Iterable[str], layer: int | None = None) -> list[str]:
+        """Tensors of a block, or of all blocks, whose names end so."""
+        layers = range(len(self.stack)) if layer is None else [layer]
+        found = [n for each in layers for n in self.in_block(each) if n.endswith(tuple(ends))]
+        if not found:
+            raise NotHereError(f"{self.name}: no tensors {', '.join(ends)}")
+        return found
+
+    def neurons(self, layer: int) -> tuple[list[str], str]:
+        """The maps into the neurons of an MLP, and the one out of them."""
+        inner = self.ending(INNER, layer)
+        (outer,) = (n for n in self.ending(OUTER, layer) if "attention" not in n)
+        return inner, outer
+
+    def require(self, *types: str) -> None:
+        """Refuse a model of another type: what is planted knows the names of these."""
+        if self.config.get("model_type") not in types:
+            raise NotHereError(f"{self.name}: planted by the names of {', '.join(types)}")
 
     def embedding(self) -> str:
         size = self.config.get("vocab_size")

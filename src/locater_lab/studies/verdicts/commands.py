@@ -45,10 +45,10 @@ WORDS = {  # of commands that name no causes: what in their words says a cause
     "dead-head": "uniform|silent",
     "zero-layer": "uniform|silent|zero",
     "missing-layer": "layers|missing|not there|has no",
-    "config": "config|num_attention_heads|num_hidden_layers|layers",
+    "config": "config|num_attention_heads|num_hidden_layers|vocab_size|layers",
     "lost-biases": "bias",
     "stale-index": "index",
-    "truncated": "truncat|cut off|incomplete|bytes|not there|no such file",
+    "truncated": "truncat|cut off|incomplete|bytes|not there|no such file|git.lfs|pointer|empty",
     "duplicate-names": " is in .+(and in|the index says)",
     "another-model": "other shapes|different heads",
 }

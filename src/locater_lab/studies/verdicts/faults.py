@@ -22,6 +22,8 @@ CAUSES = (
     "lost-scales low-bits lost-zero-points another-step stale-index truncated duplicate-names another-model"
 ).split()
 NEUTRAL = "identical dtype fine-tune low-rank equivalent quantised adapter unknown".split()
+ANY_NEUTRAL = tuple(cause for cause in NEUTRAL if cause != "unknown")
+KNOWN = "known"
 ALL_PLACES = ("early", "middle", "late")
 
 
@@ -39,7 +41,8 @@ class Fault:
     container: str = "one file"
     damage: w.Damage | None = field(default=None, compare=False)
     on_tiny: bool = True  # tried on the tiny models too
-    unseen: bool = False  # no rule of doctor was written for it: counted apart
+    belongs: str = KNOWN  # the set: "known" when the rules were written, or "unseen 1" and so on, each counted apart
+    merges: bool = False  # a harmless change in which the adapter is merged: held against the base with it
 
     @property
     def harmless(self) -> bool:
@@ -206,8 +209,8 @@ def _harmless(adapter: LoraAdapter | None) -> list[Fault]:
         return Fault(name, "harmless", tuple(causes.split()), plant, says, **more)  # type: ignore[arg-type]
 
     merged = [] if adapter is None else [
-        change("merged-once", "low-rank adapter", p.merged(adapter, 1.0), "the adapter was merged as it should be"),
-        change("adapter-folder", "adapter low-rank", p.nothing, "the adapter in a folder of its own", container="adapter"),
+        change("merged-once", "low-rank adapter", p.merged(adapter, 1.0), "the adapter was merged as it should be", merges=True),
+        change("adapter-folder", "adapter low-rank", p.merged(adapter, 1.0), "the adapter in a folder of its own", container="adapter", merges=True),
     ]  # fmt: skip
     return [
         change("copy", "identical", p.nothing, "the same files"),

@@ -9,12 +9,11 @@ from typing import Any
 
 from locater_lab.engine.pages import markdown_table
 from locater_lab.studies.flags import share_text
-from locater_lab.studies.verdicts.bench import CALLS, LARGE
-from locater_lab.studies.verdicts.checkpoint import LoraAdapter
+from locater_lab.studies.verdicts import unseen, unseen2
+from locater_lab.studies.verdicts.bench import CALLS, LARGE, table_of_names
 from locater_lab.studies.verdicts.commands import COMPARE_ON, PROBE_ON, PROBED, SCAN_ON
-from locater_lab.studies.verdicts.faults import GROUPS, faults
+from locater_lab.studies.verdicts.faults import GROUPS, KNOWN
 from locater_lab.studies.verdicts.models import SMALLEST
-from locater_lab.studies.verdicts.unseen import FROZEN, unseen_faults
 
 ROLES = {"chosen on": "thresholds chosen on", "judged": "judged", "tiny": "tiny models"}
 ASKED = {
@@ -25,6 +24,7 @@ ASKED = {
     "doctor --adapter": "`doctor MODEL --base BASE --adapter ADAPTER`",
     "probe": f"`probe --fail-on {PROBE_ON}`",
 }
+DOCTORS = ("doctor", "doctor --base", "doctor --adapter")
 SIGNS = {(False, False): "-", (True, False): "found", (True, True): "named"}
 Line = Mapping[str, Any]
 FOUND, NAMED = 0.9, 0.8  # what doctor has to reach on models that judge
@@ -108,9 +108,10 @@ def of_role(lines: Sequence[Line], role: str) -> list[Line]:
     return [line for line in lines if line["role"] == role]
 
 
-def seen(lines: Iterable[Line]) -> list[Line]:
-    """Those of faults that rules were written beside."""
-    return [line for line in lines if not line.get("unseen")]
+def of_set(lines: Iterable[Line], name: str) -> list[Line]:
+    """Those of the faults of a set: of `KNOWN` those that rules were written beside."""
+    table = table_of_names()
+    return [line for line in lines if (table[line["fault"]].belongs if line["fault"] in table else KNOWN) == name]
 
 
 def answer(line: Line, call: str) -> str:
@@ -132,7 +133,7 @@ def models_of(lines: Iterable[Line]) -> list[str]:
 
 def goal(lines: Sequence[Line]) -> dict[str, Any]:
     """What issue and plan ask of doctor: on judged models, by faults that do harm; without those that were not seen."""
-    judged = of_role(seen(lines), "judged")
+    judged = of_role(of_set(lines, KNOWN), "judged")
     harmful = count([line for line in judged if does_harm(line)], best_call)
     calls = ("doctor", "doctor --base", "doctor --adapter")
     false = [alarms(judged, call) for call in calls]
@@ -155,32 +156,30 @@ has its commit.
 
 def page(lines: Sequence[Line], why: dict[str, str]) -> str:
     """The whole page. `why` says of a fault why it is missed, where that is known."""
-    new, lines = [line for line in lines if line.get("unseen")], seen(lines)
+    new = {name: [x for x in of_set(lines, name) if any(map(x["said"].get, DOCTORS))] for name in UNSEEN}
+    lines = of_set(lines, KNOWN)
     parts = [
         _head(lines),
-        _beyond(new),
+        *(_beyond(own, name) for name, own in new.items()),
         _models(lines),
         _commands(lines),
         _groups(lines),
         _missed(lines, why),
         _alarms(lines),
-        _unseen(new),
+        *(_unseen(own, name) for name, own in new.items()),
         _faults(lines),
     ]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
 
 
-def _beyond(unseen: Sequence[Line]) -> str:
-    if not unseen:
+def _beyond(lines: Sequence[Line], name: str) -> str:
+    if not lines:
         return ""
-    harmful = count([x for x in unseen if is_fault(x) and does_harm(x)], best_call)
-    alarm = alarms(unseen, "doctor --base")
+    harmful = count([x for x in lines if is_fault(x) and does_harm(x)], best_call)
+    alarm, told = alarms(lines, "doctor --base"), UNSEEN[name]
     return f"""
-All of this is about faults that were known when the rules were written. [Others](#faults-that-nobody-had-in-mind) were written down by somebody who had not
-read the rules. Of those that do harm doctor then found 101 of 133, named the right cause of 43 and a wrong one of 18; false alarms: 19 of 75. The rules were mended with
-these at hand, so they are seen now, and say no more how doctor does on faults that nobody had in mind: it finds {harmful.found_text()}, and names the
-right cause of {harmful.right_text()}; false alarms: {alarm.found} of {alarm.of}. Of these, AntiBERTy and a part of SmolLM2 were asked again; the other lines are answers
-of before, each with its commit.
+{told.lead} [{told.title[0].lower()}{told.title[1:]}](#{told.title.lower().replace(" ", "-")})
+doctor finds {harmful.found_text()} of those that do harm, and names the right cause of {harmful.right_text()}; false alarms: {alarm.found} of {alarm.of}.
 """
 
 
@@ -367,7 +366,7 @@ def _loss(line: Line) -> str | None:
 def _faults(lines: Sequence[Line]) -> str:
     """Each fault: what it is, and for each model the change of the loss and what doctor makes of it."""
     names = [x for x in models_of(lines) if not x.startswith("tiny ")]
-    known = {x.name: x for x in faults(LoraAdapter({}, False))}  # for their words alone
+    known = table_of_names()
     parts = []
     for group in (*GROUPS, "harmless"):
         rows = []
@@ -397,24 +396,57 @@ def _faults(lines: Sequence[Line]) -> str:
     )
 
 
-def _unseen(lines: Sequence[Line]) -> str:
+@dataclass(frozen=True)
+class UnseenSet:
+    """What the page says of a set of faults that no rule was written for."""
+
+    title: str
+    lead: str  # before its title, where the page begins
+    file: str
+    told: str
+
+
+UNSEEN = {
+    "unseen 1": UnseenSet(
+        "Faults that nobody had in mind",
+        "All of this is about faults that were known when the rules were written. Doctor was then asked about others: 101 of 133 found, 43 named, "
+        "18 named wrongly, 19 false alarms of 75. The rules were mended with these at hand, so they are seen now. Of",
+        "unseen.py",
+        f"""The rules of doctor were frozen at
+{unseen.FROZEN} before these were written down, by somebody who knew [the page of doctor](doctor.md) and the faults above, and had not read the
+code of the rules; they were mended with these at hand after that (101 of 133 found, 43 named, 18 named wrongly, 19 false alarms of 75): by the rules of today they are
+seen. Lines that were not asked again have the answers of before; each names its commit. They are in no figure above. What counts as the right cause was fixed before doctor was
+asked; one was added afterwards, because with two groups of two heads `outputs-by-position-in-group` is a swap.""",
+    ),
+    "unseen 2": UnseenSet(
+        "A second set that nobody had in mind",
+        "The rules were mended after that. Of",
+        "unseen2.py",
+        f"""Somebody wrote
+them down who had read neither the rules of doctor, nor their page, nor any of its answers, most of them after threads in which
+people tell what went wrong; the rules were mended at the same time by somebody who had not seen them, and frozen at
+{unseen2.FROZEN} before doctor was asked. They are in no figure above. What counts as the right cause was fixed before that. These are the answers of the frozen rules;
+they were mended with this set at hand afterwards, so that it is seen too.""",
+    ),
+}
+
+
+def _unseen(lines: Sequence[Line], name: str) -> str:
     """Faults that no rule was written for: how many are found, what they are called, and each of them."""
     if not lines:
         return ""
     kinds = [len({x["fault"] for x in lines if is_fault(x) == real}) for real in (True, False)]
-    harmful = [x for x in lines if is_fault(x) and does_harm(x)]
+    trained = [x for x in lines if x["role"] != "tiny"]
+    harmful = [x for x in trained if is_fault(x) and does_harm(x)]
     columns = {"faults": "faults", "command": "command", "found": "found", "named": "right cause", "unknown": "no cause",
                "wrong": "wrong cause", "false": "false alarms"}  # fmt: skip
+    once = len({(x["model"], x["fault"]) for x in trained}) == len(trained)
     return f"""
-## Faults that nobody had in mind
+## {UNSEEN[name].title}
 
-{kinds[0]} more faults and {kinds[1]} more harmless changes (`src/locater_lab/studies/verdicts/unseen.py`). The rules of doctor were frozen at
-{FROZEN} before these were written down, and mended with them at hand after they had been measured (101 of 133 found, 43 named, 18 named wrongly, 19 false alarms of 75):
-by the rules of today they are seen. They were written by somebody who knew [the page of doctor](doctor.md) and the faults above, and had not read the
-code of the rules. They are in no table above. What counts as the right cause was fixed before doctor was asked; one was added afterwards, because with two groups of two heads
-`outputs-by-position-in-group` is a swap. Where doctor has no cause for what was done, none counts as right, and the honest
-answer is that it is unknown: it has one for {sum(bool(x["causes"]) for x in harmful)} of the {len(harmful)} that do harm. Each is planted once in
-{", ".join(models_of(lines))}. Intervals take these for independent, which they are
+{kinds[0]} more faults and {kinds[1]} more harmless changes (`src/locater_lab/studies/verdicts/{UNSEEN[name].file}`). {UNSEEN[name].told} Where doctor has no cause for what was done, none counts as right, and the honest
+answer is that it is unknown: it has one for {sum(bool(x["causes"]) for x in harmful)} of the {len(harmful)} that do harm. Each is planted {"once in" if once else "at its places and strengths in"}
+{", ".join(models_of(trained))}. Intervals take these for independent, which they are
 not: "each once" counts a fault once, by the worst answer of the models that it harms.
 
 {markdown_table(_text(_unseen_counts(lines)), columns)}
@@ -422,16 +454,18 @@ not: "each once" counts a fault once, by the worst answer of the models that it 
 Change of the loss, and what `doctor` makes of it (with the base, or the adapter): the right cause ("named"), no cause
 ("unknown"), the wrong ones by name, or "missed", with the change that it reports.
 
-{_unseen_table(lines)}
+{_unseen_table(trained, name)}
 """
 
 
 def _unseen_counts(lines: Sequence[Line]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    planted = [x for x in lines if is_fault(x)]
-    harmful = [x for x in planted if does_harm(x)]
-    for title, some in (("that do harm", harmful), ("that do harm, each once", harmful), ("all", planted)):
-        for call in ("doctor", "doctor --base", "doctor --adapter"):
+    planted, every = [x for x in lines if is_fault(x) and x["role"] != "tiny"], lines
+    harmful, tiny = [x for x in planted if does_harm(x)], [x for x in every if x["role"] == "tiny"]
+    groups = [("that do harm", harmful), ("that do harm, each once", harmful), ("all", planted)]
+    for title, some in [*groups, *([("of tiny models", [x for x in tiny if is_fault(x)])] if tiny else [])]:
+        lines = tiny if some and some[0]["role"] == "tiny" else [x for x in every if x["role"] != "tiny"]
+        for call in DOCTORS:
             told = [(x["fault"], answer(x, call)) for x in some if call in x["said"]]
             if "once" in title:  # missed, a wrong cause, none, the right one
                 worst = {"missed": 0, "unknown": 2, "named": 3}
@@ -446,22 +480,26 @@ def _unseen_counts(lines: Sequence[Line]) -> list[dict[str, object]]:
                     "named": share_text(named, len(told)),
                     "unknown": unknown,
                     "wrong": share_text(len(told) - missed - named - unknown, len(told)),
-                    "false": share_text(false.found, false.of) if false.of and title == "all" else None,
+                    "false": share_text(false.found, false.of)
+                    if false.of and title in ("all", "of tiny models")
+                    else None,
                 }
             )
     return rows
 
 
-def _unseen_table(lines: Sequence[Line]) -> str:
-    says = {x.name: x.says for x in unseen_faults(LoraAdapter({}, False))}
+def _unseen_table(lines: Sequence[Line], name: str) -> str:
+    says = {x.name: x.says for x in table_of_names().values() if x.belongs == name}
     rows = []
-    for name in sorted(says, key=lambda name: any(x["fault"] == name and not is_fault(x) for x in lines)):
-        own = {x["model"]: x for x in lines if x["fault"] == name and best_call(x) in x["said"]}
+    for fault in sorted(says, key=lambda fault: any(x["fault"] == fault and not is_fault(x) for x in lines)):
+        own = [x for x in lines if x["fault"] == fault and best_call(x) in x["said"]]
         if own:
-            first = next(iter(own.values()))
-            causes = (" or ".join(first["causes"]) or "none") if is_fault(first) else "harmless"
-            row: dict[str, object] = {"fault": f"`{name}`: {says[name]}", "causes": causes}
-            rows.append(row | {model: f"{_loss(x) or ''} {_unseen_sign(x)}".strip() for model, x in own.items()})
+            causes = (" or ".join(own[0]["causes"]) or "none") if is_fault(own[0]) else "harmless"
+            row: dict[str, object] = {"fault": f"`{fault}`: {says[fault]}", "causes": causes}
+            for model in models_of(own):
+                told = {x["at"]: f"{_loss(x) or ''} {_unseen_sign(x)}".strip() for x in own if x["model"] == model}
+                row[model] = "; ".join(f"{at}: {x}" if len(told) > 1 else x for at, x in told.items())
+            rows.append(row)
     return markdown_table(rows, {"fault": "fault", "causes": "right", **{name: name for name in models_of(lines)}})
 
 

@@ -7,6 +7,7 @@ queries that are normalised, for example.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -231,19 +232,34 @@ def lost_block(c: Checkpoint, place: Place) -> None:
 
 def dropped_block(c: Checkpoint, place: Place) -> None:
     """A block is left out, those behind it move up, and the settings count one layer fewer."""
-    key = next((k for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in c.config), None)
-    if key is None or len(c.stack) < 2 or c.config[key] != len(c.stack):
-        raise NotHereError(f"{c.name}: its settings do not count these layers")
-    held = dict(c.tensors)
-    for target in range(place.layer, len(c.stack)):
-        for name in c.in_block(target):
+    if len(c.stack) < 2:
+        raise NotHereError(f"{c.name}: one layer")
+    rebuild(c, [layer for layer in range(len(c.stack)) if layer != place.layer])
+
+
+def rebuild(c: Checkpoint, sources: Sequence[int]) -> None:
+    """Another number of blocks: `sources` says which block each is, and the settings count them."""
+    key, held = layer_count(c), dict(c.tensors)
+    for layer in range(len(c.stack)):
+        for name in c.in_block(layer):
             del c.tensors[name]
-    for target in range(place.layer, len(c.stack) - 1):
-        for name in (n for n in held if n.startswith(c.blocks[target + 1])):
-            c.tensors[c.blocks[target] + name.removeprefix(c.blocks[target + 1])] = held[name].clone()
-    c.config[key] -= 1
+    for target, source in enumerate(sources):
+        path = re.sub(r"\d+\.$", f"{target}.", c.blocks[source])
+        for name in (n for n in held if n.startswith(c.blocks[source])):
+            c.tensors[path + name.removeprefix(c.blocks[source])] = (
+                held[name] if source == target else held[name].clone()
+            )
+    c.config[key] = len(sources)
     if c.config.get("layer_types"):
-        c.config["layer_types"].pop(place.layer)
+        c.config["layer_types"] = [c.config["layer_types"][source] for source in sources]
+
+
+def layer_count(c: Checkpoint) -> str:
+    """The setting that counts the layers."""
+    key = next((k for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in c.config), None)
+    if key is None or c.config[key] != len(c.stack):
+        raise NotHereError(f"{c.name}: its settings do not count these layers")
+    return key
 
 
 # ---- conversion ----
@@ -393,9 +409,9 @@ def other_head_count(c: Checkpoint, place: Place) -> None:
 
 def fewer_layers(c: Checkpoint, place: Place) -> None:
     """The settings count one layer fewer than the file has."""
-    key = next((k for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in c.config), None)
-    if key is None or c.config[key] < 2 or c.config[key] != len(c.stack):
-        raise NotHereError(f"{c.name}: its settings do not count these layers")
+    key = layer_count(c)
+    if c.config[key] < 2:
+        raise NotHereError(f"{c.name}: one layer")
     c.config[key] -= 1
     if c.config.get("layer_types"):
         c.config["layer_types"].pop()
@@ -525,17 +541,18 @@ def moved_tokens(c: Checkpoint, place: Place) -> None:
 
 def another_step(c: Checkpoint, place: Place) -> None:
     """Every matrix of every block moved by a share of its own size, as training on moves it."""
-    _moved(c, c.maps_of_blocks(), place.strength)
+    moved(c, c.maps_of_blocks(), place.strength)
 
 
 def shard_of_another_step(c: Checkpoint, place: Place) -> None:
     """The last shard is of another step."""
     last = c.shard_of(len(c.stack) - 1)
     layers = [layer for layer in range(len(c.stack)) if c.shard_of(layer) == last]
-    _moved(c, [n for layer in layers for n in c.in_block(layer) if c.tensors[n].ndim == 2], place.strength)
+    moved(c, [n for layer in layers for n in c.in_block(layer) if c.tensors[n].ndim == 2], place.strength)
 
 
-def _moved(c: Checkpoint, names: Sequence[str], share: float) -> None:
+def moved(c: Checkpoint, names: Sequence[str], share: float) -> None:
+    """Noise that is a share of a tensor's own size."""
     for name in dict.fromkeys(names):
         tensor = c.tensors[name].float()
         noise = torch.randn(tensor.shape, generator=generator("step", c.name, name))

@@ -9,43 +9,28 @@ Where no cause of doctor is what was done, `causes` is empty: then `unknown` is 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from locater_lab.studies.verdicts import models
 from locater_lab.studies.verdicts import planting as p
-from locater_lab.studies.verdicts.checkpoint import Checkpoint, LoraAdapter, NotHereError, Part, Place, generator
-from locater_lab.studies.verdicts.faults import NEUTRAL, Fault
+from locater_lab.studies.verdicts.checkpoint import (
+    DOWN,
+    GATE,
+    UP,
+    WRITES,
+    Checkpoint,
+    LoraAdapter,
+    NotHereError,
+    Part,
+    Place,
+    generator,
+)
+from locater_lab.studies.verdicts.faults import ANY_NEUTRAL, Fault
 
 FROZEN = "47660d23"  # the commit whose rules were asked
-GATE, UP, DOWN = "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"
-INNER = (GATE, UP, "intermediate.dense.weight", "intermediate.dense.bias")  # by neurons, as the maps out of them
-OUTER = (DOWN, ".output.dense.weight")
-WRITES = ("o_proj.weight", "down_proj.weight", "output.dense.weight")  # maps into the residual stream
-
-
-def _ends(c: Checkpoint, ends: Iterable[str], layer: int | None = None) -> list[str]:
-    """Tensors of a block, or of all blocks, whose names end so."""
-    layers = range(len(c.stack)) if layer is None else [layer]
-    found = [n for each in layers for n in c.in_block(each) if n.endswith(tuple(ends))]
-    if not found:
-        raise NotHereError(f"{c.name}: no tensors {', '.join(ends)}")
-    return found
-
-
-def _neurons(c: Checkpoint, layer: int) -> tuple[list[str], str]:
-    """The maps into the neurons of an MLP, and the one out of them."""
-    inner = _ends(c, INNER, layer)
-    (outer,) = (n for n in _ends(c, OUTER, layer) if "attention" not in n)
-    return inner, outer
-
-
-def _llama(c: Checkpoint) -> None:
-    if c.config.get("model_type") != "llama":
-        raise NotHereError(f"{c.name}: planted by the names of Llama")
-
 
 # ---- faults ----
 
@@ -54,7 +39,7 @@ def swapped_names(one: str, other: str) -> p.Plant:
     """Two tensors of every block have each other's names."""
 
     def plant(c: Checkpoint, place: Place) -> None:
-        for first, second in zip(_ends(c, [one]), _ends(c, [other]), strict=True):
+        for first, second in zip(c.ending([one]), c.ending([other]), strict=True):
             c.tensors[first], c.tensors[second] = c.tensors[second], c.tensors[first]
 
     return plant
@@ -77,12 +62,12 @@ def shifted_positions(c: Checkpoint, place: Place) -> None:
 
 
 def doubled_biases(c: Checkpoint, place: Place) -> None:
-    for name in _ends(c, ["dense.bias", "query.bias", "key.bias", "value.bias"]):
+    for name in c.ending(["dense.bias", "query.bias", "key.bias", "value.bias"]):
         c.put(name, 2 * c.tensors[name].float())
 
 
 def norm_biases_lost(c: Checkpoint, place: Place) -> None:
-    for name in _ends(c, ["LayerNorm.bias"]):
+    for name in c.ending(["LayerNorm.bias"]):
         c.edit(name).zero_()
 
 
@@ -99,7 +84,7 @@ def expanded_groups(interleaved: bool) -> p.Plant:
     """Keys and values for each head of queries: each repeated in place, or (wrongly) all of them again and again."""
 
     def plant(c: Checkpoint, place: Place) -> None:
-        _llama(c)
+        c.require("llama")
         for layer, one in enumerate(c.stack):
             if one.kv_heads == one.heads:
                 raise NotHereError(f"{c.name}: no groups of heads")
@@ -115,14 +100,14 @@ def expanded_groups(interleaved: bool) -> p.Plant:
 
 def drawn_mlp(c: Checkpoint, place: Place) -> None:
     """An MLP whose names did not fit, as a framework leaves it: drawn with a spread of 0.02."""
-    inner, outer = _neurons(c, place.layer)
+    inner, outer = c.neurons(place.layer)
     for name in [*inner, outer]:
         if c.tensors[name].ndim == 2:
             c.put(name, 0.02 * torch.randn(c.tensors[name].shape, generator=generator("drawn", c.name, name)))
 
 
 def drawn_head(c: Checkpoint, place: Place) -> None:
-    _llama(c)
+    c.require("llama")
     table = c.tensors[c.embedding()]
     c.tensors["lm_head.weight"] = (0.02 * torch.randn(table.shape, generator=generator("head", c.name))).to(table.dtype)
     c.config["tie_word_embeddings"] = False
@@ -195,14 +180,14 @@ def interpolated_layers(c: Checkpoint, place: Place) -> None:
 def shards_in_the_wrong_order(c: Checkpoint, place: Place) -> None:
     """The two parts of maps into the neurons of MLPs, put together the other way round; maps out of them are right."""
     for layer in range(len(c.stack)):
-        for name in _neurons(c, layer)[0]:
+        for name in c.neurons(layer)[0]:
             c.put(name, c.tensors[name].roll(len(c.tensors[name]) // 2, 0))
 
 
 def reshaped_maps(c: Checkpoint, place: Place) -> None:
     """Maps out of MLPs that were stored the other way round and brought into shape without a transposition."""
     for layer in range(len(c.stack)):
-        name = _neurons(c, layer)[1]
+        name = c.neurons(layer)[1]
         c.put(name, c.tensors[name].mT.contiguous().view(c.tensors[name].shape))
 
 
@@ -258,7 +243,7 @@ def all_the_last(c: Checkpoint, place: Place) -> None:
 
 def halved_gains(c: Checkpoint, place: Place) -> None:
     """Weight decay went over the gains of norms: all are half of what they were."""
-    for name in _ends(c, ["norm.weight", "LayerNorm.weight"]):
+    for name in c.ending(["norm.weight", "LayerNorm.weight"]):
         c.put(name, c.tensors[name].float() / 2)
 
 
@@ -289,20 +274,20 @@ def padded_vocabulary(c: Checkpoint, place: Place) -> None:
     rows = c.tensors[name].float()
     drawn = rows.std(0) * 1e-3 * torch.randn(64, rows.shape[1], generator=generator("rows", c.name))
     if "For" in (c.config.get("architectures") or [""])[0]:
-        _llama(c)  # others have output maps with biases, or embeddings of which copies are kept
+        c.require("llama")  # others have output maps with biases, or embeddings of which copies are kept
     c.tensors[name] = torch.cat([rows, rows.mean(0) + drawn]).to(c.tensors[name].dtype)
     c.config["vocab_size"] += 64
 
 
 def stored_head(c: Checkpoint, place: Place) -> None:
-    _llama(c)
+    c.require("llama")
     c.tensors["lm_head.weight"] = c.tensors[c.embedding()].clone()
 
 
 def permuted_neurons(c: Checkpoint, place: Place) -> None:
     """The neurons of every MLP in another order, with all maps."""
     for layer in range(len(c.stack)):
-        inner, outer = _neurons(c, layer)
+        inner, outer = c.neurons(layer)
         order = torch.randperm(c.tensors[outer].shape[1], generator=generator("neurons", c.name, layer))
         for name in inner:
             c.put(name, c.tensors[name][order])
@@ -311,7 +296,7 @@ def permuted_neurons(c: Checkpoint, place: Place) -> None:
 
 def permuted_stream(c: Checkpoint, place: Place) -> None:
     """The channels of the residual stream in another order, everywhere."""
-    _llama(c)
+    c.require("llama")
     order = torch.randperm(c.config["hidden_size"], generator=generator("stream", c.name))
     for name, tensor in c.tensors.items():
         c.put(name, tensor[order] if tensor.ndim == 1 or name.endswith(WRITES) else tensor[:, order])
@@ -319,19 +304,25 @@ def permuted_stream(c: Checkpoint, place: Place) -> None:
 
 def scaled_neurons(c: Checkpoint, place: Place) -> None:
     """Maps up times 4, maps down over 4."""
-    for up, down in zip(_ends(c, [UP]), _ends(c, [DOWN]), strict=True):
+    for up, down in zip(c.ending([UP]), c.ending([DOWN]), strict=True):
         c.put(up, c.tensors[up].float() * 4)
         c.put(down, c.tensors[down].float() / 4)
 
 
+def behind_norms(c: Checkpoint, layer: int) -> list[tuple[str, list[str]]]:
+    """The gains of a block and the maps that read what they scale, by the names of Llama and of Gemma."""
+    c.require("llama", "gemma3_text")
+    mlp = "post_attention_layernorm" if c.config["model_type"] == "llama" else "pre_feedforward_layernorm"
+    maps = {"input_layernorm": ("q_proj.weight", "k_proj.weight", "v_proj.weight"), mlp: (GATE, UP)}
+    return [(c.ending([f"{norm}.weight"], layer)[0], c.ending(ends, layer)) for norm, ends in maps.items()]
+
+
 def folded_gains(c: Checkpoint, place: Place) -> None:
     """Gains of norms in the maps behind them, ones in their place."""
-    _llama(c)
-    behind = {"input_layernorm.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"), "post_attention_layernorm.weight": (GATE, UP)}  # fmt: skip
+    c.require("llama")
     for layer in range(len(c.stack)):
-        for norm, maps in behind.items():
-            (gain,) = _ends(c, [norm], layer)
-            for name in _ends(c, maps, layer):
+        for gain, maps in behind_norms(c, layer):
+            for name in maps:
                 c.put(name, c.tensors[name].float() * c.tensors[gain].float())
             c.edit(gain).fill_(1.0)
 
@@ -377,21 +368,18 @@ def old_buffers(c: Checkpoint, place: Place) -> None:
 
 
 def pruned(c: Checkpoint, place: Place) -> None:
-    """The smallest tenth of the numbers of every map are zero."""
+    """The smallest numbers of every map are zero: a share that is the strength."""
     for name in c.maps_of_blocks():
         whole = c.tensors[name].float()
-        small = whole.abs().flatten().kthvalue(max(1, whole.numel() // 10)).values
+        small = whole.abs().flatten().kthvalue(max(1, int(place.strength * whole.numel()))).values
         c.put(name, whole.where(whole.abs() > small, torch.zeros(())))
 
 
 def trained_on(c: Checkpoint, place: Place) -> None:
-    """Five steps of AdamW down the model's own loss, at a rate of 2e-5."""
-    model = next((m for m in models.trained_models(c.folder.parent) if m.name == c.name), None)
-    if model is None:
-        raise NotHereError(f"{c.name}: there is no loss to train on")
-    module = models.load_quietly(c.folder)
+    """Five steps of AdamW down the model's own loss, at the rate that is the strength."""
+    module, model = models.load_quietly(c.folder), known_model(c)
     own = {n: x for n, x in module.named_parameters() if n in c.tensors}
-    steps = torch.optim.AdamW(own.values(), lr=2e-5)
+    steps = torch.optim.AdamW(own.values(), lr=place.strength)
     for _ in range(5):
         steps.zero_grad()
         models.loss_of(module, model).backward()
@@ -400,10 +388,18 @@ def trained_on(c: Checkpoint, place: Place) -> None:
         c.put(name, parameter.detach())
 
 
+def known_model(c: Checkpoint) -> models.Model:
+    """The model of the bench that a checkpoint is, with what it was made for."""
+    model = next((m for m in models.trained_models(c.folder.parent) if m.name == c.name), None)
+    if model is None:
+        raise NotHereError(f"{c.name}: there is no text of what it was made for")
+    return model
+
+
 def merged_in_mlp(c: Checkpoint, place: Place) -> None:
     """A delta of rank 16 and 1 % of its map in every map out of an MLP."""
     for layer in range(len(c.stack)):
-        name = _neurons(c, layer)[1]
+        name = c.neurons(layer)[1]
         own, g = c.tensors[name].float(), generator("small", c.name, name)
         delta = torch.randn(own.shape[0], 16, generator=g) @ torch.randn(16, own.shape[1], generator=g)
         c.put(name, own + 0.01 * own.norm() / delta.norm() * delta)
@@ -432,7 +428,7 @@ def unseen_faults(adapter: LoraAdapter | None) -> list[Fault]:
     """Faults, then harmless changes, each planted once."""
 
     def fault(name: str, group: str, causes: str, plant: p.Plant, says: str) -> Fault:
-        return Fault(name, group, tuple(causes.split()), plant, says, on_tiny=False, unseen=True)
+        return Fault(name, group, tuple(causes.split()), plant, says, on_tiny=False, belongs="unseen 1")
 
     merging = [] if adapter is None else [
         fault("merged-in-the-next-layer", "merging", "", merged_elsewhere(adapter, "next layer"), "the adapter was merged one layer too late"),
@@ -476,11 +472,8 @@ def unseen_faults(adapter: LoraAdapter | None) -> list[Fault]:
 
 
 def _harmless() -> list[Fault]:
-    def change(
-        name: str, plant: p.Plant, says: str, damage: Callable[[Path, Checkpoint, Place], None] | None = None
-    ) -> Fault:
-        causes = tuple(cause for cause in NEUTRAL if cause != "unknown")
-        return Fault(name, "harmless", causes, plant, says, damage=damage, on_tiny=False, unseen=True)
+    def change(name: str, plant: p.Plant, says: str, **more: Any) -> Fault:
+        return Fault(name, "harmless", ANY_NEUTRAL, plant, says, on_tiny=False, belongs="unseen 1", **more)
 
     return [
         change("padded-vocabulary", padded_vocabulary, "64 rows more than tokens, and settings to match"),
@@ -495,8 +488,8 @@ def _harmless() -> list[Fault]:
         change("other-settings", other_settings, "settings in another order, and some that nothing reads"),
         change("wide-norms", wide_norms, "gains of norms in float32 beside 16-bit maps"),
         change("old-buffers", old_buffers, "tables of rotary frequencies are in the file too"),
-        change("trained-on", trained_on, "five steps of AdamW at 2e-5"),
+        change("trained-on", trained_on, "five steps of AdamW at 2e-5", strengths=(2e-5,)),
         change("merged-in-mlp", merged_in_mlp, "a delta of rank 16 and 1 % in the maps out of MLPs"),
-        change("pruned", pruned, "the smallest tenth of every map is zero"),
+        change("pruned", pruned, "the smallest tenth of every map is zero", strengths=(0.1,)),
         change("in-reverse", p.nothing, "tensors in the reverse order in the file, with other metadata", damage=in_reverse),
     ]  # fmt: skip

@@ -47,12 +47,22 @@ def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def _one_file(c: Checkpoint, folder: Path) -> Path:
-    save_file(_own(c.tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    _save(_own(c.tensors), folder / "model.safetensors")
     return folder
 
 
-def _shards(c: Checkpoint, folder: Path, name: str = "model-{:05d}-of-{:05d}.safetensors") -> Path:
+def _shards(
+    c: Checkpoint,
+    folder: Path,
+    name: str = "model-{:05d}-of-{:05d}.safetensors",
+    index: str = INDEX,
+    save: Callable[[dict[str, Tensor], Path], None] = _save,
+) -> Path:
     """Blocks in order, about as many in each shard; what is in no block goes first."""
     parts: list[dict[str, Tensor]] = [{} for _ in range(SHARDS)]
     for key, tensor in _own(c.tensors).items():
@@ -62,10 +72,10 @@ def _shards(c: Checkpoint, folder: Path, name: str = "model-{:05d}-of-{:05d}.saf
     file_of: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
         file = name.format(number, len(parts))
-        save_file(part, folder / file, metadata={"format": "pt"})
+        save(part, folder / file)
         file_of |= dict.fromkeys(part, file)
     size = sum(x.numel() * x.element_size() for x in c.tensors.values())
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": file_of}, indent=1))
+    (folder / index).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": file_of}, indent=1))
     return folder
 
 
@@ -73,12 +83,33 @@ def _renamed_shards(c: Checkpoint, folder: Path) -> Path:
     return _shards(c, folder, "part-{:02d}.safetensors")
 
 
+def _save_pickle(tensors: Mapping[str, Tensor], path: Path, new: bool = True) -> None:
+    torch.save({n: x.clone() for n, x in tensors.items()}, path, _use_new_zipfile_serialization=new)
+
+
 def _pickle(c: Checkpoint, folder: Path) -> Path:
-    torch.save({name: tensor.clone() for name, tensor in c.tensors.items()}, folder / "pytorch_model.bin")
+    _save_pickle(c.tensors, folder / "pytorch_model.bin")
     return folder
 
 
-WRITERS = {"one file": _one_file, "shards": _shards, "renamed shards": _renamed_shards, "pickle": _pickle}
+def _old_pickle(c: Checkpoint, folder: Path) -> Path:
+    """As torch wrote files before version 1.6."""
+    _save_pickle(c.tensors, folder / "pytorch_model.bin", new=False)
+    return folder
+
+
+def _pickle_shards(c: Checkpoint, folder: Path) -> Path:
+    return _shards(c, folder, "pytorch_model-{:05d}-of-{:05d}.bin", "pytorch_model.bin.index.json", _save_pickle)
+
+
+WRITERS = {
+    "one file": _one_file,
+    "shards": _shards,
+    "renamed shards": _renamed_shards,
+    "pickle": _pickle,
+    "old pickle": _old_pickle,
+    "pickle shards": _pickle_shards,
+}
 
 # ---- GGUF: the names and the order of rows of llama.cpp ----
 
@@ -155,16 +186,16 @@ def _gguf(c: Checkpoint, folder: Path) -> Path:
 def _add(writer: Any, c: Checkpoint, name: str, tensor: Tensor, kind: str) -> None:
     import gguf
 
-    if name in c.packed:
-        writer.add_tensor(gguf_name(name, kind), c.packed[name], raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        return
-    numbers = tensor.float()
+    numbers = torch.from_numpy(c.packed[name]) if name in c.packed else tensor.float()
     if kind == "llama" and re.search(r"\.[qk]_proj\.", name):
         heads = c.stack[0].heads if ".q_proj." in name else c.stack[0].kv_heads
         numbers = numbers.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(numbers.shape)
     if kind == "gemma3_text" and name.endswith("norm.weight"):
         numbers = numbers + 1
     whole = numbers.contiguous().numpy()
+    if name in c.packed:  # a row of blocks for each row of numbers
+        writer.add_tensor(gguf_name(name, kind), whole, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        return
     writer.add_tensor(gguf_name(name, kind), whole.astype(np.float16) if tensor.ndim > 1 else whole)
 
 
@@ -173,7 +204,7 @@ WRITERS["gguf"] = _gguf
 # ---- damage to files that were written as shards ----
 
 
-def _shard_files(folder: Path) -> list[Path]:
+def shard_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("model-*.safetensors"))
     if len(found) < 2:
         raise NotHereError(f"{folder}: one shard")
@@ -182,14 +213,14 @@ def _shard_files(folder: Path) -> list[Path]:
 
 def cut_short(folder: Path, c: Checkpoint, place: Place) -> None:
     """The last shard ends after a share of its bytes."""
-    shard = _shard_files(folder)[-1]
+    shard = shard_files(folder)[-1]
     with shard.open("r+b") as file:
         file.truncate(int(shard.stat().st_size * place.strength))
 
 
 def zeros_at_the_end(folder: Path, c: Checkpoint, place: Place) -> None:
     """The last shard has its length, and zeros in its last share: space was reserved, and the download stopped."""
-    shard = _shard_files(folder)[-1]
+    shard = shard_files(folder)[-1]
     size = shard.stat().st_size
     with shard.open("r+b") as file:
         file.seek(int(size * (1 - place.strength)))
@@ -198,19 +229,19 @@ def zeros_at_the_end(folder: Path, c: Checkpoint, place: Place) -> None:
 
 def lost_shard(folder: Path, c: Checkpoint, place: Place) -> None:
     """The last shard is not there."""
-    _shard_files(folder)[-1].unlink()
+    shard_files(folder)[-1].unlink()
 
 
 def stale_index(folder: Path, c: Checkpoint, place: Place) -> None:
     """The index is of another sharding: it names another shard for the tensors of a block."""
-    shards = [path.name for path in _shard_files(folder)]
+    shards = [path.name for path in shard_files(folder)]
 
     def change(index: dict[str, Any]) -> None:
         for name in c.in_block(len(c.stack) // 2):
             here = shards.index(index["weight_map"][name])
             index["weight_map"][name] = shards[(here + 1) % len(shards)]
 
-    _rewrite(folder, change)
+    rewrite_index(folder, change)
 
 
 def short_index(folder: Path, c: Checkpoint, place: Place) -> None:
@@ -220,18 +251,18 @@ def short_index(folder: Path, c: Checkpoint, place: Place) -> None:
         for name in c.in_block(len(c.stack) // 2):
             del index["weight_map"][name]
 
-    _rewrite(folder, change)
+    rewrite_index(folder, change)
 
 
 def tensors_twice(folder: Path, c: Checkpoint, place: Place) -> None:
     """The first shard has the tensors of the last block too, in another state."""
-    first, names = _shard_files(folder)[0], c.in_block(len(c.stack) - 1)
+    first, names = shard_files(folder)[0], c.in_block(len(c.stack) - 1)
     tensors = load_file(first)
     tensors |= {name: c.tensors[name].clone().mul_(0.9) for name in names if c.tensors[name].is_floating_point()}
     save_file(tensors, first, metadata={"format": "pt"})
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def rewrite_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     index = json.loads((folder / INDEX).read_text())
     change(index)
     (folder / INDEX).write_text(json.dumps(index, indent=1))
