@@ -109,7 +109,7 @@ def records(log: Path) -> list[dict[str, Any]]:
         line.pop("source", None)
         line.pop("controls", None)
         if "message" in line:  # numbers are in `value`
-            line["message"] = re.sub(r"[0-9.e-]+", "", line["message"])
+            line["message"] = re.sub(r"[0-9.e-]+", "", line["message"].partition("; ")[0])  # advice names controls
     return lines
 
 
