@@ -27,7 +27,7 @@ KINDS = {
 }
 ORDER = ("holds", "in part", "fails", "open")
 FIRST_KIND = ("identity", "construction", "published", "simulation", "experiment", "")  # the most certain first
-BEGIN, END = "<!-- made by `python -m locater_lab.engine.beliefs` -->", "<!-- up to here -->"
+BEGIN, END = "<!-- made by `python -m locater_lab.papers.results_page` -->", "<!-- up to here -->"
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,3 @@ def with_results(text: str, lines: Sequence[str]) -> str:
     """The page of results with these lines between its marks."""
     before, rest = text.split(BEGIN)
     return "\n".join([before + BEGIN, "", *lines, "", END]) + rest.split(END)[1]
-
-
-def main() -> None:
-    from locater.files import write_whole
-    from locater_lab.engine.runs import KEPT
-    from locater_lab.papers import PAPERS
-
-    page = KEPT / "README.md"
-    write_whole(page, with_results(page.read_text(encoding="utf-8"), results_lines(PAPERS.values(), KEPT.parent)))
-
-
-if __name__ == "__main__":
-    main()

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater_lab.engine import provenance, queue, runs
+from locater_lab.engine import provenance, runs
 from locater_lab.engine.arms import difference
 from locater_lab.engine.pages import page
 from locater_lab.engine.runs import Arm, Row, Runs, train_missing, with_data_folder
-from locater_lab.papers import PAPERS, Setting, reproduce
+from locater_lab.papers import PAPERS, Setting, queue, reproduce
 from locater_lab.papers.bao2024 import arms, training
 from locater_lab.train.controls_and_conversion import parse_control
 from locater_lab.train.plan import Plan

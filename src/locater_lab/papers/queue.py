@@ -1,8 +1,8 @@
 """Training runs of a paper's claims on a machine that is lent for a while: no command line of Locater and no git is needed.
 
     python -m locater_lab.engine.provenance                                    # here: a stamp beside src, for lines to name the commit
-    python -m locater_lab.engine.queue bao2024 o --runs FILE --data FOLDER --jobs 8 --minutes 9
-    python -m locater_lab.engine.queue bao2024 o --runs FILE                   # what is missing
+    python -m locater_lab.papers.queue bao2024 o --runs FILE --data FOLDER --jobs 8 --minutes 9
+    python -m locater_lab.papers.queue bao2024 o --runs FILE                   # what is missing
 
 A line is written as a run ends. After so many minutes no run begins, what is under way ends, and the same command goes
 on where it stopped. Code that is not of a commit makes no line.
