@@ -66,6 +66,7 @@ NEW: dict[str, tuple[str, ...]] = {
     "train": (
         *("scan.layers[*].provenance", "scan.assumptions.read"),
         *("result.plan.convert", "result.plan.convert_at", "result.conversion"),  # null here
+        *("result.plan.build", "result.plan.decay_qk"),  # of no effect here
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
         *(f"result.plan.{name}" for name in ("words", "select", "report", "bos", "keep")),
@@ -85,7 +86,11 @@ GONE: dict[str, tuple[str, ...]] = {
         "claims.bao2024.d4",  # c1 in another setting: a second measurement on the page, no second verdict
         "claims.bao2024.d5",  # the same of c2
     ),
-    "reproduce-zhai2023-runs": ("assumptions.runs",),  # excluded below
+    "reproduce-zhai2023-runs": (
+        "assumptions.runs",
+        "assumptions.origins",
+        "claims[*].seen",
+    ),  # the first is excluded below
 }
 
 # Text that may be worded otherwise; that there is text is still compared.

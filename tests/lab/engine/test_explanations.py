@@ -132,7 +132,7 @@ def test_images_need_their_file(tmp_path: Path) -> None:
 def test_pages_with_all_some_and_no_claims(name: str, tmp_path: Path) -> None:
     document = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
     whole = write_report(document, PAPERS[name], tmp_path / "page.md", tmp_path)[0].read_text()
-    assert whole == (ROOT / "docs" / "results" / f"{name}.md").read_text()
+    assert whole == (ROOT / "docs" / "results" / f"{name}.md").read_text().replace("](../images/", "](")
     assert "## b. Tokens taken away" in whole
     for left in ("a", ""):
         claims = [x if x["id"][0] in left else {**x, "measured": None} for x in document["claims"]]
