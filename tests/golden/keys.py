@@ -73,6 +73,8 @@ NEW: dict[str, tuple[str, ...]] = {
         *("scan.heads[*].effective_rank",),
         "log.steps[*].outputs",  # how many outputs the model has, by which a loss at log V is known
     ),
+    # where numbers come from, and whether what they are measured under was chosen after the outcome had been seen
+    "reproduce-zhai2023-runs": ("assumptions.origins", "claims[*].seen"),
 }
 
 # Keys that were removed on purpose, each with a reason in a comment.
