@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from locater_lab.engine.arms import mean_of_arm
 from locater_lab.engine.claims import Claim, verdict_of
 from locater_lab.engine.mechanism_runs import (
     COPY,
@@ -17,7 +16,6 @@ from locater_lab.engine.mechanism_runs import (
     COPY_SEEDS,
     PLAIN,
     UNIFORM,
-    WEIGHT,
     sink_arm,
     sink_tables,
     weight_left,
@@ -28,7 +26,6 @@ from locater_lab.engine.runs import Arm, Runs, train
 from locater_lab.papers.qiu2025 import training as gates
 from locater_lab.papers.sun2026 import training as blocks
 from locater_lab.studies.zoo import sinks as zoo
-from tests import ROOT
 from tests.lab.made_runs import fill, made_line
 
 EMPTY = {
@@ -164,12 +161,6 @@ def test_the_section_has_a_row_per_arm_and_a_picture(tmp_path: Path) -> None:
     assert ">gated<" in figures["sink"]
     assert "![sink](figure:sink)" in section
     assert sink_tables(Runs(), gates.COPY_ARMS) == {}
-
-
-def test_the_readme_has_the_kept_figure() -> None:
-    weight = mean_of_arm(Runs(ROOT / "docs/results/mechanisms-runs.jsonl"), PLAIN, WEIGHT)
-    assert weight is not None
-    assert f"softmax gives its first token {weight.value:.2f} of a row" in (ROOT / "README.md").read_text()
 
 
 def test_a_short_run_brings_what_is_judged(tmp_path: Any) -> None:
