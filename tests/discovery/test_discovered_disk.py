@@ -425,6 +425,7 @@ def test_a_pass_that_computes_without_end_is_ended(limit: str, tmp_path: Path, m
                  prior_encoder_num_flows=1, posterior_encoder_num_wavenet_layers=1, prior_encoder_num_wavenet_layers=1)  # fmt: skip
     transformers.VitsModel(transformers.VitsConfig(**sizes, speaking_rate=0.05)).save_pretrained(tmp_path)
     monkeypatch.setattr(discovered_disk, limit, {"MOST_BYTES": 20_000_000, "MOST_SECONDS": 0.05}[limit])
+    monkeypatch.setattr(discovered_disk, {"MOST_BYTES": "BYTES_EACH", "MOST_SECONDS": "SECONDS_EACH"}[limit], 0)
     with pytest.raises(LocaterError, match="a small model of its class takes more than"):
         discovered_from(tmp_path)
 

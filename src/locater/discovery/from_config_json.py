@@ -48,8 +48,10 @@ SMALL_PICTURE = "its positions are those of pictures of one size, and a model of
 UNSTORED = 30_000_000  # numbers of a small model beyond those of the checkpoint: 240 MB
 DEEPEST_EVER = 1_000  # layers of a model, beside one for each tensor of its checkpoint
 DEEPEST = 24  # layers of a stack of a small model
-MOST_BYTES = 8_000_000_000  # that a search holds of what a small model computes; a VITS of 60 MB needs 7 GB
-MOST_SECONDS = 40  # of processor time; the same decoder needs 17
+# what a search may hold, and how long it may take, and more for each number of the checkpoint: a VITS of 15 million
+# numbers needs 7 GB and 17 s of processor time
+MOST_BYTES, BYTES_EACH = 1_000_000_000, 500
+MOST_SECONDS, SECONDS_EACH = 20, 1e-6
 
 
 def class_and_settings(weights: Weights, config: Config) -> tuple[type, Any]:
@@ -216,7 +218,7 @@ def _search_candidate(
         return []
     try:
         small = ModuleWeights(build_model(kind, candidate.settings, "cpu", weights.where))
-        with BoundedWork():
+        with BoundedWork(stored):
             searched = SearchResult(*search(small.module, small, example))
     except LocaterError as error:
         reasons.append(str(error).removeprefix(f"{weights.where}: "))
@@ -226,12 +228,13 @@ def _search_candidate(
 
 
 class BoundedWork(TorchFunctionMode):
-    """Ends a search that holds more memory or takes longer than a small model should: a few numbers of a config.json
-    decide how long a wave or how large a picture it computes.
+    """Ends a search that holds more memory or takes longer than the checkpoint's size justifies: a few numbers of a
+    config.json decide how long a wave or how large a picture it computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stored: int) -> None:
         super().__init__()
+        self._most_bytes, self._most_seconds = MOST_BYTES + BYTES_EACH * stored, MOST_SECONDS + SECONDS_EACH * stored
         self._made: list[weakref.ref[torch.Tensor]] = []
         self._held: dict[int, int] = {}  # bytes by address
         self._bytes, self._started = 0, time.process_time()
@@ -243,15 +246,15 @@ class BoundedWork(TorchFunctionMode):
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_meta:
                 self._add(x)
-        if self._bytes > MOST_BYTES:
+        if self._bytes > self._most_bytes:
             gc.collect()  # tapes of passes before
             alive = [x for made in self._made if (x := made()) is not None]
             self._made, self._held, self._bytes = [], {}, 0
             for x in alive:
                 self._add(x)
-        reached = f"{MOST_BYTES / 1e9:.0f} GB" if self._bytes > MOST_BYTES else ""
-        if not reached and time.process_time() - self._started > MOST_SECONDS:
-            reached = f"{MOST_SECONDS} s"
+        reached = f"{self._most_bytes / 1e9:.1f} GB" if self._bytes > self._most_bytes else ""
+        if not reached and time.process_time() - self._started > self._most_seconds:
+            reached = f"{self._most_seconds:.0f} s"
         if reached:
             raise LocaterError(f"a small model of its class takes more than {reached} to run: load it and scan that")
         return out
