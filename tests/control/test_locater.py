@@ -313,7 +313,7 @@ def test_what_cannot_be_controlled_is_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(part="upper"), "part='upper': choose symmetric or full"),
+        (dict(part="upper"), "part='upper': choose symmetric, full or frobenius"),
         (dict(target="none"), "target='none': must be a number, or free"),
         (dict(shrink=-1.0), "shrink=-1.0"),
         (dict(hold=math.nan), "hold=nan"),

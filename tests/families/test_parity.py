@@ -270,7 +270,7 @@ def broken(mutate: Callable[[AttentionLayer], AttentionLayer], layer: AttentionL
 
 def test_every_registered_family_has_a_case() -> None:
     tested = {_model_type(case) for case in CASES}
-    assert set(families()) <= tested
+    assert set(families()) <= tested | {"torchtitan"}  # which needs the package: tests/families/test_torchtitan.py
 
 
 def _model_type(case: Case) -> str:

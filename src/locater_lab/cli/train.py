@@ -145,11 +145,11 @@ PANELS = {  # group of the help: fields of the plan
     ),
     "Model": (
         *("layers", "width", "heads", "kv_heads", "hidden", "positions", "qk_norm"),
-        *("attention", "convert", "convert_at", "mlp", "norm", "fusion", "scale", "dropout"),
+        *("attention", "convert", "convert_at", "mlp", "norm", "build", "fusion", "scale", "dropout"),
     ),
     "Optimization": (
         *("steps", "batch", "accumulate", "rate", "warmup", "schedule", "floor"),
-        *("optimizer", "beta2", "decay", "clip", "seed"),
+        *("optimizer", "beta2", "decay", "decay_qk", "clip", "seed"),
     ),
     "Attention: control and measurement": ("control", "observe"),
     "The run and its files": ("out", "evaluate", "checkpoint", "keep", "log"),

@@ -363,7 +363,7 @@ def test_controls_by_name() -> None:
         ("sigmareparam(gamma=[1])", "gamma=[1]: must be a number, or spectral"),
         ("entropy_penalty(ceiling=True)", "must be"),
         ("temperature(init='a')", "init='a': a temperature must be a number above 0"),
-        ("locater(part=half)", "choose symmetric or full"),
+        ("locater(part=half)", "choose symmetric, full or frobenius"),
         ("locater(layers=2)", "layers=2: give a list of numbers, such as [0, 2]"),
         ("locater(target=[1])", "target=[1]: must be a number, or free"),
         ("locater(schedule=cosine)", "schedule='cosine': must be a function of the step"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from locater.commands.doctor.other_places import same_numbers
-from locater.commands.doctor.pairs import STRUCTURE, Beside, Pair, Paired
+from locater.commands.doctor.pairs import STRUCTURE, TRAINED, Beside, Pair, Paired
 from locater.commands.doctor.places import layers_words, tensors_words
 from locater.commands.doctor.tensors import EMBEDDINGS, place_of
 from locater.findings.causes import Severity, finding
@@ -55,9 +55,12 @@ def missing_tensors(beside: Beside) -> None:
 
 
 def _has_vectors_of_base(beside: Beside) -> bool:
-    """Whether gains and biases are the base's, which those of another model are not: then its maps were read wrongly.
-    A vector that is constant in BASE says nothing.
+    """Whether gains, biases and embeddings are the base's, which those of another model are not: then maps were read
+    wrongly. A vector that is constant in BASE says nothing.
     """
+    vocabulary = [x for x in beside.pairs.values() if x.is_map and x.name.endswith(EMBEDDINGS) and not x.other_shape]
+    if not vocabulary or min(x.cosine for x in vocabulary) < TRAINED:
+        return False
     vectors = [x for x in beside.pairs.values() if not x.is_map and not x.other_shape and x.numbers > 2]
     telling = [x for x in vectors if x.base_facts is not None and not x.base_facts.constant]
     return len(telling) > 2 and sum(not x.changed for x in telling) > MOST_VECTORS * len(telling)
