@@ -147,3 +147,20 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
 
 def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def same_parts(ours: Any, theirs: Any, where: str = "", *, rtol: float, atol: float) -> None:
+    """Equal within these tolerances in every part."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), (where, ours.keys(), theirs.keys())
+        for name, value in theirs.items():
+            same_parts(ours[name], value, f"{where}.{name}", rtol=rtol, atol=atol)
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs), (where, len(ours), len(theirs))
+        for i, value in enumerate(theirs):
+            same_parts(ours[i], value, f"{where}[{i}]", rtol=rtol, atol=atol)
+    elif isinstance(theirs, Tensor | float):
+        ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
+        assert torch.allclose(ours, theirs, rtol=rtol, atol=atol), (where, ours, theirs)
+    else:
+        assert ours == theirs, (where, ours, theirs)

@@ -33,7 +33,7 @@ from locater.markup import HIGH, LOW, heat_map
 from locater.numerics import one_thread
 from locater.observing import attention_pattern
 from locater.report.ablation import bars
-from locater.report.pages import assemble
+from locater.report.pages import assemble, wide
 from locater.runs.run_log import Run, read_run
 from locater.runs.watch_page import watch_page
 from locater.sources.open_source import open_source
@@ -47,8 +47,6 @@ REPEATS = DEMO / "repeats"
 HEAD_SIZE, PLANTED = 32, (4, 0)  # of the demo; the head that the first act scales
 SOUND, HOT, STEPS = 3e-3, 0.2, 200  # rates of the second act
 WORDS, LENGTH, SHORTEST, LONGEST = 64, 64, 8, 31  # of the third: a vocabulary, a sequence, and what repeats in it
-
-
 Line = tuple[str, str]  # Verdict, Why or Next, and what follows it; "" in front of what goes on
 
 
@@ -83,8 +81,8 @@ class Demonstration:
         parts = []
         for number, act in enumerate(self.acts, 1):
             parts.append(f"<h2>{number}. {html.escape(act.title)}</h2><p>{html.escape(act.what)}</p>")
-            parts += [f'<div class="wide">{part}</div>' for part in (_table(act.lines), *act.drawings)]
-        parts.append(f'<h2>Now your own</h2><div class="wide">{_table(self.commands)}</div>')
+            parts += [wide(part) for part in (_table(act.lines), *act.drawings)]
+        parts += ["<h2>Now your own</h2>", wide(_table(self.commands))]
         words = {
             "TITLE": "Locater: a demonstration",
             "HEADING": "What Locater does, on three small models",

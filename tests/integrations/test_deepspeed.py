@@ -23,7 +23,7 @@ from locater import LocaterError
 from locater.control import Mimetic, QKClip, QKNorm, SigmaReparam, Temperature
 from tests.processes import ranks
 from tests.runs.test_sharded_runs import batch, loss_of, mean_over_ranks
-from tests.sharded import llama, titan
+from tests.sharded import llama, same_parts, titan
 
 STEPS, RATE = 3, 0.1
 COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "distance", "participation", "M", "spread")
@@ -119,21 +119,7 @@ def alone(make: Callable[[], Any], ids: Tensor, log: Path, first: bool) -> dict[
     return trained(model, model, ids, log, lambda loss: loss.backward(), step, first)
 
 
-def same(ours: Any, theirs: Any, where: str = "") -> None:
-    """Equal within 1e-6, relative to the larger numbers, in every part."""
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), (where, ours.keys(), theirs.keys())
-        for name, value in theirs.items():
-            same(ours[name], value, f"{where}.{name}")
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs), (where, len(ours), len(theirs))
-        for i, value in enumerate(theirs):
-            same(ours[i], value, f"{where}[{i}]")
-    elif isinstance(theirs, Tensor | float):
-        ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
-        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6), (where, ours, theirs)
-    else:
-        assert ours == theirs, (where, ours, theirs)
+same = partial(same_parts, rtol=1e-6, atol=1e-6)
 
 
 def steps_of(log: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ import locater
 from locater.control import EntropyPenalty, LocAteR, QKClip, QKNorm, SigmaReparam, Temperature
 from locater.errors import LocaterError
 from tests.processes import ranks
-from tests.sharded import VOCABULARY, llama, mesh_of, split, titan, whole
+from tests.sharded import VOCABULARY, llama, mesh_of, same_parts, split, titan, whole
 
 STEPS = 3
 
@@ -82,21 +82,7 @@ def trained(run: Any, ids: Tensor, log: Path, form: Any = "effective") -> dict[s
     }
 
 
-def same(ours: Any, theirs: Any, where: str = "") -> None:
-    """Equal up to rounding in float64, in every part; the order in which ranks are added up differs."""
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), (where, ours.keys(), theirs.keys())
-        for name, value in theirs.items():
-            same(ours[name], value, f"{where}.{name}")
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs), (where, len(ours), len(theirs))
-        for i, value in enumerate(theirs):
-            same(ours[i], value, f"{where}[{i}]")
-    elif isinstance(theirs, Tensor | float):
-        ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
-        assert torch.allclose(ours, theirs, rtol=1e-7, atol=1e-9), (where, ours, theirs)
-    else:
-        assert ours == theirs, (where, ours, theirs)
+same = partial(same_parts, rtol=1e-7, atol=1e-9)  # rounding in float64; the order in which ranks are added up differs
 
 
 def records(log: Path) -> list[dict[str, Any]]:

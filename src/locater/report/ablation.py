@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.markup import HIGH, LOW, display, heat_map, table
-from locater.report.pages import assemble, short_name
+from locater.report.pages import prose, short_name, wide
 from locater.report.plots import HeadMap
 from locater.report.terminal import empty_table
 from locater.report.verdict_sentences import amount
-from locater.version import __version__
 
 Document = Mapping[str, Any]
 LISTED = 12  # removals in a table of the terminal, at each end
@@ -128,22 +127,17 @@ def ablation_page(document: Document) -> str:
     heads = map_of_changes(document)
     if heads.values:
         parts.append("<h2>Heads by layers</h2>")
-        parts.append(_wide(heat_map(heads.grid, heads.label, names=heads.layers, diverging=heads.diverging)))
+        parts.append(wide(heat_map(heads.grid, heads.label, names=heads.layers, diverging=heads.diverging)))
     some = "" if shown is rows else f" The {BARS} largest and the {BARS} smallest."
     parts.append(
         f"<h2>From the largest change to the smallest</h2><p>Lines are 95 % intervals over sequences.{some}</p>"
     )
-    parts.append(_wide(bars(shown, label(document))))
+    parts.append(wide(bars(shown, label(document))))
     headings = ["removed", "change", "95 % interval", "sequences"]
     lines = [[row["name"], _number(row["change"]), _interval(row), str(row["sequences"])] for row in rows]
-    parts += ["<h2>Every number</h2>", _wide(table(headings, lines, left=["removed"]))]
+    parts += ["<h2>Every number</h2>", wide(table(headings, lines, left=["removed"]))]
     parts += [f"<p>Note: {html.escape(note)}.</p>" for note in document["assumptions"]["notes"]]
-    words = {
-        "TITLE": f"{title} · Locater",
-        "HEADING": title,
-        "FOOTER": f"Made by Locater {__version__}: measured while the model ran.",
-    }
-    return assemble("prose", words, markup={"PROSE": "\n".join(parts)})
+    return prose(title, parts, ": measured while the model ran.")
 
 
 def ablation_in_notebook(document: Document) -> str:
@@ -197,10 +191,6 @@ def bars(rows: Sequence[Any], words: str) -> str:
         'style="max-width:100%;height:auto" font-size="11" font-family="sans-serif" fill="currentColor">'
         f"{axis}{''.join(parts)}{numbers}</svg>"
     )
-
-
-def _wide(markup: str) -> str:
-    return f'<div class="wide">{markup}</div>'
 
 
 def _short(name: str) -> str:

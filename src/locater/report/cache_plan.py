@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.markup import display, heat_map, table
-from locater.report.pages import assemble, short_name
+from locater.report.pages import prose, short_name, wide
 from locater.report.plots import HeadMap
 from locater.report.terminal import empty_table
 from locater.report.verdict_sentences import amount
-from locater.version import __version__
 
 Document = Mapping[str, Any]
 LISTED = 12  # key heads of each list in a table of the terminal
@@ -230,14 +229,14 @@ def plan_page(document: Document) -> str:
         some = [row for row in rows if row["windowed"] is windowed]
         parts.append(f"<p>{name} (layer: key heads): {html.escape(by_layer(some))}</p>")
     drawn = map_of_plan(document)
-    parts += ["<h2>Key heads by layers</h2>", _wide(_map_html(drawn))]
+    parts += ["<h2>Key heads by layers</h2>", wide(_map_html(drawn))]
     lines = [
         [_text(row["text"]), str(row["heads"]), change(row), "yes" if row["holds"] else "no"]
         for row in document["tried"]
     ]
     parts += [
         "<h2>Lists that were tried</h2>",
-        _wide(table(["text", "heads", "change of the loss", "holds"], lines, ["text"])),
+        wide(table(["text", "heads", "change of the loss", "holds"], lines, ["text"])),
     ]
     parts += ["<h2>Sinks, massive activations, keys</h2>"]
     parts += [f"<p>{html.escape(text)}</p>" for text in sink_sentences(document)]
@@ -258,21 +257,16 @@ def plan_page(document: Document) -> str:
         ]
         for row in document["sinks"]
     ]
-    parts.append(_wide(table(names, lines, ["other sinks"])))
+    parts.append(wide(table(names, lines, ["other sinks"])))
     headings = [name for name in (*HEADINGS, "list") if measured or name not in ("alone", "95 % interval")]
     lines = [_cells(row, measured) for row in ranked(document)]
     parts += [
         "<h2>Every key head</h2>",
         f"<p>{html.escape(LEGEND)}</p>",
-        _wide(table(headings, lines, ["head", "list"])),
+        wide(table(headings, lines, ["head", "list"])),
     ]
     parts += [f"<p>Note: {html.escape(note)}.</p>" for note in document["assumptions"]["notes"]]
-    words = {
-        "TITLE": f"{title} · Locater",
-        "HEADING": title,
-        "FOOTER": f"Made by Locater {__version__}: measured while the model ran.",
-    }
-    return assemble("prose", words, markup={"PROSE": "\n".join(parts)})
+    return prose(title, parts, ": measured while the model ran.")
 
 
 def plan_in_notebook(document: Document) -> str:
@@ -313,7 +307,3 @@ def _share(x: float | None) -> str:
 
 def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:+.4f}" if abs(x) >= 1e-4 or x == 0 else f"{x:+.1e}"
-
-
-def _wide(markup: str) -> str:
-    return f'<div class="wide">{markup}</div>'

@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from locater.markup import display, heat_map, table
-from locater.report.pages import assemble, short_name
+from locater.report.pages import prose, short_name, wide
 from locater.report.verdict_sentences import amount
-from locater.version import __version__
 
 Document = Mapping[str, Any]
 SHOWN = 8  # findings that the terminal lists
@@ -109,17 +108,12 @@ def diagnosis_page(diagnosis: Document) -> str:
         for x in ranked(diagnosis["findings"])
     ]
     headings = ["", "cause", "where", "what", "evidence", "next"]
-    parts += ["<h2>Findings</h2>", _wide(table(headings, lines, left=headings))] if lines else []
+    parts += ["<h2>Findings</h2>", wide(table(headings, lines, left=headings))] if lines else []
     parts += [f"<p>{html.escape(_sentence(line))}</p>" for line in diagnosis["needs"]]
     parts += _tensor_maps(diagnosis)
     parts += _head_maps(diagnosis)
     parts.append(f"<p>Read: {html.escape(read_words(diagnosis['read']))}.</p>")
-    words = {
-        "TITLE": f"{title}{against} · Locater",
-        "HEADING": f"{title}{against}",
-        "FOOTER": f"Made by Locater {__version__} from weights alone.",
-    }
-    return assemble("prose", words, markup={"PROSE": "\n".join(parts)})
+    return prose(f"{title}{against}", parts, " from weights alone.")
 
 
 def _tensor_maps(diagnosis: Document) -> list[str]:
@@ -144,7 +138,7 @@ def _tensor_maps(diagnosis: Document) -> list[str]:
         drawing = heat_map(
             grid, label, rows="tensor", columns="layer", names=kinds, least=1e-3 if diagnosis["base"] else 1.0
         )
-        parts.append(_wide(drawing))
+        parts.append(wide(drawing))
     return parts
 
 
@@ -183,12 +177,8 @@ def _head_maps(diagnosis: Document) -> list[str]:
                 middle = known[len(known) // 2] if known else 1.0
                 own = [None if not x else math.log2(x / middle) for x in own]
             grid.append(own)
-        parts.append(_wide(heat_map(grid, label, names=[str(x) for x in layers])))
+        parts.append(wide(heat_map(grid, label, names=[str(x) for x in layers])))
     return parts
-
-
-def _wide(markup: str) -> str:
-    return f'<div class="wide">{markup}</div>'
 
 
 def _sentence(text: str) -> str:

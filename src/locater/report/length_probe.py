@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.markup import display, heat_map, table
-from locater.report.pages import assemble, short_name
+from locater.report.pages import prose, short_name, wide
 from locater.report.terminal import empty_table
 from locater.report.verdict_sentences import amount
-from locater.version import __version__
 
 Document = Mapping[str, Any]
 HEADINGS = ("tokens", "loss", "change", "95 % interval", "entropy", "ratio", "first", "reach")
@@ -126,19 +125,14 @@ def lengths_page(document: Document) -> str:
     parts = [f"<p><strong>{html.escape(verdict(document))}</strong></p>"]
     parts += [f"<p>{html.escape(text)}</p>" for text in (*why(document), next_sentence(document)) if text]
     lines = [_cells(row) for row in document["lengths"]]
-    parts += [_wide(table(HEADINGS, lines)), f"<p>{html.escape(LEGEND)}</p>"]
+    parts += [wide(table(HEADINGS, lines)), f"<p>{html.escape(LEGEND)}</p>"]
     for column in MAPS:
         parts.append(f"<h2>{html.escape(NAMES[column].capitalize())}</h2>")
         most = max((row[column] or 0.0 for row in document["heads"]), default=1.0)
         for row in document["lengths"]:
-            parts.append(_wide(_map(document, column, row["length"], most)))
+            parts.append(wide(_map(document, column, row["length"], most)))
     parts += [f"<p>Note: {html.escape(note)}.</p>" for note in document["assumptions"]["notes"]]
-    words = {
-        "TITLE": f"{title} · Locater",
-        "HEADING": title,
-        "FOOTER": f"Made by Locater {__version__}: measured while the model ran.",
-    }
-    return assemble("prose", words, markup={"PROSE": "\n".join(parts)})
+    return prose(title, parts, ": measured while the model ran.")
 
 
 def lengths_in_notebook(document: Document) -> str:
@@ -175,7 +169,3 @@ def _setting(value: Any) -> str:
     if isinstance(value, Mapping):
         return "(" + ", ".join(f"{name} {_setting(part)}" for name, part in value.items()) + ")"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _wide(markup: str) -> str:
-    return f'<div class="wide">{markup}</div>'

@@ -48,6 +48,21 @@ def assemble(
     return re.sub(r"@([A-Z]+)@", lambda mark: values[mark[1]], whole)
 
 
+def prose(title: str, parts: Sequence[str], footer: str) -> str:
+    """A page of sentences, tables and drawings, without a script. `footer` says what its numbers rest on."""
+    words = {
+        "TITLE": f"{title} · Locater",
+        "HEADING": title,
+        "FOOTER": f"Made by Locater {__version__}{footer}",
+    }
+    return assemble("prose", words, markup={"PROSE": "\n".join(parts)})
+
+
+def wide(markup: str) -> str:
+    """A table or drawing that scrolls by itself where it is wider than the page."""
+    return f'<div class="wide">{markup}</div>'
+
+
 def policy(script: str = "", connect: str = "") -> str:
     """A Content-Security-Policy: the script, styles and pictures of the page itself, and nothing from elsewhere."""
     parts = [
